@@ -1,1 +1,1 @@
-"""Find out whether a trainer is right: compute a step of it again, and name the mistake."""
+"""Audit a trainer: recompute one of its optimizer steps, and name the mistake behind differences."""

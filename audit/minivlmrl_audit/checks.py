@@ -1,4 +1,4 @@
-"""Assertions for other people's tests of their trainer; tensors may be of torch or numpy."""
+"""Assertions for tests of your own trainer. Tensors may be torch tensors or numpy arrays."""
 
 import torch
 
@@ -6,7 +6,10 @@ from minivlmrl_audit.audit import checked, gaps, report
 
 
 def assert_step(folder):
-    """Assert that the audit finds nothing in a step (ValueError: or nothing was compared)."""
+    """Assert that all stages of a dumped step agree with the audit's recomputation.
+
+    ValueError: the folder holds no step, or nothing of the step could be compared.
+    """
     findings, d = checked(folder)
     assert all(finding.ok for finding in findings), f"{folder}\n{report(findings, d)}"
 
@@ -16,11 +19,16 @@ def assert_split_invariant(
 ):
     """Assert that the gradient of a step does not depend on how its rows are split.
 
-    gradients: (list of lists of row indices) -> {name: tensor}, added up over these parts as your
-    trainer does.
+    Args:
+        gradients: function from a list of lists of row indices to {name: tensor}. The function
+            accumulates the gradients over these parts as your trainer does.
+        rows: number of rows of the step, at least 2.
+        tolerance: largest allowed difference, relative to the largest gradient of the whole step.
+        sizes: numbers of parts to try; by default 2, rows - 1 and rows.
     """
     assert rows > 1, f"rows is {rows}: one row cannot be split, and nothing is compared"
-    sizes = sizes or (2, rows - 1, rows)  # of rows - 1 parts one has more rows than the others
+    # rows - 1 parts are tried, because then one part is larger than all other parts
+    sizes = sizes or (2, rows - 1, rows)
     whole_gradients = as_doubles(gradients(strided(rows, 1)))
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero: the step teaches nothing, and nothing is compared"
@@ -39,22 +47,25 @@ def assert_split_invariant(
 
 
 def strided(rows: int, parts: int) -> list[list[int]]:
-    """Deal rows out to so many parts, one by one."""
+    """Split row indices into `parts` lists: part i gets rows i, i + parts, i + 2 * parts, ..."""
     return [list(range(part, rows, parts)) for part in range(parts)]
 
 
 def as_doubles(gradients) -> dict[str, torch.Tensor]:
-    """Make float64 of tensors or arrays by name."""
+    """Convert named tensors or arrays to float64 tensors."""
     return {name: torch.as_tensor(x).double() for name, x in gradients.items()}
 
 
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
-    """Assert that the summed gradient of ranks is that of one; a list of rows for each."""
+    """Assert that the gradient summed over ranks equals the gradient of a single rank.
+
+    See assert_split_invariant; here each list holds the row indices of one rank.
+    """
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 
 
 def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
-    """Assert that log-probabilities (n, T), nats, are equal where the mask is 1."""
+    """Assert that log-probabilities (n, T) in nats agree within `tolerance` where mask is 1."""
     a = torch.as_tensor(sampler).double()
     b = torch.as_tensor(trainer).double()
     is_counted = torch.as_tensor(mask) > 0

@@ -1,4 +1,4 @@
-"""Where the files of two runs differ, and by how much."""
+"""Compare the files of two runs: find the lines that differ, and the size of the differences."""
 
 import filecmp
 import math
@@ -28,7 +28,7 @@ from minivlmrl_audit.minivlmrl_api import (
     require,
 )
 
-# of a recipe, what a resumption may say otherwise
+# options of a recipe that may change when a run is resumed
 OPTIONS = {
     "output_dir",
     "report_to",
@@ -38,26 +38,28 @@ OPTIONS = {
     "state_minutes",
     "page_minutes",
 }
-# numbers of a clock and of memory; a state has all of timings.jsonl
+# fields with measured times or memory, and timings.jsonl, which a saved state contains whole
 MEASURED = {"seconds", "step_time", "tokens_per_second", "peak_memory_gib", TIMINGS}
-PATHS = {"where", "recipe"}  # of completions.jsonl and of a state: they name files
-# files of which two honest runs write other bytes
+PATHS = {"where", "recipe"}  # fields of completions.jsonl and of a saved state with file paths
+# files whose bytes differ even between two correct runs
 UNEQUAL = {"config.yaml", TIMINGS, "summary.json", RUN, COMPLETIONS}
 DAMAGED = (ValueError, OSError, LookupError, RuntimeError, SafetensorError)
 
 
 def difference(path: Path, other: Path, moved: bool = False) -> str:
-    """Say in which lines two files differ, and the most by which numbers do; "" if nowhere.
+    """Describe the lines in which two files differ, with the largest numeric difference.
 
     Args:
-        path, other: files, or folders of states.
-        moved: the other run was trained with files at other paths.
+        path, other: files, or folders of saved states.
+        moved: whether the other run was trained with input files at other paths.
+
+    Returns "" if the files agree. An unreadable or missing file counts as a difference.
     """
     if not other.exists():
         return "missing"
     if filecmp.cmp(path, other, shallow=False):
         return ""
-    gaps = []  # of each line
+    gaps = []  # largest difference in each line
     try:
         for pair in zip_longest(content(path, moved), content(other, moved)):
             gaps.append(distance(*pair))
@@ -72,11 +74,13 @@ def difference(path: Path, other: Path, moved: bool = False) -> str:
 
 
 def content(path: Path, moved: bool = False) -> Iterator:
-    """Yield the lines of a text, without what honest runs say differently, or a file as one.
+    """Yield the comparable parts of a file or of a saved state.
 
-    Of a state yield its tensors, however many ranks have written it.
+    A .jsonl file is yielded by line and a .json or .yaml file as one object, without fields that
+    differ between correct runs. Any other file is yielded as a whole. A saved state is yielded by
+    tensor, gathered from the files of all ranks.
 
-    ValueError: it is not what its name says.
+    ValueError: the content does not have the format of the file's suffix.
     """
     if path.is_dir():
         hashes = {file.name: digest([file]) for file in path.iterdir() if file.name != COMPLETE}
@@ -96,7 +100,10 @@ def content(path: Path, moved: bool = False) -> Iterator:
 
 
 def unique(pairs: list[tuple]) -> dict:
-    """Make a JSON object (ValueError: of two equal keys readers take one or the other)."""
+    """Build a JSON object from key-value pairs.
+
+    ValueError: a key occurs twice. JSON readers disagree about which value then counts.
+    """
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice")
     return dict(pairs)
@@ -106,7 +113,10 @@ DECODER = JSONDecoder(object_pairs_hook=unique)
 
 
 def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
-    """Keep of a line what two honest runs say alike; a measured number is 0."""
+    """Return an object without skipped keys, and with 0 for numbers in measured fields.
+
+    Two correct runs produce the same result.
+    """
     require(isinstance(line, dict), "a line", line, "an object")
     kept = {}
     for key, value in line.items():
@@ -120,9 +130,10 @@ def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
 
 
 def distance(first, second) -> float:
-    """Largest difference of the numbers in two values; of texts' numbers over 1 in shares of them.
+    """Return the largest numeric difference between two parsed values.
 
-    Infinite where something else differs.
+    Differences of tensors are absolute. Differences of JSON floats larger than 1 are relative.
+    The result is infinite if anything but a float or a tensor's value differs.
     """
     if type(first) is not type(second):
         return math.inf

@@ -1,7 +1,8 @@
-"""What a trainer has written down of one optimizer step: step.json and step.safetensors.
+"""Read and write a dumped optimizer step: step.json and step.safetensors.
 
-n rows (completions) of S tokens in M micro-batches, out of a rollout of N completions with K
-rewards. docs/audit.md has the names. Everything but NEEDED is optional.
+A step has n rows (completions) of S tokens in M micro-batches. Its rows come from a rollout of N
+completions with K rewards. docs/audit.md lists the names of all tensors and fields; only those in
+NEEDED are required.
 """
 
 from functools import cached_property
@@ -18,7 +19,7 @@ from minivlmrl_audit import moves
 from minivlmrl_audit.minivlmrl_api import load_tokenizer, read_json, save_tensors, write_json
 from minivlmrl_audit.options import OPTIONS
 
-# what computing with a field or tensor of another type or shape than docs/audit.md says may raise
+# exceptions raised when a field or tensor does not have the type or shape given in docs/audit.md
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 NAMES = moves.TABLE
 NEEDED = NAMES["needed"]
@@ -27,24 +28,28 @@ BY_ROW = BY_TOKEN + NAMES["by row"]
 
 
 class Dump(dict):
-    """A step in memory: `about` is step.json; tensors by name, floats in float64."""
+    """A dumped step in memory: a dict of tensors by name, with floating-point ones in float64.
+
+    Its attribute `about` is the content of step.json.
+    """
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
         self.optimizer = about.get("optimizer", {})
-        # which deviations the forward and the ids of this step are known to have; ids are None
-        # where something unknown is wrong with them
+        # Known deviations of this step's forward and token ids. None means that they differ
+        # for an unknown reason.
         self.forward = {}
         self.ids = {}
-        self.cache = {}  # what the model computed already
-        self.usual_answers = {}  # of stages as they are defined: their units are usual
-        self.tolerance = 1e-5  # during a search: of what an explanation leaves
-        self.part = None  # during a search: of which rows log-probabilities are
+        self.cache = {}  # results of the model's forwards and backwards
+        # results of the stages without a deviation, whose units limit those with a deviation
+        self.usual_answers = {}
+        self.tolerance = 1e-5  # largest error that an explanation may leave, set by a search
+        self.part = None  # rows whose log-probabilities a search computes; None means all rows
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
-        self.eps = {}  # of the types in which floats were written
+        self.eps = {}  # machine epsilon of the dtype in which each float tensor was dumped
         self["micro_batch"] = self.all_rows * 0
         self["attention_mask"] = ones
         self["tool_mask"] = ones
@@ -55,18 +60,18 @@ class Dump(dict):
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
             is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
-            if is_by_token:  # of the last T tokens: zeros before
+            if is_by_token:  # a tensor of only the last T tokens is padded with zeros on the left
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
         numbers = self["micro_batch"]
         self.micro_batches = [self.all_rows[numbers == m] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # (n, S): the columns after the prompt, padding too
+        # (n, S) mask of all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.add_row_numbers()
 
-    # what mistakes are composed of in this step: see moves.py
+    # orders and sets of rows, tokens, images and parameters that composed causes use, see moves.py
     rows = cached_property(moves.row_orders)
     rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
     row_sets = cached_property(moves.row_sets)
@@ -78,7 +83,7 @@ class Dump(dict):
     regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
 
     def add_row_numbers(self):
-        """Compute what causes and units are told by, a number of each row."""
+        """Add tensors (n,) with one number per row, which the formulas of causes and units use."""
         ids = self["input_ids"]
         counted_mask = self["completion_mask"]
         attended = self["attention_mask"]
@@ -98,21 +103,24 @@ class Dump(dict):
             self["ended"] = (self.is_stop(ids) & self.completion).any(1)
 
     def is_stop(self, ids: Tensor) -> Tensor:
-        """Mark the tokens that end a turn."""
+        """Return a bool mask, shaped like ids, of the stop tokens that end a turn."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
     def has(self, *names: str) -> bool:
         return all(name in self for name in names)
 
     def of_rollout(self, name: str) -> Tensor:
-        """Order numbers of the rows as the rollout's completions (N,); 1 where it has more."""
+        """Return a tensor of the rows in the order of the rollout's completions, (N,).
+
+        All values are 1 if the step does not have exactly one row per completion.
+        """
         order = self.get("row", self.all_rows).argsort()
         if len(order) != len(self["group"]):
             return torch.ones(len(self["group"]))
         return self[name][order].double()
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tell ids (n, S), which of them were drawn, and which a tool's answer forced."""
+        """Return token ids (n, S), a mask of sampled tokens, and a mask of tool-response tokens."""
         sampled = self.sampled(self.ids)
         if sampled is not None:
             ids, drawn_flags = sampled[..., : self.width]
@@ -121,9 +129,10 @@ class Dump(dict):
         return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
-        """Lay out what the sampler had after the prompt; with a deviation `ids`.
+        """Return the sampler's tokens after the prompt, changed by a deviation named `ids`.
 
-        (2, n, S + L): ids, and whether it drew them; -1 where it had none.
+        Returns (2, n, S + L): token ids, and 1 for sampled or 0 for given tokens; -1 is padding.
+        None if the dump has no sampler ids, or if the ids differ for an unknown reason.
         """
         if change is None or "sampler_ids" not in self:
             return None
@@ -143,23 +152,26 @@ class Dump(dict):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
             values = torch.tensor(moves.edited(*lists, text, again=self.again)).long()
             end = self.width + ids.shape[1] - begin - values.shape[1]
-            rows.append(pad(values, (begin, end), value=-1))  # or cut
+            rows.append(pad(values, (begin, end), value=-1))  # a negative end cuts the row
         return torch.stack(rows, 1)
 
     def again(self, ids: list[int]) -> list[int]:
-        """Decode ids to text and encode it again."""
+        """Return the token ids from decoding ids to text and encoding this text again."""
         tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
         tokenizer.backend.encode_special_tokens = False
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Select tensors kind.NAME, by NAME."""
+        """Return the tensors named kind.NAME as a dict by NAME."""
         prefix = f"{kind}."
         return {name.removeprefix(prefix): x for name, x in self.items() if name.startswith(prefix)}
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):
-    """Check that a step has what each needs, in one shape (ValueError: what is wrong)."""
+    """Check that a step has all required tensors, with consistent shapes.
+
+    ValueError: a required tensor or the kind is missing, or a shape does not fit input_ids.
+    """
     missing = [f"{name} is missing" for name in NEEDED if name not in tensors]
     if about.get("kind") not in OPTIONS:
         missing.append(f"kind is {about.get('kind')!r}")
@@ -177,7 +189,10 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
 
 
 def read(folder: str | Path) -> Dump:
-    """Read a step (ValueError: what is wrong with its folder)."""
+    """Read a dumped step from a folder.
+
+    ValueError: a file is missing, unreadable, or lacks required content.
+    """
     folder = Path(folder)
     if not (folder / "step.json").is_file():
         raise ValueError(
@@ -195,7 +210,7 @@ def read(folder: str | Path) -> Dump:
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Join tensors of micro-batches: rows are padded on the left."""
+    """Concatenate the tensors of micro-batches along rows; 2-D tensors are padded on the left."""
     tensors = {}
     for name in parts[0]:
         values = [part[name] for part in parts]
@@ -208,7 +223,10 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step that `read` reads (ValueError: it would not)."""
+    """Write a step into a folder, after checking that `read` accepts the step.
+
+    ValueError: the step lacks required content, see `read`.
+    """
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""Name the mistake of a loss function that `minivlmrl.losses.parity.check` found to differ."""
+"""Name the mistake in a loss function whose values `minivlmrl.losses.parity.check` rejects."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,15 @@ from minivlmrl_audit.audit import computed, explain, fits, where
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.options import options_of
 
-SEARCHES = 3  # for a mistake that explains cases: each takes seconds
-TIED = 4  # names that give the same numbers: as many are printed
+SEARCHES = 3  # maximum number of searches for a mistake, because each takes seconds
+TIED = 4  # maximum number of printed mistakes that give the same numbers
 
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
-    """Make a step of a case, with the loss and the gradient that someone's function gave."""
+    """Convert a test case to a Dump, so that the audit can search for its mistake.
+
+    value, gradient: loss, and gradient of log-probabilities, from the checked loss function.
+    """
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
         rows[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
@@ -25,7 +28,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
         "input_ids": zeros,
         "prompt_mask": zeros,
         "loss": value.view(1),
-        # of dpo
+        # tensors used only by DPO
         "pair": number // 2,
         "chosen": 1 - number % 2,
     }
@@ -38,11 +41,14 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
 
 
 def mistakes(cases: list[tuple]) -> list[str]:
-    """Name, in lines, known mistakes that explain (batch, options, loss, gradient) of each case."""
+    """Return text lines that name known mistakes which explain the given cases.
+
+    cases: (batch, options, loss, gradient) of each case whose loss or gradient differs.
+    """
     steps = [as_step(*case) for case in cases]
     lines = []
     while steps and len(lines) < SEARCHES:
-        left = {}  # of each mistake: the steps that it does not explain
+        left = {}  # for each mistake, the steps that remain unexplained
         for cause in explain("loss", steps[0]):
             name = f"{cause.says} ({cause.name})"
             left[name] = [step for step in steps[1:] if not fits("loss", step, cause)]
@@ -51,7 +57,7 @@ def mistakes(cases: list[tuple]) -> list[str]:
         other_steps = min(left.values(), key=len)
         tied_names = [name for name, others in left.items() if len(others) == len(other_steps)]
         lines.append(f"{len(steps) - len(other_steps)} of them: {'; or '.join(tied_names[:TIED])}")
-        if "no known mistake" in left:  # where it differs first
+        if "no known mistake" in left:  # describe the first differing numbers instead
             lines += [f"  {line}" for line in where(computed("loss", steps[0], {}))]
         steps = other_steps
     return lines

@@ -1,10 +1,10 @@
-"""Everything that the audit uses of minivlmrl, the package whose definitions it trusts.
+"""All names that the audit imports from minivlmrl, the package whose definitions it trusts.
 
-No other module of the audit imports minivlmrl: who changes it reads here what the audit needs.
-audit/tests/bugs.py alone goes past this list, because it replaces functions inside of modules.
+No other module of the audit imports minivlmrl, so that a change of minivlmrl can be checked
+against this list. Only audit/tests/bugs.py imports more, because it replaces functions in modules.
 """
 
-# Formulas that a trainer's loss is compared with: advantages, GRPO's family, DPO's, and PPO's GAE.
+# Reference formulas for a trainer's loss: advantages, GRPO and its variants, DPO, and PPO's GAE.
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import (
     AVERAGES,
@@ -20,7 +20,7 @@ from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy
 from minivlmrl.losses.ppo import gae
 from minivlmrl.losses.preference import DPOLossOptions, answer_logps, dpo_loss
 
-# The model that computes log-probabilities and gradients of a dumped step again, and its inputs.
+# The model that recomputes a dumped step's log-probabilities and gradients, and its inputs.
 from minivlmrl.data.rows import Prompt
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.model.checkpoint import load_model
@@ -28,19 +28,19 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
-# Training: `verify` trains a run again, audit/museum.py the default recipe with a bug.
+# Training: `verify` repeats a run, and audit/museum.py trains the default recipe with a bug.
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.diagnostics.replay import run_config, train_again
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.process import is_first
 
-# The files that a run writes: their names, and how the files of states are read.
+# Files of a run: their names, and functions that read saved states.
 from minivlmrl.run.checkpoint_files import find_pieces, read_rows
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS, TIMINGS
 from minivlmrl.run.rollout_log import COMPLETIONS, Logged
 from minivlmrl.run.trainer_state import RUN
 
-# JSON, YAML and safetensors, read strictly and written atomically; errors that name the file.
+# Strict readers and atomic writers of JSON, YAML and safetensors, with errors that name the file.
 from minivlmrl.config.parsing import json_text, naming, parse_json, parse_yaml, read_json, require
 from minivlmrl.files import digest, read_lines, save_tensors, write_json

@@ -1,4 +1,4 @@
-"""Options of a loss in one object, by TRL's names: the audit changes one at a time."""
+"""Loss options under TRL's names, in one object per loss, so that the audit can change each one."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from minivlmrl_audit.minivlmrl_api import TERMS, DPOLossOptions, GRPOLossOptions
 
 @dataclass
 class PolicyOptions(GRPOLossOptions):
-    """All options of GRPO's family: of the loss, of its terms, and of the weights of tokens."""
+    """All options of GRPO and its variants: for the loss, its terms, and the token weights."""
 
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
@@ -24,28 +24,29 @@ class PolicyOptions(GRPOLossOptions):
 
 @dataclass
 class DPOOptions(DPOLossOptions):
-    """DPOLossOptions, and what dpo_loss takes as an argument."""
+    """DPOLossOptions, and the option that dpo_loss takes as a separate argument."""
 
     discopop_tau: float = 0.05
 
 
 @dataclass
 class SFTOptions:
-    """What sft_loss takes."""
+    """Options of sft_loss."""
 
     loss_type: str = "nll"
 
 
-OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}  # of each kind of step
+# class of the loss options for each kind of step
+OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 
 def options_of(kind: str, values: dict) -> dict:
-    """Pick the options of a kind's loss out of named values."""
+    """Select the loss options of a kind of step from a dict of named values."""
     return {name: values[name] for name in OPTIONS[kind].__dataclass_fields__ if name in values}
 
 
 def arguments(options: PolicyOptions | DPOOptions) -> dict:
-    """List the options that the loss, or the term of its loss_type, takes as arguments."""
+    """Return the options that the loss, or the term of its loss_type, takes as keyword arguments."""
     if isinstance(options, DPOOptions):
         return {"discopop_tau": options.discopop_tau}
     names = TERMS[options.loss_type].__kwdefaults__ or {}

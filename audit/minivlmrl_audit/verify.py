@@ -1,6 +1,6 @@
-"""`python -m minivlmrl verify RUN`: train a run again as RUN.again, and compare every file.
+"""`python -m minivlmrl verify RUN`: repeat a run's training in RUN.again, and compare every file.
 
-Nothing that a log says of itself is believed. docs/audit.md says what this proves.
+No content of a log is trusted without comparison. docs/audit.md explains what this proves.
 """
 
 import argparse
@@ -26,13 +26,17 @@ from minivlmrl_audit.minivlmrl_api import (
     train_again,
 )
 
-DERIVED = [".lock", "page.html"]  # the page is made of the other files
-# the most by which another machine's first step differs, in float32
+# files that are not compared: the lock file, and the page, which is made from other files
+DERIVED = [".lock", "page.html"]
+# largest difference of the first step, in float32, that counts as another machine's rounding
 LARGEST_ROUNDING = 1e-3
 
 
 def main(arguments: list[str]) -> int:
-    """Print what differs; 0: nothing, 1: something, 3: numbers alone, as on another machine."""
+    """Repeat a run, print the differences, and return the exit status.
+
+    0 means no difference, 1 a difference, and 3 only numeric rounding, as from another machine.
+    """
     p = argparse.ArgumentParser(
         "python -m minivlmrl verify", description=__doc__, allow_abbrev=False
     )
@@ -46,9 +50,9 @@ def main(arguments: list[str]) -> int:
     state = options.state and folder / "states" / options.state
     first_step = int(options.state or 0)
     states = [path for path in state_folders(folder / "states") if int(path.name) > first_step]
-    # with paths of this machine a recipe says something else
+    # config.yaml differs if command-line options replace the paths of the recipe
     skipped = [*DERIVED, "config.yaml"] if overrides else DERIVED
-    differences = {}  # of each file or state: "" where both runs say the same
+    differences = {}  # difference of each file or state; "" if both runs agree
 
     def compare(path: Path):
         name = path.relative_to(again_folder)
@@ -63,7 +67,7 @@ def main(arguments: list[str]) -> int:
                 compare(again_state / RUN)
 
     class CompareStates(Callback):
-        """Compares states before they are removed: a run keeps its last ones alone."""
+        """Compare saved states before their removal, because a run keeps only its last states."""
 
         def on_step_begin(self, *_):
             compare_states()
@@ -83,23 +87,29 @@ def main(arguments: list[str]) -> int:
 
 
 def check_links(folder: Path):
-    """Refuse a run with links: they may lead into the one that it is compared with (ValueError)."""
+    """Raise ValueError if a run's folder contains symbolic links.
+
+    A link could lead into the repeated run, and the comparison would then prove nothing.
+    """
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise ValueError(f"{path} is a link; put what it leads to in its place")
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
-    """Print the files of a run that are not compared; one where runs write files is a fault."""
+    """Print the files of a run that were not compared, and return those that count as faults.
+
+    A file is a fault if it lies in a folder in which the repeated run wrote files.
+    """
     written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
     faults = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
-        # a state that was compared has the hashes of its files
+        # files of a compared state are covered, because the state stores their hashes
         is_compared = name in differences or name.parent in differences
         if path.is_file() and not is_compared and str(name) != ".lock":
             print(f"not compared: {name}")
-            # a state up to --state is believed
+            # states up to --state are trusted
             is_believed = "states/000001" <= str(name.parent) <= f"states/{first_step:06d}"
             if name.parts[0] in written_folders and not is_believed:
                 faults[name] = "not of this run"
@@ -107,11 +117,11 @@ def not_compared(folder: Path, differences: dict[Path, str], first_step: int) ->
 
 
 def verdict(folder: Path, again_folder: Path, differences: dict[Path, str], first_step: int) -> int:
-    """Print the faults and what they mean; returns the exit status."""
+    """Print the differing files and a conclusion, and return the exit status."""
     faults = {name: fault for name, fault in sorted(differences.items()) if fault}
     for name, fault in faults.items():
         print(f"DIFFERS: {name}: {fault}")
-    with suppress(*DAMAGED):  # what cannot be read is one of the faults
+    with suppress(*DAMAGED):  # an unreadable file is among the faults already
         gap = rounding(folder, again_folder, faults, first_step)
         if gap and same_rows(folder, again_folder, faults):
             print(
@@ -124,9 +134,10 @@ def verdict(folder: Path, again_folder: Path, differences: dict[Path, str], firs
 
 
 def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_step: int) -> float:
-    """Return by how much numbers of the first steps differ, 0 if that is no rounding.
+    """Return the largest difference in the metrics of the first two steps, if it is rounding.
 
-    With equal weights no number of any step may differ by more.
+    Returns 0 if the differences are too large to be rounding: over LARGEST_ROUNDING in the first
+    step, or, where both runs have equal weights, in any step.
     """
     pairs = zip_longest(content(again_folder / METRICS), content(folder / METRICS))
     gaps = [distance(*pair) for pair in pairs][first_step:]
@@ -137,9 +148,10 @@ def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_st
 
 
 def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool:
-    """Whether rows, their pictures and the names of files are equal, whatever was computed.
+    """Return whether both runs used the same rows, images and file names, ignoring results.
 
-    Of a step as many rows are logged as the first rank has: one log may have a part of another.
+    Each step logs only the rows of the first rank, so with other numbers of ranks the rows of
+    one log may be a subset of the other log's rows.
     """
     again = rows_of_steps(again_folder)
     logged = rows_of_steps(folder)
@@ -155,7 +167,7 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool
 
 
 def rows_of_steps(folder: Path) -> dict[tuple, set[str]]:
-    """Collect the rows that a run has logged of each step, without what it computed of them."""
+    """Return the rows that a run logged for each (stage, step), without the computed results."""
     rows = defaultdict(set)
     for line in read_lines(folder / COMPLETIONS, Logged):
         pictures = digest([folder / name for name in line["images"]])
