@@ -1,8 +1,8 @@
 """Sample completions that call tools.
 
-When a completion calls a tool, the model reads the answer in one forward, and decoding continues
-after it. Samples still depend on the key of the prompt alone. Training uses the ids, positions and
-patches that are recorded here; nothing is tokenized again.
+When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding
+continues after the result. The samples of a prompt depend only on the key of the prompt. Training
+uses the token ids, positions and patches that are recorded here, so nothing is tokenized again.
 """
 
 import re
@@ -42,7 +42,7 @@ from minivlmrl.model.packing import pack
 
 
 class ToolEpisode:
-    """One completion and its environment, while the completion is sampled."""
+    """State of one completion and its environment during sampling."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -50,24 +50,28 @@ class ToolEpisode:
         self.settings = settings_of(environment)
         self.num_calls = 0
         self.num_failed = 0
-        # the pattern is longer than any tag that it finds
+        # The pattern is longer than any closing tag, so its length bounds the length of a tag.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # text that the policy wrote since the last answer
-        self.ids: list[int] = []  # all tokens of the completion, answers included
-        self.written: list[bool] = []  # for each token, whether the policy wrote it
-        self.pictures: list[tuple] = []  # pictures of answers, as in a Completion
-        self.unread: list[Prompt] = []  # an answer that the model has not read yet
-        self.cut = False  # an answer did not fit
+        self.text = b""  # UTF-8 text that the policy wrote since the last tool result
+        self.ids: list[int] = []  # all tokens of the completion, including tool results
+        self.written: list[bool] = []  # whether the policy sampled the token, for each id
+        self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
+        self.unread: list[Prompt] = []  # at most one tool result that the model has not read yet
+        self.cut = False  # whether a tool result exceeded max_new_tokens
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
-        """Add a sampled token, and return whether the completion ends with it.
+        """Append a sampled token, and execute the tool calls that the token completes.
 
         Args:
-            turn_ends: the token is a stop token.
-            text_ends: the token completes a stop string.
+            token: id of the sampled token.
+            turn_ends: whether the token is a stop token.
+            text_ends: whether the token completes a stop string.
+
+        Returns:
+            Whether the completion ends with this token; max_new_tokens is not considered.
         """
-        if self.ended:  # `generate` decodes an ended row further, until it drops ended rows
+        if self.ended:  # `generate` keeps decoding finished rows until it removes them
             return True
         self.written.append(True)
         self.ids.append(token)
@@ -81,7 +85,10 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Add a token to the text; return the calls that it completes, up to max_tool_calls."""
+        """Append the bytes of a token to the text, and return the calls that the token completes.
+
+        Calls beyond max_tool_calls are left out.
+        """
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -90,19 +97,27 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether the new text has a closing tag whose opening tag came before."""
+        """Return whether a tool's tag is closed at or after byte `searched_from` of the text."""
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
     def answer(
         self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor
     ) -> bool:
-        """Answer calls; return whether the completion ends: it is done, or answers do not fit."""
+        """Execute tool calls, and append their results to the completion.
+
+        Args:
+            tokens_left: number of tokens that may still be added to the completion.
+
+        Returns:
+            Whether the completion ends, because the environment is done or the results do not fit.
+        """
         answers, pictures = self.call_tools(calls, processor)
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        self.cut = len(ids) >= tokens_left  # a picture is never cut, and something has to follow
+        # Results are not truncated, because images cannot be. At least one token must follow.
+        self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
         answer, shown = as_prompt(ids, pictures, processor)
@@ -116,7 +131,7 @@ class ToolEpisode:
     def call_tools(
         self, calls: list[Call], processor: Processor
     ) -> tuple[list[list[dict]], list[Picture]]:
-        """Call tools; return the parts of each answer, and the pictures of all of them."""
+        """Execute tool calls; return the message parts of each result, and all images."""
         answers = []
         pictures = []
         for name, inside in calls:
@@ -131,18 +146,21 @@ class ToolEpisode:
 
     @property
     def done(self) -> bool:
-        """Return whether the environment is done, so that the last call ends the completion."""
+        """Return whether the environment has set `done`, which ends the completion."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add the answers, the environment and the counts of calls to a sampled completion."""
+        """Add tool results, the environment and the numbers of calls to a sampled completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
         completion.calls = self.num_calls, self.num_failed, self.cut
 
     def insert_answers(self, completion: Completion):
-        """Insert the ids of answers between the sampled tokens of a completion."""
+        """Insert the tokens of tool results between the sampled tokens of a completion.
+
+        The log-probabilities of inserted tokens are 0, and `written` is False for these tokens.
+        """
         written = torch.tensor(self.written)
         completion.ids = torch.tensor(self.ids)
         completion.written = written
@@ -158,7 +176,11 @@ class ToolEpisode:
 def encode_answers(
     answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
 ) -> list[int]:
-    """Encode answers: inside the policy's turn, or with the opening of another one."""
+    """Tokenize the results of tools.
+
+    If the policy's turn has ended, the results form a user turn, followed by the opening of the
+    next assistant turn. Otherwise they continue the policy's turn.
+    """
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
     return list(chain(*processor.encode(render_answers(answers, opening), grids)))
@@ -167,7 +189,11 @@ def encode_answers(
 def as_prompt(
     ids: list[int], pictures: list[Picture], processor: Processor
 ) -> tuple[Prompt, list[tuple]]:
-    """Make a Prompt of answers, for the model to read, and the pictures of a Completion."""
+    """Convert encoded tool results into a Prompt that the model can read.
+
+    Returns:
+        The Prompt, and the images as (image, patches, grid) for Completion.pictures.
+    """
     shown = [(image, *processor.image_processor(image)) for image, _ in pictures]
     no_patches = torch.zeros(0, processor.image_processor.patch_dim)
     patches = torch.cat([no_patches, *(patches for _, patches, _ in shown)])
@@ -176,7 +202,10 @@ def as_prompt(
 
 
 def shared(image: Image) -> Image:
-    """Return the same picture, whose pixels are copied as soon as a tool writes to them."""
+    """Return a copy-on-write view of an image.
+
+    The pixels are copied only when a tool writes to them, so that environments can share an image.
+    """
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -185,21 +214,26 @@ def shared(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """The place of one answer's tokens in the batch and in its row, for AnswerAttention."""
+    """Position of one tool result in the packed batch of results and in its row of the decoding."""
 
-    row: int  # index of the answer's row in the decoding
-    tokens: slice  # tokens of the answer among those of all answers
-    prompt: int  # index of the row's prompt in the decoding
+    row: int  # index of the row in the decoding batch
+    tokens: slice  # positions of the result in the packed tokens of all results
+    prompt: int  # index of the row's prompt in the decoding batch
     prompt_length: int
-    begin: int  # the answer's tokens are number begin to end of the row's own tokens
-    end: int
+    begin: int  # first position of the result in the row's own tokens (after the prompt)
+    end: int  # position after the result's last token
 
 
 class AnswerAttention(DecodeAttention):
-    """The attention of answers: tokens of some rows that the model reads at once, end to end.
+    """Attention for a forward pass over tool results, which are packed into one sequence.
 
-    The tokens of an answer attend to the prompt of their row, to the row's own tokens, and causally
-    to each other. Afterwards their keys and values are among the row's own.
+    The tokens of a result attend to the prompt of their row, to the earlier tokens of the row, and
+    causally to each other. Their keys and values are added to the row's KV cache.
+
+    Args:
+        decoding: attention of the decoding, whose KV cache is extended.
+        rows: row in the decoding batch of each result.
+        lengths: number of tokens of each result.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
@@ -207,9 +241,9 @@ class AnswerAttention(DecodeAttention):
         self.memory = decoding.memory
         self.answer_spans = []
         self.answer_rows = rows
-        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # B of them
-        newest = decoding.newest.tolist()  # R of them
-        self.spans = []  # rows, and the tokens of each, for recurrent layers
+        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # length B
+        newest = decoding.newest.tolist()  # length R
+        self.spans = []  # for recurrent layers: slice of the row, and slice of its packed tokens
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
         for row, length in zip(rows, lengths, strict=True):
@@ -245,9 +279,17 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Add an answer's keys, or values, to the row's; return all that it attends to.
+    """Write the keys (or values) of a tool result into the row's cache, and return its context.
 
-    The result is (1, K, P + C, D): the prompt's, and the row's own up to the end of the answer.
+    Args:
+        row_cache: (R, K, C, D) cache of the rows' own tokens, modified in place.
+        prompts: (B, K, P, D) cache of the prompts.
+        new: (tokens, K, D) keys or values of all packed results.
+        span: position of the result.
+
+    Returns:
+        (1, K, prompt_length + end, D): keys or values of the prompt, and of the row's own tokens
+        up to the end of the result.
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
     seen_prompt = prompts[span.prompt, :, : span.prompt_length]  # (K, P, D)
@@ -255,7 +297,7 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
 
 
 class ReadingDecode(Decode):
-    """A decode step, after which the model reads new answers of tools, in one forward."""
+    """Decode step that also runs one forward pass over the tool results that are still unread."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -276,10 +318,15 @@ class ReadingDecode(Decode):
         self, model: Qwen2_5_VL, attention: DecodeAttention, rows: list[int], index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:  # fmt: skip
-        """Read the answers of some rows; return logits (rows, V) of the tokens that follow.
+        """Run the model on the tool results of some rows, and return the next tokens' logits.
 
         Args:
+            rows: rows of the decoding batch that have a tool result.
             index: `rows` as a tensor.
+            answers: the tool result of each of these rows.
+
+        Returns:
+            (len(rows), V) logits of the token that follows each result.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
@@ -288,7 +335,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # pictures take fewer positions than tokens
+        # An image occupies fewer positions than tokens, so `start` is computed again.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -297,12 +344,12 @@ class ReadingDecode(Decode):
 
 
 class ToolSampler(Sampler):
-    """Samples completions that may call the tools of the environment of `sampling`."""
+    """Sampler of completions that may call the tools of `sampling.environment`."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[ToolEpisode] = []  # the episode of each row
+        self.episodes: list[ToolEpisode] = []  # one episode for each row of the batch
 
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
@@ -330,18 +377,23 @@ class ToolSampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
 
-# These functions are shared with the sampler of trajectories.py.
+# The functions below are also used by TrajectorySampler in trajectories.py.
 
 AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
 def find_environment(sampler: Sampler) -> Callable[[], Environment]:
-    """Return the constructor of a sampler's environment (ValueError: the recipe does not fit)."""
+    """Return the constructor of the environment that the options of a sampler name.
+
+    Raises:
+        ValueError: sampling.environment is not set, or rollout.gather_weights is false.
+    """
     name = sampler.sampling.environment
     if name is None:
         raise ValueError("sampling.environment: a sampler with tools needs one")
     make = get_environment(name)
-    if not sampler.gather_weights:  # ranks read their answers at different steps
+    # Ranks read tool results at different steps, so FSDP cannot gather weights layer by layer.
+    if not sampler.gather_weights:
         raise ValueError("sampling.environment: leave out rollout.gather_weights: false")
     return make
 
@@ -353,7 +405,18 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Begin the episodes of all completions: each has an environment, reset with its prompt's row."""
+    """Create one episode for each completion, with its own environment reset to the prompt's row.
+
+    Args:
+        make_episode: called with the environment, the prompt and its row.
+        make_environment: constructor of the environment.
+
+    Returns:
+        Episodes of all completions, `num_generations` for each prompt in order.
+
+    Raises:
+        ValueError: a prompt has no row, or `reset` failed.
+    """
     episodes = []
     for prompt in prompts:
         row = prompt.row
@@ -370,11 +433,15 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Collect the arguments of `reset`; an image's extent is the scale of the boxes in it."""
-    images = list(row.images)  # they may be decoded only now
+    """Return the keyword arguments of an environment's `reset`.
+
+    They are the columns of the row, its images, the messages of the prompt, and the extents: for
+    each image the (width, height) of the coordinate system in which its boxes are written.
+    """
+    images = list(row.images)  # may decode the files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()  # not of videos
+    grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()  # images only, no videos
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
         resized = (patch_size * columns, patch_size * rows)
@@ -386,7 +453,17 @@ def step_episodes(
     episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor,
     turn_ends: Tensor, text_ends: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Add a sampled token (r,) to the episode of each row; return (r,) bool: the row ends."""
+    """Append one sampled token to the episode of each row.
+
+    Args:
+        rows: (r,) index of the episode of each token.
+        ids: (r,) sampled token ids.
+        turn_ends: (r,) bool, whether the token is a stop token.
+        text_ends: (r,) bool, whether the token completes a stop string.
+
+    Returns:
+        (r,) bool, whether the completion of the row is finished.
+    """
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []
     for row, token, turn_end, text_end in zip(*sampled, strict=True):

@@ -1,9 +1,11 @@
-"""Sample trajectories, whose turns have a window each: the prompt that the turn is sampled from.
+"""Sample trajectories: completions of several turns, each sampled from its own context window.
 
-The window of the first turn is the row's prompt. A later window is what the environment's
-`observe(rounds)` returns, or with sampling.history=K all text and the pictures of the newest K
-rounds. A round is a turn and the answers to its calls. A trajectory ends with a turn without calls,
-or when the environment is `done`. It is one Completion and one row of a loss, see docs/agents.md.
+The window of a turn is the prompt from which the turn is sampled. The first window is the prompt of
+the row. A later window contains the messages that the environment's `observe(rounds)` returns, or,
+with sampling.history=K, all text so far and the images of the newest K rounds. A round is a turn
+together with the results of its tool calls. A trajectory ends with a turn that calls no tool, or
+when the environment sets `done`. A trajectory is one Completion and one row of a loss; see
+docs/agents.md.
 """
 
 from collections.abc import Sequence
@@ -42,12 +44,20 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
-    """Return the class of the sampler for the environment of this name."""
+    """Return TrajectorySampler or ToolSampler, whichever the environment with this name needs."""
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether completions are trajectories (ValueError: there are two rules for windows)."""
+    """Return whether each turn has its own context window, so that completions are trajectories.
+
+    Args:
+        name: name of the environment.
+        history: sampling.history, the number of rounds whose images are kept.
+
+    Raises:
+        ValueError: the environment has `observe` and `history` is set as well.
+    """
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
         raise ValueError(
@@ -62,10 +72,10 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack all turns of trajectories, so that each turn is scored given its own window.
+    """Pack all turns of trajectories into one batch, each turn after its own context window.
 
-    The first turns of a group share their prompt. Rows of the batch are trajectories; completions
-    without turns are packed as they are.
+    The first turns of a group share their prompt. Each row of the batch is a trajectory.
+    Completions without turns are packed unchanged.
     """
     packed_prompts = []
     packed_completions = []
@@ -85,34 +95,44 @@ def pack_turns(
 
 @dataclass
 class Round:
-    """A turn that called tools, and the answers to its calls."""
+    """A turn that called tools, together with the results of its calls."""
 
-    text: str  # text of the turn
-    parts: list[dict]  # parts of the answers' messages
-    answers: Prompt  # the answers as tensors
-    images: list[PIL.Image.Image]  # pictures of the answers
+    text: str  # text that the policy wrote in this turn
+    parts: list[dict]  # message parts of the tool results
+    answers: Prompt  # tool results as token ids and patches
+    images: list[PIL.Image.Image]  # images in the tool results
 
 
 class Episode(ToolEpisode):
-    """One trajectory while it is sampled: answers are not inserted, but go into the next window."""
+    """State of one trajectory during sampling.
+
+    Tool results are not inserted into the turn. They become part of the next context window.
+    """
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
         self.prompt = prompt
         self.row = row
-        self.key = ""  # the samples of its turns depend on this key and the number of the turn
+        self.key = ""  # seeds the sampling, together with the number of the turn
         self.turns: list[Completion] = []
         self.rounds: list[Round] = []
 
     @property
     def goes_on(self) -> bool:
-        """Return whether another turn follows: calls of the last one were answered, and it is not done."""
+        """Return whether another turn follows.
+
+        That is so if the last turn called tools and the environment is not done.
+        """
         return len(self.rounds) == len(self.turns)
 
     def answer(
         self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor
     ) -> bool:
-        """Answer calls; the turn ends, because the answers belong to the next window."""
+        """Execute tool calls and record the round, unless the environment is done.
+
+        Returns:
+            True, because the turn always ends: the results belong to the next context window.
+        """
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
             ids = encode_answers(answers, pictures, turn_ended, processor)
@@ -123,7 +143,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Keep a sampled turn, and begin the next one."""
+        """Store a sampled turn, and clear the state for the next turn."""
         self.turns.append(completion)
         self.ids = []
         self.written = []
@@ -131,7 +151,10 @@ class Episode(ToolEpisode):
         self.ended = False
 
     def trajectory(self) -> Completion:
-        """Join all turns; its pictures, which only people see, are the newest of each window."""
+        """Concatenate all turns into one Completion.
+
+        Its `pictures` are only for display: the newest image of each window after the first.
+        """
         windows = [turn.prompt for turn in self.turns[1:]]
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
@@ -146,15 +169,17 @@ class Episode(ToolEpisode):
 
 
 class TrajectorySampler(Sampler):
-    """Samples trajectories. A turn depends on the key of its row, its completion and its number.
+    """Sampler of trajectories.
 
-    Ranks may have different numbers of turns, so weights are gathered once for all turns.
+    The sampling of a turn is seeded by the key of its row, the index of the completion in its
+    group, and the number of the turn. Ranks may sample different numbers of turns, so sharded
+    weights are gathered once for all turns.
     """
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[Episode] = []  # the episode of each row
+        self.episodes: list[Episode] = []  # one episode for each row of the batch
 
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
@@ -184,7 +209,7 @@ class TrajectorySampler(Sampler):
         self, model: Qwen2_5_VL, windows: list[Prompt], num_generations: int,
         episodes: list[Episode],
     ) -> list[list[Completion]]:  # fmt: skip
-        """Sample the next turn of some trajectories, one from each window."""
+        """Sample the next turn of each of these trajectories from its context window."""
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
         sample_token = super().token_sampler(windows, num_generations, keys)
@@ -197,7 +222,7 @@ class TrajectorySampler(Sampler):
         self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
-        """Sample a turn of each of the present episodes."""
+        """Sample one turn of each episode in `self.episodes`, and store it in the episode."""
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, turn in zip(self.episodes, chain(*groups), strict=True):
             episode.finish(turn)
@@ -208,7 +233,12 @@ class TrajectorySampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
     def window(self, episode: Episode) -> Prompt:
-        """Make the next window of a trajectory (ValueError: it does not fit, with the row's name)."""
+        """Build the next context window of a trajectory.
+
+        Raises:
+            ValueError: the window leaves no space for max_new_tokens within the positions of the
+                model. The message contains the location of the row.
+        """
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
         with naming(name):
@@ -229,9 +259,12 @@ class TrajectorySampler(Sampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Make a window of the messages that the environment's observe(rounds) returns.
+    """Build a context window from the messages that the environment's `observe(rounds)` returns.
 
-    rounds: for each round the text of the policy, and the parts of the answers to its calls.
+    Each of the rounds is a tuple: text of the policy, and message parts of the tool results.
+
+    Raises:
+        ValueError: `observe` failed, or did not return a valid list of messages.
     """
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
@@ -251,9 +284,10 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Make a window of all text so far, and the pictures of the newest rounds.
+    """Build a context window from all text so far and the images of the newest `history` rounds.
 
-    With all rounds it equals what a completion without `history` reads, token for token.
+    If `history` covers all rounds, the window has exactly the tokens that a completion without
+    `history` would have at this point.
     """
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
@@ -263,7 +297,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        ids.append(without_ids(turn_ids, vision_ids))  # placeholders of the policy show nothing
+        ids.append(without_ids(turn_ids, vision_ids))  # image tokens of the policy have no image
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
     window = Prompt(
@@ -278,5 +312,5 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
 
 
 def without_ids(ids: Tensor, left_out: Tensor) -> Tensor:
-    """Return `ids` without the ids of `left_out`."""
+    """Return `ids` without the elements that occur in `left_out`."""
     return ids[~torch.isin(ids, left_out)]
