@@ -1,9 +1,10 @@
-"""Before any training: what will go wrong with a recipe, your rows and your rewards.
+"""Check a recipe, its dataset and its rewards for problems before training.
 
 python -m minivlmrl check RECIPE [--section.name=value ...]
 
-It draws completions for 16 prompts, asks the rewards about them and about texts that are no answer,
-and prints what will not work, and what to do: then the exit status is 1. Nothing is written.
+This command samples completions for 16 prompts, and scores the completions and several texts that
+are not answers. It prints each problem with its cause and a fix. The exit status is 1 if there is a
+problem, otherwise 0. No files are written.
 """
 
 from collections import Counter
@@ -39,18 +40,22 @@ AGAIN = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
 
 
 def main(arguments: list[str]) -> int:
-    """Print what will go wrong; returns 1 if something will."""
+    """Run the `check` command, and return its exit status: 1 if there are problems, otherwise 0."""
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 0
-    sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))  # each once
+    sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))  # removes duplicates
     lines = [f"- {sentence}" for sentence in sentences]
     print("\n".join(lines) or "nothing found that will go wrong")
     return int(bool(lines))
 
 
 def check(config: RunConfig) -> Iterator[str]:
-    """Sentences about a recipe, each with the cause and what to do."""
+    """Check the options, the rows, the rewards and the model of a recipe.
+
+    Yields:
+        One sentence for each problem, with its cause and a fix.
+    """
     stages = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     for callback in default_callbacks(config):
@@ -74,7 +79,8 @@ def check(config: RunConfig) -> Iterator[str]:
         if (trial.weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
             yield from check_rewards(trial, solution_counts)
-        is_drawn_first = config.stage_names[0] in online  # else the model is another by then
+        # A stage before the sampling stage would change the model, so its completions say nothing.
+        is_drawn_first = config.stage_names[0] in online
         if config.model.path and is_drawn_first:
             gather_weights = config.rollout.gather_weights
             sampling = replace(config.sampling, engine="own")

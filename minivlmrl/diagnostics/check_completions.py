@@ -1,4 +1,8 @@
-"""Completions of the model as it is: cut, alike, without an answer, good without a picture."""
+"""Check completions of the untrained model.
+
+The checks find truncated completions, equal rewards within groups, missing answers, and rewards
+that do not depend on the image.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +22,17 @@ from minivlmrl.run.evaluate import BLIND, answer_and_score
 
 
 def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
-    """Completions of the model as it is: cut, alike, without an answer, good without a picture."""
+    """Sample completions of the untrained model, and check the completions and their rewards.
+
+    Args:
+        trial: rewards and rows.
+        sample: sampler of the model.
+        num_generations: completions per prompt.
+
+    Yields:
+        Sentences about truncated completions, groups with equal rewards, missing answers, boxes in
+        an unknown format, rewards that ignore the image, and solutions of the wrong rows.
+    """
     rows = trial.rows
     rewards = trial.rewards
     processor = trial.processor
@@ -55,7 +69,12 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
 
 
 def check_answers_found(texts: Sequence[str], place: str) -> Iterator[str]:
-    """Completions without an answer where data.answer says that it is."""
+    """Check that most completions have an answer in the place that data.answer names.
+
+    Args:
+        texts: decoded completions.
+        place: value of data.answer: tags, whole or last_line.
+    """
     answers = [find_answer(text, place) for text in texts]
     unparsed_share = answers.count(None) / len(texts)
     if unparsed_share > 0.5:
@@ -66,7 +85,12 @@ def check_answers_found(texts: Sequence[str], place: str) -> Iterator[str]:
 
 
 def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
-    """Completions that earn as much without the pictures, both (n,)."""
+    """Check that rewards fall when gray images replace the real ones.
+
+    Args:
+        totals: (n,) weighted rewards of the completions given the real images.
+        grey_totals: (n,) weighted rewards of the completions given gray images.
+    """
     real_mean = totals.nanmean()
     grey_mean = grey_totals.nanmean()
     if real_mean > 0 and grey_mean > 0.95 * real_mean:
@@ -79,7 +103,14 @@ def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
 def check_labels(
     rewards: list[Reward], columns: dict[str, list], num_generations: int
 ) -> Iterator[str]:
-    """Completions that fit the solutions of other rows as well as their own."""
+    """Check that completions score higher with the solution of their own row than with others'.
+
+    Args:
+        rewards: rewards to check.
+        columns: {column name: one value per completion}, the arguments of the rewards.
+        num_generations: completions per prompt. The columns are rotated by multiples of it, so that
+            each completion is scored with the columns of another row.
+    """
     for reward in rewards:
         means = []
         for start in range(0, len(columns["completions"]), num_generations):

@@ -1,4 +1,4 @@
-"""Options of a recipe with which nothing is learned: of sampling, stages, template and tools."""
+"""Check a recipe for options that prevent learning: sampling, stages, chat template and tools."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from minivlmrl.rewards.registry import Reward
 
 
 def check_sampling_options(sampling: SamplingOptions) -> Iterator[str]:
-    """Options with which nothing is tried."""
+    """Check temperature, top_k and top_p for values that make all completions alike or random."""
     if not 0.2 <= sampling.temperature <= 2:
         yield (
             f"sampling.temperature is {sampling.temperature:g}: "
@@ -27,7 +27,11 @@ def check_sampling_options(sampling: SamplingOptions) -> Iterator[str]:
 def check_training(
     config: RunConfig, stage: str, model: Qwen2_5_VL, num_rows: int
 ) -> Iterator[str]:
-    """Numbers with which a stage does not learn."""
+    """Check the learning rate, warmup, KL weight and batch size of a stage.
+
+    Args:
+        num_rows: number of rows in the dataset of the stage.
+    """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters < 10**8 or not config.model.path:
         highest_rate = 1e-2
@@ -53,7 +57,10 @@ def check_training(
 
 
 def check_template(processor: Processor) -> Iterator[str]:
-    """Prompts that open a tag of the answer other than <think>."""
+    """Check that the chat template opens no tag at the end of the prompt except <think>.
+
+    The parser of answers knows no other tag that the prompt opens.
+    """
     if processor.template:
         *_, last_piece = processor.template.render([{"role": "user", "content": "?"}])
         tag = re.search(r"<(\w+)>\s*$", last_piece)
@@ -65,7 +72,7 @@ def check_template(processor: Processor) -> Iterator[str]:
 
 
 def check_tools(environment_name: str | None) -> Iterator[str]:
-    """Tools of which a prompt says no more than their name."""
+    """Check that the tools of an environment have docstrings, which describe them to the model."""
     if environment_name is None:
         return
     from minivlmrl.agents.environment import get_environment, settings_of, tools_of
@@ -77,8 +84,8 @@ def check_tools(environment_name: str | None) -> Iterator[str]:
 
 
 def check_twice(rewards: list[Reward]) -> Iterator[str]:
-    """A reward under two names."""
-    names = {}  # function and options -> the name of the first
+    """Check that no reward function is listed twice with the same options under two names."""
+    names = {}  # (function, options) -> name of the first reward
     for reward in rewards:
         function = getattr(reward.function, "func", reward.function)
         options = getattr(reward.function, "keywords", {})

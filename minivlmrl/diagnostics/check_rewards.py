@@ -1,4 +1,4 @@
-"""Rewards that are not for the answer: what they give to texts that no model has written."""
+"""Check the rewards with texts that no model wrote: right answers, empty texts and simple exploits."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, train
 from minivlmrl.rewards.text import find_answer
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# texts that are no answers: a reward that likes one of them will be given it
+# Texts that are not answers. A policy would learn to write a text that a reward scores highly.
 HACKS = {
     "nothing": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -32,7 +32,7 @@ HACKS = {
 
 @dataclass
 class Trial:
-    """Rewards, their weights (K,), and n rows that they are asked about."""
+    """K rewards, their weights (K,), and n rows on which the rewards are tested."""
 
     rewards: list[Reward]
     weights: Tensor
@@ -40,7 +40,7 @@ class Trial:
     processor: Processor
 
     def earned(self, texts: Iterable[str]) -> Tensor:
-        """What a text for each row earns, (n, K)."""
+        """Compute the rewards (n, K) of one text per row, as if the text were its completion."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -49,12 +49,12 @@ class Trial:
         return ask_rewards(self.rewards, recipe_columns(self.rows, prompts, groups, self.processor))
 
     def answered(self, answers: Iterable[str]) -> Tensor:
-        """What answers earn where the rewards look for them, (n, K)."""
+        """Compute the rewards (n, K) of one answer per row, written in the format of data.answer."""
         return self.earned(as_rollout(answer, self.processor) for answer in answers)
 
 
 def trial_of(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Ask the rewards that need no model of their own about some rows."""
+    """Return a Trial with at most 16 rows and all rewards of a recipe except the reward model."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(spread(all_rows))]
@@ -62,7 +62,7 @@ def trial_of(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tria
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Demonstrations must earn the rewards that a later stage gives."""
+    """Check that the demonstrations of SFT score well in the rewards of the later stage."""
     processor = trial.processor
     texts = [text_of(as_turns(row.completion or "")[-1]) for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
@@ -84,7 +84,11 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
 def unread_boxes(
     rewards: list[Reward], texts: Sequence[str], processor: Processor
 ) -> Iterator[str]:
-    """Answers with boxes in a notation that no reward knows."""
+    """Check that the box rewards can parse the boxes in the answers.
+
+    Args:
+        texts: decoded completions or demonstrations.
+    """
     box_rewards = ("iou", "acc_0_5", "giou", "box_format")
     names = [reward.name for reward in rewards if reward.name in box_rewards]
     unread = []
@@ -101,13 +105,18 @@ def unread_boxes(
 
 
 def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
-    """What the rewards give for texts that need no picture; solution_counts: of all rows."""
+    """Check that right answers score higher than texts that can be written without the image.
+
+    Args:
+        trial: rewards and rows to test.
+        solution_counts: number of rows with each solution, over the whole dataset.
+    """
     rows = trial.rows
     right_values = trial.answered(solutions_of(rows))
     if any(row.columns.get("solution") is not None for row in rows):
         yield from check_empty(trial, solution_counts)
         yield from check_constant(trial, solution_counts, right_values)
-    values = []  # of each text what it earns, (n, K); the right answers come last
+    values = []  # rewards (n, K) of each text; the right answers are appended last
     for text in HACKS.values():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
         values.append(trial.earned(texts))
@@ -115,7 +124,7 @@ def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
     nothing_mean, *_, right_mean = [combine(x, trial.weights).nanmean() for x in values]
     if columns_of(trial.rewards) and right_mean <= nothing_mean:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
-    columns = values.nanmean(1).T.tolist()  # K of what each text earns
+    columns = values.nanmean(1).T.tolist()  # for each of K rewards, the mean of each text
     for reward, weight, means in zip(trial.rewards, trial.weights, columns, strict=True):
         if not reward.columns:
             yield from check_same(reward, means)
@@ -124,7 +133,11 @@ def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solution_counts: Counter) -> Iterator[str]:
-    """Solutions that are empty, which a reward of boxes judges and others may not."""
+    """Check for rows with an empty solution that a reward does not score.
+
+    Box rewards score an empty solution, because an image may contain no object. Other rewards may
+    return NaN.
+    """
     num_empty = sum(count for solution, count in solution_counts.items() if not solution.strip())
     if not num_empty:
         return
@@ -139,10 +152,15 @@ def check_empty(trial: Trial, solution_counts: Counter) -> Iterator[str]:
 
 
 def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor) -> Iterator[str]:
-    """One right answer that earns nearly what all right answers do, (n, K), over all rows.
+    """Check whether always giving the most frequent solution scores nearly as well as right answers.
 
-    Only rewards that read a column count. How often it is right is counted; the trial's rows say
-    what it earns where it is, and where it is not.
+    Only rewards that read a column of the dataset are considered. The expected reward of the
+    constant answer combines its mean reward on rows of the trial where it is right, and where it is
+    wrong, with the frequency of this solution in the whole dataset.
+
+    Args:
+        solution_counts: number of rows with each solution, over the whole dataset.
+        right_values: (n, K) rewards of the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
 
@@ -156,7 +174,7 @@ def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor)
     equal_share = num_equal / solution_counts.total()
     constant_mean = equal_share * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - equal_share) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # a constant that earns more: the rewards do not read right answers as they are written here
+    # If the constant scores much higher, the rewards could not parse the right answers.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"always writing {as_rollout(solution, trial.processor)!r:.80} earns "
@@ -166,7 +184,11 @@ def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor)
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """A reward that is told no truth and gives the same to all texts, of which one is empty."""
+    """Check whether a reward that reads no column gives every text, even "", the same nonzero score.
+
+    Args:
+        means: mean reward of each text in HACKS, and of the right answers.
+    """
     if means[0] != 0 and len(set(means)) == 1:
         yield (
             f"reward {reward.name} says {means[0]:.3g} of every text that was tried, "
@@ -175,7 +197,11 @@ def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """A reward that is told the truth and likes what is no answer; means: of HACKS, then others."""
+    """Check whether a reward that reads a column gives a high score to a text that is not an answer.
+
+    Args:
+        means: mean reward of each text in HACKS, and of the right answers.
+    """
     for (name, text), mean in zip(HACKS.items(), means, strict=False):
         if mean > 0.3:
             yield (
@@ -185,7 +211,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def as_rollout(answer: str, processor: Processor) -> str:
-    """Write an answer, or what is in the tags of one, where the rewards look for it."""
+    """Format an answer as a completion in the format of data.answer: tags, whole or last_line."""
     answer = find_answer(answer) or answer
     if processor.answer == "tags":
         return ROLLOUT.format("hm", answer)

@@ -1,4 +1,4 @@
-"""Rows that teach nothing: their conversations, pictures, questions, boxes and answers."""
+"""Check the rows of a dataset: conversations, images, questions, boxes and answers."""
 
 import random
 import re
@@ -17,14 +17,22 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
-PROMPTS = 16  # rows that are asked about
-MARKUP_OF_ANSWER = 64  # tokens that a template adds to an answer, at most
+PROMPTS = 16  # number of rows that are checked in detail
+MARKUP_OF_ANSWER = 64  # maximum number of tokens that a chat template adds to an answer
 
 
 def check_rows(
     config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor
 ) -> Iterator[str]:
-    """Rows of a stage, and their answers of these names."""
+    """Check the rows of one training stage.
+
+    Args:
+        all_rows: dataset of the stage.
+        names: fields of a row that hold answers to train on, for example "chosen" and "rejected".
+
+    Yields:
+        One sentence for each problem, with its cause and a fix.
+    """
     yield from check_conversations(all_rows, config.data.system_prompt)
     rows = spread(all_rows)
     solutions = [str(row.columns.get("solution") or "") for row in rows]
@@ -36,9 +44,10 @@ def check_rows(
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Rows with two system messages, or with pictures now before and now after the question."""
+    """Check for rows with two system messages, and for an inconsistent order of image and text."""
     num_two_systems = 0
-    image_orders = Counter()  # of rows that begin or end with a picture, and not both
+    # {whether the text comes first: number of rows}, for rows with an image at exactly one end
+    image_orders = Counter()
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
@@ -58,7 +67,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 
 def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
-    """Pictures that are one and the same, or show nothing."""
+    """Check for images that are all identical, have one colour, or are enlarged thumbnails."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield "all rows show one picture: look at what the column image or images names"
@@ -78,7 +87,10 @@ def check_pictures(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def is_stretched(image: PIL.Image.Image) -> bool:
-    """Tell whether a picture has many colours, and none of its columns differs from both beside it."""
+    """Return whether an image is a thumbnail that was enlarged by repeating its pixels.
+
+    Such an image has more than 64 colours, and each column equals the column to its left or right.
+    """
     if image.getcolors(64) is not None:
         return False
     pixels = np.array(image.convert("RGB"))  # (H, W, 3)
@@ -89,7 +101,7 @@ def is_stretched(image: PIL.Image.Image) -> bool:
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Prompts without pictures, or with too many tokens or too few."""
+    """Check for prompts with over 8192 tokens, without images, or with one token per image."""
     prompts = [row.prompt(processor) for row in rows]
     longest_prompt = max(len(prompt.input_ids) for prompt in prompts)
     if longest_prompt > 8192:
@@ -105,7 +117,10 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 
 def check_questions(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
-    """Questions that hold their answer; one that names all answers to choose from may."""
+    """Check for questions that contain their solution.
+
+    A question that lists all possible answers is allowed.
+    """
     questions = [letters_of(text_of(row.messages[-1])) for row in rows]
     answers = [letters_of(find_answer(text) or text) for text in solutions]
     num_told = 0
@@ -118,12 +133,15 @@ def check_questions(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[s
 
 
 def letters_of(text: str) -> str:
-    """Leave letters and digits: "Green_Square.png" names a green square."""
+    """Return the text in lower case, with only its letters and digits.
+
+    For example, "Green_Square.png" becomes "greensquarepng", which contains "greensquare".
+    """
     return re.sub(r"[\W_]", "", text.lower())
 
 
 def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
-    """Solutions with boxes in other units."""
+    """Check that the boxes in solutions are in pixels and lie inside the image."""
     for row, text in zip(rows, solutions, strict=True):
         corner_lists = parse_boxes(find_answer(text) or text) if row.images else []
         for box in [Box(*corners, row.images[0].size) for corners in corner_lists]:
@@ -138,7 +156,11 @@ def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
 def check_answers(
     config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor
 ) -> Iterator[str]:
-    """Answers to learn from that do not end, or are longer than what is drawn later."""
+    """Check the answers that a stage trains on.
+
+    The checks find answers without a stop token at the end, and, if a later stage samples, answers
+    with more than sampling.max_new_tokens tokens.
+    """
     rows = spread(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
@@ -159,15 +181,21 @@ def check_answers(
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Count the tokens of answers without pictures, but of those that are within a limit for sure."""
+    """Yield the number of tokens of each answer that has no images and may exceed `limit`.
+
+    Answers whose number of bytes is small enough are skipped, because a token has at least one byte.
+    """
     for row in without_media(all_rows):
         answer = getattr(row, name)
-        num_bytes = len(repr(answer).encode())  # at most one token a byte
+        num_bytes = len(repr(answer).encode())  # An answer has at most one token per byte.
         if num_bytes + MARKUP_OF_ANSWER > limit and not shown_parts_of(as_turns(answer)):
             yield len(encode_completion(processor, row.messages, answer).ids)
 
 
 def spread(rows: Sequence) -> list:
-    """Draw at most PROMPTS rows: with a fixed step all could be of one kind, as every second is."""
+    """Sample at most PROMPTS rows, always the same, in the order of the dataset.
+
+    The rows are sampled at random, because every k-th row may be of the same kind.
+    """
     row_indices = random.Random(0).sample(range(len(rows)), min(PROMPTS, len(rows)))
     return [rows[index] for index in sorted(row_indices)]
