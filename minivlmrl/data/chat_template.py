@@ -1,4 +1,4 @@
-"""Messages -> text and control tokens: the chat template of Qwen2-VL and Qwen2.5-VL."""
+"""Chat template of Qwen2-VL and Qwen2.5-VL: render messages as text and control tokens."""
 
 from itertools import groupby
 from pathlib import Path
@@ -7,21 +7,22 @@ from minivlmrl.data.messages import content_parts, part_kind
 
 
 class Control(str):
-    """A control token, as opposed to text that spells the same."""
+    """A control token such as <|im_end|>. A plain str with the same characters is ordinary text."""
 
 
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
-# Either token ends a completion: END ends a turn, the other one a document.
+# Either token ends a completion: <|im_end|> ends a turn, <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholder of an image or a video. Code finds it by `is`, because text may spell the same.
+# Placeholders of an image and a video. Code compares with `is`, because text may be spelled the
+# same.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def render(messages: list[dict]) -> list[str]:
-    r"""Render a conversation that the assistant has to continue.
+    r"""Render the messages of a prompt, up to where the assistant answers.
 
     Example: one user message with an image and "What?" gives, joined,
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
@@ -29,12 +30,12 @@ def render(messages: list[dict]) -> list[str]:
     Processor.encode then repeats the id of <|image_pad|>, once for each token of the image.
 
     Args:
-        messages: see messages.py. The default system message comes first unless they begin with a
-            system message.
+        messages: see messages.py. The default system message is added in front, unless the first
+            message is a system message.
     Returns:
         Pieces in order. Each control token is a Control (the objects IMAGE and VIDEO themselves),
-        and neighbouring text is one str. So text that spells a control token stays text, and the
-        text has no boundary that the template does not have.
+        and neighbouring text is joined to one str. So text that spells a control token stays text,
+        and text is tokenized as a whole, as transformers does.
     Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
@@ -44,12 +45,19 @@ def render(messages: list[dict]) -> list[str]:
 
 
 def as_jinja(name: str = "qwen2_5_vl") -> str:
-    """Read this template in Jinja, for transformers: a folder that has none gets it when it is saved."""
+    """Load this template as Jinja source, for saved folders that have no chat template.
+
+    transformers needs the source; this module renders without Jinja.
+    """
     return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 
 
 def layout_turn(message: dict) -> list[str]:
-    """Lay out one message (ValueError: it needs another template, or a part is unclear)."""
+    """Render one message as pieces.
+
+    ValueError if the message has tool_calls, which this template cannot render, or a part that is
+    neither text, image nor video.
+    """
     if message.get("content") is None or message.get("tool_calls"):
         raise ValueError(f"a message needs content and no tool_calls: {message!r:.80}")
     pieces = []
@@ -68,12 +76,14 @@ def layout_turn(message: dict) -> list[str]:
 def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     r"""Render the turns that follow a rendered prompt: an answer, or an answer and further turns.
 
-    Example, with the pieces of the assistant in brackets: "two", user "And 2?", "four" give, joined,
+    Example: the answer "two", the user turn "And 2?" and the answer "four" give, joined, and with
+    the pieces that the assistant writes in brackets,
         [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
 
     Returns:
-        Pieces as in `render`, each with a flag. It is True for what the assistant writes: the texts
-        of its turns and the <|im_end|> that closes each. Generation stops after the last piece.
+        Pieces as in `render`, each with a flag. The flag is True if the assistant writes the piece:
+        the text of an assistant turn, or the <|im_end|> that closes it. Generation stops after the
+        last piece.
     """
     flagged = []
     for turn in turns:
@@ -85,7 +95,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
 
 def join_text(pieces: list[str]) -> list[str]:
-    """Join neighbouring text, and leave out empty text."""
+    """Join neighbouring texts, and drop empty texts."""
     joined = []
     for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, Control)):
         neighbours = list(run)
@@ -94,7 +104,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring text with the same flag, so that no token is partly the assistant's."""
+    """Join neighbouring texts with equal flags, so that no token is only partly the assistant's."""
     joined_pieces = []
     filled_pieces = [pair for pair in pieces if pair[0]]
     for is_written, run in groupby(filled_pieces, key=lambda pair: pair[1]):

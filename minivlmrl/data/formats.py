@@ -1,6 +1,7 @@
-"""Rows as other projects write them -> the columns that we read, checked.
+"""Convert rows in the formats of other projects to the columns of minivlmrl, and validate them.
 
-Forms add up: a row may have `conversations`, and `file_name` too. docs/data.md has examples.
+A row can have several formats at once: for example, one format reads its `conversations`, another
+its `file_name`. docs/data.md has examples.
 """
 
 import json
@@ -17,7 +18,7 @@ from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 
 ROLES = ("system", "user", "assistant", "tool")
-SPEAKERS = {  # who says a turn, in the words of all projects: the role
+SPEAKERS = {  # name of a speaker in the formats of other projects -> role
     "system": "system",
     "human": "user",
     "user": "user",
@@ -33,8 +34,9 @@ SPEAKERS = {  # who says a turn, in the words of all projects: the role
     "tool_response": "tool",
     "function": "tool",
 }
-COLUMNS_TOO = {"fps", "min_frames", "max_frames"}  # options of a video, but common names of columns
-RESERVED = {  # names that no column may have: why
+# video options that are allowed as column names, because they are common
+COLUMNS_TOO = {"fps", "min_frames", "max_frames"}
+RESERVED = {  # name that no column may have -> end of the error message, with the reason
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
         "called otherwise: this is the name of something else that rewards are given; rename it",
@@ -45,17 +47,24 @@ RESERVED = {  # names that no column may have: why
     ),
 }
 Side = Annotated[float, "(0, inf)"]
-CHECKED = {  # column: what it must be
-    "margin": Annotated[float, "(-inf, inf)"],  # by how much chosen is better
-    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],  # of the reference, summed over the answer
+CHECKED = {  # column -> type and bounds of its values
+    "margin": Annotated[float, "(-inf, inf)"],  # margin by which `chosen` is better
+    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],  # reference model's, summed over tokens
     "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
-    "answer_extent": tuple[Side, Side],  # width, height
-    "label": bool,  # the completion is good
+    "answer_extent": tuple[Side, Side],  # width, height of the whole image
+    "label": bool,  # True if the completion is good, for KTO
 }
 
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Return the row with columns `renamed`, and with those of every form that fits it."""
+    """Rename columns of a row, and add the columns that every matching format in FORMS computes.
+
+    Args:
+        row: column -> value; a value None counts as missing.
+        renamed: column of the file -> our column; option data.columns.
+    Raises:
+        ValueError: the row has a column both under its old and its new name, or has a wrong value.
+    """
     for theirs, ours in renamed.items():
         if row.get(theirs) is not None:
             if row.get(ours) is not None:
@@ -69,7 +78,10 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def check_columns(columns: dict, required: Sequence[str]):
-    """Refuse columns with names that mean something else, and values that rewards could not use."""
+    """Raise ValueError for a column with a reserved name, or with a value that rewards cannot use.
+
+    Columns that are None are ignored, and `label` is validated only if it is in `required`.
+    """
     for name, value in columns.items():
         if value is None:
             continue
@@ -83,11 +95,14 @@ def check_columns(columns: dict, required: Sequence[str]):
 
 @dataclass
 class Form:
-    """A row has this form if it has all columns `needed` and none of `without`."""
+    """A row format of another project.
+
+    It matches rows that have all columns `needed` and none of the columns `without`.
+    """
 
     needed: tuple[str, ...]
     without: Iterable[str]
-    read: Callable[[dict], dict]  # row -> the columns that it adds or replaces
+    read: Callable[[dict], dict]  # row -> columns to add or replace
 
     @property
     def name(self) -> str:
@@ -101,16 +116,21 @@ class Form:
 
 
 def _read_conversations(row: dict) -> dict:
-    """Read turns of `from` and `value`: VLM-R1, LLaVA, sharegpt; the first answer is a solution."""
+    """Read `conversations`, whose turns have `from` and `value`, as in VLM-R1, LLaVA and ShareGPT.
+
+    The first answer becomes the solution, if the row has none. Without a final answer, all turns
+    are the prompt.
+    """
     listed = row["conversations"]
     require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
     turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(listed)]
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    if not answers or turns[-1]["role"] != "assistant":  # without an answer it is a prompt
+    # without a final answer, all turns are the prompt
+    if not answers or turns[-1]["role"] != "assistant":
         return {"messages": None, "prompt": turns}
     solution = answers[0]
     if len(answers) == 1 and isinstance(solution, str) and not solution.strip():
-        solution = ""  # a question about what is not there
+        solution = ""  # a blank answer: the object in question is not in the image
         columns = {"messages": None, "prompt": turns[:-1]}
     else:
         columns = _with_rejected(turns, row)
@@ -120,7 +140,11 @@ def _read_conversations(row: dict) -> dict:
 
 
 def _with_rejected(turns: list[dict], row: dict) -> dict:
-    """Read a conversation with its answer; ms-swift has a worse one in `rejected_response`."""
+    """Return a conversation with its answer as columns.
+
+    If ms-swift's column `rejected_response` is there, the answer becomes `chosen`, and that column
+    `rejected`.
+    """
     if row.get("rejected_response") is None:
         return {"messages": turns}
     answer_start = [turn.get("role") for turn in turns].index("assistant")
@@ -133,9 +157,9 @@ def _read_turn(turn: dict, number: int) -> dict:
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ValueError(f"turn {number} is {turn!r:.60}; 'from' has to be {', '.join(SPEAKERS)}")
     value = turn.get("value", turn.get("content"))
-    if type(value) in (int, float):  # of VLM-R1
+    if type(value) in (int, float):  # VLM-R1 has numbers as answers
         value = str(value)
-    if speaker in ("function_call", "tool_call"):  # laid out as Qwen writes it
+    if speaker in ("function_call", "tool_call"):  # rendered in Qwen's format
         value = str(value)
         with naming(f"the call of turn {number}"):
             call = parse_json(value)
@@ -145,16 +169,16 @@ def _read_turn(turn: dict, number: int) -> dict:
 
 
 def _system_turns(row: dict) -> list[dict]:
-    """Read the system message of LLaMA-Factory and ms-swift, which is in a column."""
+    """Return the system turn that LLaMA-Factory and ms-swift have in the column `system`, or []."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 def _read_messages(row: dict) -> dict:
-    """Read `messages`; of ms-swift they are a prompt if they end with the user's turn."""
+    """Read `messages`. As in ms-swift, they are a prompt if they end with a user turn."""
     messages = row["messages"]
     is_turns = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
     if not messages or not is_turns:
-        return {}  # file_dataset.py says what is wrong
+        return {}  # file_dataset.py raises the error
     turns = []
     for number, message in enumerate(messages):
         role = str(message.get("role"))
@@ -166,11 +190,14 @@ def _read_messages(row: dict) -> dict:
 
 
 def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
-    """Read a question and its answer in two columns; `history` has earlier pairs."""
+    """Read a question and its answer from two columns.
+
+    The column `history` may have earlier pairs of question and answer, which precede the question.
+    """
     question_text = row[question_column]
     answer_text = row.get(answer_column)
     require(isinstance(question_text, str), f"column {question_column!r}", question_text, "text")
-    if row.get("input"):  # Alpaca's
+    if row.get("input"):  # Alpaca has additional text in `input`
         question_text = f"{question_text}\n{row['input']}"
     turns = _system_turns(row)
     history = row.get("history") or []
@@ -188,23 +215,27 @@ def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
 
 
 def _read_pair(row: dict) -> dict:
-    """Read answers of LLaMA-Factory, which are turns of `from` and `value`."""
+    """Read `chosen` and `rejected` of LLaMA-Factory: single turns with `from` and `value`."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
     return {name: [_read_turn(row[name], 0)] for name in names}
 
 
 def _read_reward_model(row: dict) -> dict:
-    """Read verl's {"style": "rule", "ground_truth": ...}."""
+    """Read the solution from verl's {"style": "rule", "ground_truth": ...}."""
     rule = row["reward_model"]
     return {"solution": rule.get("ground_truth")} if isinstance(rule, dict) else {}
 
 
 def _read_objects(row: dict) -> dict:
-    """Fill <ref-object> and <bbox> of ms-swift's texts with `ref` and `bbox` of `objects`."""
+    """Replace <ref-object> and <bbox> in texts of ms-swift by the items in the column `objects`.
+
+    The n-th <ref-object> becomes the n-th item of `ref`, and the n-th <bbox> that of `bbox`.
+    ValueError if the number of marks and the number of items differ.
+    """
     objects = row["objects"]
     texts = _text_columns(row)
     all_text = json.dumps(texts, default=str)
-    mark_values = {}  # mark: what is to be written for each, in order
+    mark_values = {}  # mark -> replacement of each occurrence, in order
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
         num_marks = all_text.count(mark)
         if num_marks == 0:
@@ -229,12 +260,15 @@ def _read_objects(row: dict) -> dict:
 
 
 def _read_choices(row: dict) -> dict:
-    """Write choices, of a list or MMBench's columns A, B, ..., after a question without them."""
+    """Append multiple-choice options "A. ...", "B. ..." to a question that does not list them.
+
+    The options come from a list, or from the columns A, B, ... of MMBench.
+    """
     lettered_choices = [row[letter] for letter in LETTERS if row.get(letter) is not None]
     choices = row.get("options") or row.get("choices") or lettered_choices
     question_columns = [name for name in QUESTION_TEXTS if isinstance(row.get(name), str)]
     if not choices or not question_columns:
-        return {}  # an open question; or turns, whose text is the whole prompt
+        return {}  # an open question, or turns whose text is the whole prompt already
     answer = row.get("answer", row.get("solution"))
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     require(is_list, "its choices", choices, "a list of texts")
@@ -243,7 +277,7 @@ def _read_choices(row: dict) -> dict:
     question_column = question_columns[0]
     question_text = row[question_column]
     if all(re.search(rf"\b{letter}[.:)]", question_text) for letter in LETTERS[: len(choices)]):
-        return {}  # the question has them
+        return {}  # the question lists the choices already
     lines = [row.get("hint") or "", question_text]
     for letter, choice in zip(LETTERS, choices, strict=False):
         lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
@@ -251,7 +285,10 @@ def _read_choices(row: dict) -> dict:
 
 
 def _read_img_tags(row: dict) -> dict:
-    """Read <img>path</img> of texts, as Qwen-VL and older ms-swift write it."""
+    """Replace <img>path</img> in texts by <image>, and return the paths in the column `images`.
+
+    Qwen-VL and older ms-swift use this tag.
+    """
     image_paths = []
 
     def take_path(tag: re.Match) -> str:
@@ -263,12 +300,15 @@ def _read_img_tags(row: dict) -> dict:
 
 
 def _text_columns(row: dict) -> dict:
-    """Return the columns with text that a row has."""
+    """Return the columns of a row that may hold text."""
     return {name: row[name] for name in TEXTS if row.get(name) is not None}
 
 
 def changed(value: Plain, change: Callable, kinds: type | tuple[type, ...] = str) -> Plain:
-    """Return the same lists and objects with another text for each, or for values of these types."""
+    """Apply a function to all texts in nested lists and dicts, or to all values of the given types.
+
+    Returns a copy; other values stay as they are.
+    """
     if isinstance(value, kinds):
         return change(value)
     if isinstance(value, list):
@@ -279,14 +319,14 @@ def changed(value: Plain, change: Callable, kinds: type | tuple[type, ...] = str
 
 
 def renaming(theirs: str, ours: str, without: Iterable[str] = ()) -> Form:
-    """Make the form of rows that have a column under another name."""
+    """Create a format that copies the column `theirs` to `ours`, unless a column `without` exists."""
     return Form((theirs,), (ours, *without), lambda row: {ours: row[theirs]})
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 QUESTION_COLUMNS = ("problem", "prompt", "messages")
-OURS = (*QUESTION_COLUMNS, "completion")  # a row that has one is in our form
+OURS = (*QUESTION_COLUMNS, "completion")  # a row with one of these columns is in our format
 TEXTS = (*OURS, "chosen", "rejected", "solution")
 FORMS = [
     Form(("A", "B"), (), _read_choices),
@@ -307,4 +347,5 @@ FORMS = [
     Form(("objects",), (), _read_objects),
     Form((), MEDIA_COLUMNS, _read_img_tags),
 ]
-QUESTION_FORMS = [form.name for form in FORMS if "problem" in form.without]  # these have a question
+# names of the formats that contain a question
+QUESTION_FORMS = [form.name for form in FORMS if "problem" in form.without]

@@ -1,6 +1,9 @@
-"""Image file -> RGB -> smart_resize -> patches, bit for bit what transformers' processors make.
+"""Convert an image file to the normalised patches that a vision tower reads.
 
-Example: a picture of 100 x 60 pixels (width x height) is resized to 112 x 56, multiples of 28, and
+The steps are loading as RGB, smart_resize, normalisation and cutting into patches. The patches are
+identical, bit for bit, to the patches of transformers' image processors.
+
+Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56, multiples of 28, and
 cut into a grid of 8 x 4 patches, whose 3 colours x 2 equal frames x 14 x 14 values are normalised.
 Each block of 2 x 2 patches becomes one token: `num_tokens` counts 8 of them, Processor.encode
 repeats the placeholder <|image_pad|> 8 times in the prompt (data/processor.py), and the vision
@@ -24,7 +27,10 @@ Grid = tuple[int, int, int]  # patches in time, height and width
 
 
 def load_image(file: str | Path | Image) -> Image:
-    """Read an image file (data/media.py: other sources) as RGB, upright by its EXIF orientation."""
+    """Load an image file as RGB, rotated upright according to its EXIF orientation.
+
+    media.fetch_image also loads images from file:// URLs, data URIs and bytes.
+    """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
     return to_rgb(PIL.ImageOps.exif_transpose(image))
 
@@ -42,10 +48,18 @@ def to_rgb(image: Image) -> Image:
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int, max_pixels: float
 ) -> tuple[int, int]:
-    """Choose multiples of `factor` near an image's height and width, with an area within bounds.
+    """Compute the size that an image is resized to.
+
+    Height and width become multiples of `factor`, with almost the same aspect ratio, and with an
+    area between min_pixels and max_pixels.
 
     Example: height 1092 and width 1568 with factor 28 and max_pixels 1003520 gives 812 x 1176.
-    Source: transformers' smart_resize of Qwen2-VL (Python's round, half to even).
+    Returns:
+        New height and new width in pixels.
+    Raises:
+        ValueError: the aspect ratio is over 200, or max_pixels is smaller than min_pixels or than
+            one block of factor x factor pixels.
+    Source: transformers' smart_resize of Qwen2-VL, which rounds half to even, as Python's round.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
@@ -72,15 +86,16 @@ def smart_resize(
 def patchify(
     frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int
 ) -> tuple[np.ndarray, Grid]:
-    """Cut frames into patches, in the order in which the vision tower reads them.
+    """Cut frames into patches, in the order that the vision tower expects.
 
     Args:
-        frames (T, 3, H, W): H and W multiples of patch_size * merge_size. The last frame is
-            repeated up to a multiple of temporal_patch_size: an image is one frame shown twice.
+        frames (T, 3, H, W): H and W are multiples of patch_size * merge_size. The last frame is
+            repeated until T is a multiple of temporal_patch_size. For example, an image is one
+            frame, which is repeated once because temporal_patch_size is 2.
     Returns:
-        patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w):
-        blocks of merge_size x merge_size patches in raster order, in each block its patches in
-        raster order, in a patch (channel, frame, y, x).
+        patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w).
+        Blocks of merge_size x merge_size patches are in raster order, and so are the patches within
+        a block. The values of a patch are in the order (channel, frame, y, x).
     """
     missing = -len(frames) % temporal_patch_size
     frames = np.concatenate([frames] + [frames[-1:]] * missing)
@@ -100,9 +115,13 @@ def patchify(
 def resize_frames(
     frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize RGB frames by Pillow's bicubic filter; normalise to (T, 3, height, width) float32.
+    """Resize RGB frames with Pillow's bicubic filter, and normalise each colour channel.
 
-    `mean` and `std` (3, 1) are those of each colour channel, whose values are between 0 and 1.
+    Args:
+        height, width: new size in pixels.
+        mean, std: (3, 1), mean and standard deviation per channel, for values between 0 and 1.
+    Returns:
+        (T, 3, height, width) float32.
     """
     size = (width, height)
     resized = np.stack([np.asarray(frame.resize(size, Resampling.BICUBIC)) for frame in frames])
@@ -111,43 +130,52 @@ def resize_frames(
 
 
 def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Map uint8 pixels (T, H, W, 3) through a table of normalised values (3, 256) per channel.
+    """Replace each pixel value by its normalised value from a lookup table.
 
-    Returns (T, 3, H, W).
+    Args:
+        normalised: (3, 256), the normalised value of each grey level in each colour channel.
+        pixels: (T, H, W, 3) uint8.
+    Returns:
+        (T, 3, H, W), with the dtype of the table.
     """
     channels = [normalised[c].take(pixels[..., c]) for c in range(3)]
     return np.stack(channels, axis=1)
 
 
 class VideoRules(Protocol):
-    """How a family of models sees videos, if not as data/video.py does by default."""
+    """Interface for model families whose video preprocessing differs from data/video.py."""
 
     def frame_size(
         self, images: "ImageProcessor", nframes: int, height: int, width: int, **options: float
     ) -> tuple[int, int]:
-        """Choose the height and width that each frame of a video is seen with, in pixels."""
+        """Return the height and width in pixels that every frame of a video is resized to."""
         ...
 
     def lay_out(
         self, pieces: list[str], grids: list[Grid], times: list[float | list[float]]
     ) -> tuple[list[str], list[Grid], list[float]]:
-        """Say in a rendered prompt when the steps of its videos are shown."""
+        """Insert the timestamps of the temporal patches of videos into a rendered prompt."""
         ...
 
 
 @dataclass
 class ImageProcessor:
-    """The image settings of a checkpoint; data/image_settings.py reads and checks them."""
+    """Converts images to patches with the preprocessing settings of a checkpoint.
+
+    data/image_settings.py reads and validates these settings.
+    """
 
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
     min_pixels: int = 56 * 56  # bounds of an image's area after resizing
     max_pixels: int = 28 * 28 * 16384
-    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, of RGB in 0..1
+    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, for RGB in 0..1
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    resize: Callable[..., np.ndarray] = resize_frames  # or that of data/image_settings.py
-    videos: VideoRules | None = None  # of Qwen3-VL and later, see model/families/qwen3_vl.py
+    # function that resizes and normalises frames; data/image_settings.py has another with torch
+    resize: Callable[..., np.ndarray] = resize_frames
+    # video rules of Qwen3-VL and later, see model/families/qwen3_vl.py; None uses data/video.py
+    videos: VideoRules | None = None
 
     @property
     def factor(self) -> int:
@@ -160,17 +188,18 @@ class ImageProcessor:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
-        """Count the placeholder tokens of an image: one for each block of merged patches."""
+        """Return the number of placeholder tokens of an image: one per block of merged patches."""
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
-        """Resize, normalise and cut into patches.
+        """Resize an image, normalise its colours and cut it into patches.
 
         Args:
-            options: of this image alone: min_pixels and max_pixels instead of the processor's
-                bounds; or resized_height and resized_width, rounded within the processor's bounds.
+            options: options for this image only. min_pixels and max_pixels replace the processor's
+                bounds. resized_height and resized_width give the new size, which is then rounded
+                to multiples of `factor` within the processor's bounds.
         Returns:
-            pixel_values (patches, patch_dim) float32 and image_grid_thw: see patchify.
+            pixel_values (patches, patch_dim) float32, and image_grid_thw (t, h, w), see patchify.
         """
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "resized_height" in options:
@@ -183,7 +212,7 @@ class ImageProcessor:
         return self.patches([to_rgb(image)], new_height, new_width)
 
     def patches(self, frames: Iterable[Image], height: int, width: int) -> tuple[Tensor, Grid]:
-        """Resize RGB frames to one size; return their normalised patches and image_grid_thw."""
+        """Resize RGB frames to one size, and return their normalised patches and image_grid_thw."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
         resized = self.resize(frames, height, width, mean, std)

@@ -1,21 +1,23 @@
-"""Messages of a conversation: their parts, where their images go, and checks.
+"""Build and validate the messages of a conversation, and place images and videos in them.
 
-A message is {"role": "user", "content": ...}, as transformers' chat templates read it. The content is
-text or a list of parts: {"type": "text", "text": "What is it?"}, {"type": "image"}. A message of the
-assistant may have "tool_calls", and then no content. A turn is a message.
+A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content is
+text or a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A
+message of the assistant may have "tool_calls" instead of content. A turn is a message.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-MARK = re.compile("<(image|video)>")  # place of an image or video in the text of a prompt
+MARK = re.compile("<(image|video)>")  # marks where an image or video goes in a text
 KINDS = ("image", "video")
-MAX_MEDIA = 1000  # images and videos of a row
-MAX_TEXT = 2**20  # characters of a message: a second for `tokenizers`, which fails on ten million
+MAX_MEDIA = 1000  # maximum number of images and videos in a row
+# maximum number of characters in a message; `tokenizers` needs a second for these, and fails on ten
+# million
+MAX_TEXT = 2**20
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return the content of a message as a list of parts, also if it is text or missing."""
+    """Return the content of a message as a list of parts, also if it is a text or missing."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -24,8 +26,9 @@ def part_kind(part: dict) -> str | None:
     """Return the kind of a part of a message: "image", "video" or "text"; None if it is unclear.
 
     Args:
-        part: {"type": "image"}, or any part with the key image or image_url; the same for video;
-            {"type": "text", "text": str}, where the type may be missing. A None counts as missing.
+        part: {"type": "image"}, or any part with the key image or image_url. Video parts follow the
+            same rule. A text part is {"type": "text", "text": str}, where the type may be missing.
+            A None counts as missing.
     """
     if not isinstance(part, dict):
         return None
@@ -38,19 +41,19 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Return a list of turns; a text becomes one turn."""
+    """Return a list of turns as it is, and convert a text to one turn of the given role."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
 
 
 def parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the parts of several turns. A turn that has only tool_calls has none."""
+    """Return the parts of several turns. A turn with only tool_calls has no parts."""
     return [part for turn in turns for part in content_parts(turn)]
 
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the parts of several turns that are an image or a video."""
+    """Return the image and video parts of several turns."""
     return [part for part in parts_of(turns) if part_kind(part) != "text"]
 
 
@@ -65,10 +68,10 @@ def conversation(
     prompt_template: str = "{problem}",
     system_prompt: str | None = None,
 ) -> list[dict]:
-    """Make the messages of a prompt: a question about images and videos.
+    """Build the messages of a prompt that asks a question about images and videos.
 
-    Example: ("What is it?", {"image": 1}) gives one message of the user, whose parts are the image
-    and the text. In "Is <image> left of <image>?" the marks say where the images go.
+    Example: ("What is it?", {"image": 1}) gives one user message, whose parts are the image and
+    the text. In "Is <image> left of <image>?" image parts replace the marks.
 
     Args:
         media: "image", "video" -> number of images or videos that the prompt shows.
@@ -86,7 +89,11 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Put a template around the question, which is the text of the last turn of the user."""
+    """Insert the question, which is the text of the last user turn, into a template.
+
+    The template has {problem} in place of the question. ValueError unless the last user turn has
+    exactly one text part.
+    """
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     parts = list(content_parts(turns[last_user])) if last_user >= 0 else []
     text_indices = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
@@ -101,7 +108,9 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 
 
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
-    """Turn <image> and <video> in texts into parts; without any, put parts before the question.
+    """Replace <image> and <video> in texts by image and video parts.
+
+    If the texts have neither, the parts are inserted before the first user text.
 
     Args:
         media: "image", "video" -> number of images or videos that come with the turns.
@@ -120,7 +129,7 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def _cut_at_marks(parts: list[dict]) -> list[dict]:
-    """Cut texts at <image> and <video>: "<image>What?" is text, an image, text."""
+    """Split texts at <image> and <video>. "<image>What?" gives an empty text, an image, "What?"."""
     cut_parts = []
     for part in parts:
         for number, piece in enumerate(MARK.split(part["text"])):  # text, kind, text, ..., text
@@ -130,14 +139,14 @@ def _cut_at_marks(parts: list[dict]) -> list[dict]:
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Begin a conversation with a system prompt, unless it has one or the prompt is None."""
+    """Prepend a system prompt, unless the conversation has one or the prompt is None."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise ValueError if placeholders and images, or placeholders and videos, differ in number.
+    """Raise ValueError if the number of placeholders differs from the number of images or videos.
 
     Args:
         kinds: kind of each placeholder.
@@ -184,7 +193,7 @@ def check_messages(messages: list[dict]):
 
 
 def _has_fields(message: object) -> bool:
-    """Return True if a message has a role, and content or calls of tools."""
+    """Return True if a message has a role, and content or tool calls."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     calls = message.get("tool_calls") or []

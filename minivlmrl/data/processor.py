@@ -1,4 +1,4 @@
-"""Processor: messages and images -> Prompt; an answer -> Completion; ids -> text."""
+"""Convert messages and images to a Prompt, an answer to a Completion, and token ids to text."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -42,14 +42,15 @@ class Processor:
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
-    template: "ChatTemplate | None" = None  # of the folder; None is Qwen's, in chat_template.py
+    # chat template of the model's folder; None uses Qwen's template in chat_template.py
+    template: "ChatTemplate | None" = None
     answer: str = "tags"  # where a completion has its answer, see find_answer in rewards/text.py
     box_space: str = "resized"  # units of the boxes in an answer, see data/boxes.py
     tools: Sequence[str] = ()  # names of the tools that completions may call, see agents/
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion."""
+        """Return the token ids that end a completion."""
         return tuple(self.tokenizer.special_tokens[end] for end in ENDS)
 
     def __call__(
@@ -58,12 +59,13 @@ class Processor:
         images: Sequence[PIL.Image.Image] = (),
         videos: "Sequence[Video | VideoFile]" = (),
     ) -> Prompt:
-        """Render a conversation up to where the assistant has to answer, as tensors.
+        """Render and tokenize a prompt: all messages up to the point where the assistant answers.
 
         Args:
-            messages: see messages.py. A part may have options that ImageProcessor or Video.patches
-                takes, such as {"type": "image", "max_pixels": 200704}.
-            images, videos: one image or video for each part of its kind, in order.
+            messages: see messages.py. An image or video part may have options, which are passed to
+                ImageProcessor or Video.patches, such as {"type": "image", "max_pixels": 200704}.
+            images: one image for each image part, in order.
+            videos: one video for each video part, in order.
         """
         pieces = render(messages) if self.template is None else self.template.render(messages)
         pixel_values = []
@@ -73,12 +75,14 @@ class Processor:
             if isinstance(item, PIL.Image.Image):
                 patches, grid = self.image_processor(item, **options)
                 time = 0.0
-            else:  # time: seconds of a step in time, or Qwen3-VL's list of when each is shown
+            else:
+                # `time`: seconds per temporal patch; for Qwen3-VL the timestamps of all of them
                 patches, grid, time = item.patches(self.image_processor, **options)
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        if self.image_processor.videos is not None:  # each step a picture, its time as text
+        # Qwen3-VL renders each temporal patch as an image, after its timestamp as text.
+        if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         no_patches = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs a tensor
         return Prompt(
@@ -89,7 +93,14 @@ class Processor:
         )
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Return the ids of each piece; that of IMAGE is repeated for each token of its image."""
+        """Tokenize pieces, and repeat each placeholder once per token of its image or video.
+
+        Args:
+            pieces: text and control tokens, as `render` returns them.
+            grids: (t, h, w) of each image and video, in order.
+        Returns:
+            The list of token ids of each piece.
+        """
         remaining_grids = iter(grids)
         ids = []
         for piece in pieces:
@@ -100,14 +111,17 @@ class Processor:
         return ids
 
     def decode(self, ids: Tensor) -> str:
-        """Return the text of a completion without its stop token."""
+        """Decode the token ids of a completion, without its stop token."""
         id_list = ids.tolist()
         if id_list and id_list[-1] in self.stop_token_ids:
             id_list = id_list[:-1]
         return self.tokenizer.decode(id_list)
 
     def decode_assistant_turn(self, completion: Completion) -> str:
-        """Return the text of the assistant: a thought that the prompt opens, and what it wrote."""
+        """Decode the tokens that the policy wrote, without tool results.
+
+        If the prompt already opens a thought ("<think>"), the text begins with that opening.
+        """
         opened = self.template.opened if self.template else ""
         return opened + self.decode(completion.ids[completion.written])
 
@@ -115,12 +129,13 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield the image or video of each part that shows one, and the options of the part."""
+    """Yield the image or video of each image or video part, with the options of that part."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    for kind, part in zip(kinds, parts, strict=True):  # one image is decoded at a time
+    # a generator, so that only one decoded image is in memory
+    for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options
 
@@ -128,11 +143,15 @@ def shown_parts(
 def encode_completion(
     processor: Processor, messages: list[dict], completion: str | list[dict]
 ) -> Completion:
-    """Turn an answer to a prompt (messages) into the tokens that the model has to write.
+    """Tokenize a given answer to a prompt, and mark the tokens that the model has to write.
 
-    The tokens are the text, then <|im_end|>; an answer of several turns also has the tokens between
-    them. Only the assistant's texts are marked as written. Other turns, and images in any turn, are
-    forced: the model reads them, and no loss is computed on them.
+    The tokens are the text followed by <|im_end|>. An answer of several turns also has the tokens
+    between these turns. Only the text of the assistant is marked in Completion.written. The model
+    reads other turns, and images in any turn, but no loss is computed on their tokens.
+
+    Args:
+        messages: the prompt, see messages.py.
+        completion: text, or turns that begin and end with an assistant turn.
     """
     turns = as_turns(completion)
     check_ends(turns)
@@ -162,7 +181,11 @@ def encode_completion(
 
 
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
-    """Put the result of a call in tags into the turn of the assistant, as environments do."""
+    """Merge tool results into the assistant turn, if the call was written in tags.
+
+    For example, a call <search>cats</search> is followed by <result>...</result> in the same turn.
+    Environments insert tool results in the same way.
+    """
     joined = []
     is_answered = False  # the last joined turn ends with the result of a tool
     closing_tags = tuple(f"</{name}>" for name in tools)
@@ -190,13 +213,18 @@ def _as_result(part: dict) -> dict:
 def mark_tool_results(
     pieces: list[tuple[str, bool]], tools: Sequence[str]
 ) -> list[tuple[str, bool]]:
-    """Flag <result>...</result> after a call in tags as not written by the assistant."""
+    """Flag the text <result>...</result> after a tool call in tags as not written by the assistant.
+
+    Args:
+        pieces: (text, flag), as render_completion returns them.
+        tools: names of the tags of tools.
+    """
     tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
     answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
     cut_pieces = []
     for piece, is_written in pieces:
         is_text = tools and not isinstance(piece, Control)
         for i, text in enumerate(answer.split(piece) if is_text else [piece]):
-            if text:  # every second text is the result of a tool
+            if text:  # texts with an odd index are tool results
                 cut_pieces.append((text, is_written and i % 2 == 0))
     return cut_pieces

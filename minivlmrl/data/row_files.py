@@ -1,6 +1,7 @@
-"""Files of rows: JSON lines, JSON lists, CSV, parquet and Hugging Face dataset folders.
+"""Read rows of JSON lines, JSON lists, CSV, parquet and Hugging Face dataset folders.
 
-The text of each row is in memory (200,000 rows of 500 bytes are 100 MB), parsed when it is used.
+The text of each row stays in memory (200,000 rows of 500 bytes take 100 MB), and is parsed each time
+the row is read. Rows of parquet files are read from disk.
 """
 
 import bisect
@@ -19,7 +20,8 @@ from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.formats import changed
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
-NO_JSON_TYPES = date, time, timedelta, Decimal  # of parquet; read as text, as in CSV
+# types of parquet values that JSON lacks; they are converted to text, as in a CSV file
+NO_JSON_TYPES = date, time, timedelta, Decimal
 LIST_ITEM = re.compile(r"[^\s,]")
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
@@ -28,9 +30,12 @@ JSON_COLUMNS = "messages", "prompt", "conversations", "images", "videos", "objec
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
-    """Find the rows of a file, a folder or a split on the hub (ValueError: none)."""
+    """Open the rows of a file, a folder or a dataset split on the Hugging Face hub.
+
+    ValueError if there is no such file, folder or split, or if it holds no rows.
+    """
     path = Path(path)
-    if isdir(path):  # a name that is too long is none, and no OSError as with pathlib
+    if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
         return _open_folder(path)
     if not isfile(path):
         split_files = find_split(str(path))
@@ -46,7 +51,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open a folder of parquet files, with one file of rows, or of classes."""
+    """Open a folder with parquet files, with one file of rows, or with one folder of images per class."""
     if [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise ValueError(
             f"{folder}: a folder of save_to_disk; "
@@ -74,9 +79,13 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
 
 
 class Lines:
-    """JSON lines, or a JSON list of rows; `texts` has the line and the text of each row."""
+    """Rows of a JSON lines file or a JSON list.
 
-    is_downloaded = False  # by its id: somebody else wrote it
+    `texts` has the line number and the text of each row.
+    """
+
+    # True for a dataset that was downloaded by its id, so that its paths are not trusted
+    is_downloaded = False
 
     def __init__(self, path: Path):
         self.path = path
@@ -96,7 +105,7 @@ class Lines:
         return [(number, line) for number, line in lines if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Cut a JSON list with any line breaks."""
+        """Split a JSON list, with line breaks anywhere, into the line number and text of each row."""
         rows = []
         decode = json.JSONDecoder().raw_decode
         start = _next_item(content, content.index("[") + 1)
@@ -118,21 +127,25 @@ class Lines:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Name the file and the line of a row, for errors."""
+        """Return the file and the line number of a row, for error messages."""
         return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
         with naming(self.where(index)):
             columns = parse_json(text)
-            if HALF_PAIR.search(text):  # it is JSON, but no text to tokenize
+            # half a surrogate pair is valid JSON, but cannot be tokenized
+            if HALF_PAIR.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
             require(isinstance(columns, dict), "a row", columns, "an object with columns")
             return columns
 
 
 class Cells(Lines):
-    """CSV with a line of names; an empty cell is a missing column."""
+    """Rows of a CSV or TSV file, whose first line has the column names.
+
+    An empty cell counts as a missing column.
+    """
 
     def split(self, content):
         csv.field_size_limit(2**31 - 1)
@@ -142,7 +155,8 @@ class Cells(Lines):
         _check_names(self.path, self.names)
         numbered_rows = []
         for cells in reader:
-            if cells:  # the line that a row begins with; a cell in quotes may have line breaks
+            if cells:
+                # number of the first line of the row, because a quoted cell may have line breaks
                 numbered_rows.append((reader.line_num - "".join(cells).count("\n"), cells))
         return numbered_rows
 
@@ -165,7 +179,10 @@ class Cells(Lines):
 
 
 class Images(Lines):
-    """Images in folders named by what they show, train/cat/1.png: that name is the solution."""
+    """Images in one folder per class. The name of the folder is the solution of the row.
+
+    For example, the solution of train/cat/1.png is "cat".
+    """
 
     def __init__(self, folder: Path, paths: list[Path]):
         self.path = folder
@@ -181,7 +198,10 @@ class Images(Lines):
 
 
 class Arrow:
-    """Parquet files, one after the other; a row is read with the group stored with it."""
+    """Rows of one or more parquet files, in order.
+
+    Reading a row reads its whole row group, so the 4 latest row groups are cached.
+    """
 
     def __init__(self, paths: list[Path], is_downloaded: bool = False):
         self.is_downloaded = is_downloaded
@@ -190,8 +210,9 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        self.groups = []  # of each: path, the first row of that, the open file, the group's number in it
-        self.starts = [0]  # the first row of each group; the last is the number of rows
+        # for each row group: path, index of the file's first row, open file, group number in the file
+        self.groups = []
+        self.starts = [0]  # index of the first row of each group, then the total number of rows
         for path in paths:
             file_start = self.starts[-1]
             try:
@@ -209,7 +230,7 @@ class Arrow:
         return self.starts[-1]
 
     def where(self, index: int) -> str:
-        """Name the file of a row and its number in it from 0, for errors."""
+        """Return the file of a row and its index in that file, from 0, for error messages."""
         path, file_start, *_ = self.groups[bisect.bisect_right(self.starts, index) - 1]
         return f"{path}: row {index - file_start}"
 
@@ -222,13 +243,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # such as a date that Python does not have
+            except (OverflowError, OSError) as error:  # for example a date out of Python's range
                 raise ValueError(f"cannot be read ({error})") from error
             return changed(row, str, NO_JSON_TYPES)
 
 
 def _next_item(content: str, start: int) -> int:
-    """Find what comes next in a JSON list: the first letter that is no space and no comma."""
+    """Return the position of the next item of a JSON list, after whitespace and commas."""
     letter = LIST_ITEM.search(content, start)
     return letter.start() if letter else len(content)
 

@@ -1,4 +1,4 @@
-"""Row, Prompt and Completion: an example, its question as tensors, and an answer as tokens."""
+"""Data classes: Row (one example), Prompt (its question as tensors), Completion (answer tokens)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# what rewards are given besides the columns of their rows: no column may have one of these names
+# Arguments of rewards that do not come from columns of the row. No column may have these names.
 REWARD_ARGUMENTS = {
     "prompts",
     "images",
@@ -37,12 +37,12 @@ REWARD_ARGUMENTS = {
 
 @dataclass
 class Prompt:
-    """One question as tensors."""
+    """The question of one row, as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
     pixel_values: Tensor  # (patches of all images and videos in order, patch_dim) float32
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
-    second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for an image
+    second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
     vision_embeds: Tensor | None = None  # output of a frozen vision tower for the images
 
     def __post_init__(self):
@@ -52,40 +52,47 @@ class Prompt:
 
 
 class Environment(Protocol):
-    """The state of one completion that calls tools: `reset`, and public methods, which are the tools.
+    """The state of one completion that calls tools.
 
-    An environment may also have the methods `get_reward` and `observe`, an attribute `done`, and
+    An environment has the method `reset`; its other public methods are the tools.
+
+    It may also have the methods `get_reward` and `observe`, an attribute `done`, and
     attributes that replace the defaults of Settings in agents/environment.py.
     """
 
     def reset(self, **columns) -> None:
-        """Begin with the columns of a row."""
+        """Start an episode from the columns of a row."""
 
 
 @dataclass
 class Completion:
-    """An answer to a prompt, sampled or demonstrated. Its ids are never made again from its text."""
+    """An answer to a prompt, sampled or demonstrated.
+
+    The token ids are kept, and never recomputed from the text, because tokenizing decoded text can
+    give other ids.
+    """
 
     ids: Tensor  # (C,) int64, with the stop token
-    logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature (greedy: 1)
-    stopped: bool = True  # by a stop token or stop string; False if cut at max_new_tokens
+    logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature; 1 if greedy
+    # True if a stop token or stop string ended the completion; False if max_new_tokens did
+    stopped: bool = True
     # (C,) bool: True for tokens that the policy wrote, False for tokens of tools; None marks all
     written: Tensor = None  # pyright: ignore[reportAssignmentType]  # never None after __post_init__
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
     # (C,), all ids end to end); None stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # images that tools show, in order, each with its patches and image_grid_thw (a Grid); a
-    # trajectory has the images alone, because its turns have the patches
+    # images that tools return, in order, each with its patches and image_grid_thw (a Grid); a
+    # trajectory has only the images, because its turns have the patches
     pictures: Sequence[tuple] = ()
     environment: Environment | None = None  # the environment that the tools belong to
-    # calls of tools: (made, failed, True if a result was cut because it did not fit)
+    # tool calls: (number made, number failed, True if a result was truncated to fit)
     calls: tuple[int, int, bool] = (0, 0, False)
-    extra: dict = field(default_factory=dict)  # values that rewards log, by TRL's log_extra
+    extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
     # A trajectory has several completions, `turns`, each with its own ids and its own prompt. The
     # prompt of any other completion is None, because it is the prompt of its row.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
-    # (max_new_tokens,) int64: experts of each token, see model/families/routes.py
+    # (max_new_tokens,) int64: expert choices of each token, see model/families/routes.py
     routes: Tensor | None = None
 
     def __post_init__(self):
@@ -94,32 +101,38 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Return the log-probabilities of a sampled completion; a given answer has none."""
+        """Return the log-probabilities (C,) of a sampled completion.
+
+        AssertionError if the completion is a given answer, which has no log-probabilities.
+        """
         assert self.logps is not None, "a given answer has no log-probabilities"
         return self.logps
 
 
 @dataclass
 class Row:
-    """One example of a file or a task."""
+    """One example of a data file or an embedded task."""
 
     messages: list[dict]  # the prompt, see data/messages.py
     images: Sequence[PIL.Image.Image]  # one for each image part of the prompt, in order
-    columns: dict = field(default_factory=dict)  # arguments of rewards: problem, solution, ...
+    columns: dict = field(default_factory=dict)  # arguments of rewards, such as problem, solution
     completion: str | list[dict] | None = None  # a demonstrated answer, for SFT
-    chosen: str | list[dict] | None = None  # the better one of two answers, for preferences
-    rejected: str | list[dict] | None = None  # the worse one
-    # one for each video part of the prompt, in order
+    chosen: str | list[dict] | None = None  # the better of two answers, for preference training
+    rejected: str | list[dict] | None = None  # the worse answer
+    # one video for each video part of the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # file and line of the row, for errors
     key: str = ""  # seed of all random numbers of this row
     index: int = -1  # index of the row in its dataset
 
     def prompt(self, processor: "Processor") -> Prompt:
-        """Compute the tensors of the question (ValueError: begins with file and line of the row)."""
+        """Compute the tensors of the question.
+
+        A ValueError begins with the file and the line of the row.
+        """
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # impossible sizes are only detected here
+        except ValueError as error:  # impossible image sizes are only detected here
             raise ValueError(f"{self.where}: {error}" if self.where else str(error)) from error
         prompt.row = self
         return prompt
@@ -129,10 +142,12 @@ Dataset = Sequence[Row]
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
-    """Return random numbers in [0, 1) that depend on the key of each prompt alone.
+    """Return random numbers in [0, 1) that depend only on the key of each prompt.
+
+    So the same completions are sampled, however prompts are divided among batches and ranks.
 
     Returns:
-        (keys * num_generations, max_new_tokens) float64: one for each token of each completion.
+        (keys * num_generations, max_new_tokens) float64: one number per token of each completion.
     """
     shape = num_generations, max_new_tokens
     numbers = [random_numbers(key).random(shape) for key in keys]
@@ -140,5 +155,5 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
 
 
 def random_numbers(key: str) -> numpy.random.Generator:
-    """Make a generator of random numbers whose seed is a text."""
+    """Create a NumPy random generator whose seed is a text."""
     return numpy.random.default_rng(list(key.encode()))

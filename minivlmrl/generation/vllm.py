@@ -5,7 +5,8 @@
 vLLM gets the weights of the policy before each rollout, and prompts as our ids and patches, so that
 nothing is tokenized, resized or normalised a second time. It computes logits; tokens are sampled
 here. So samples do not depend on the other rows of a batch, and in float32 they equal the samples
-of the policy itself. To change this engine, copy the file: sampling.engine=my_vllm.py:VLLMSampler.
+of the policy itself. To change this engine, copy the file and set
+sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the estimate of memory works without it.
 
