@@ -1,11 +1,12 @@
-"""Decoding with one launch a token: on a GPU the step of `Decode` is captured as a CUDA graph.
+"""Capture the decode step as a CUDA graph, so that each token needs one launch by the host.
 
-A step that the host starts kernel by kernel waits for the host: 36 layers are over a thousand
-launches. A graph is one launch, and runs the same kernels on the same memory every time. So what
-changes from step to step is in tensors, and what the model computes with stays where it is: own
-keys are in buffers with room, a mask hides what is not there yet, and rows that have ended run on
-to the end of the batch. Only for more room a new graph is made. Draws are those of the eager step,
-from logits whose last bits differ: sums go over masked keys too.
+Without a graph the GPU waits for the host, because a step of 36 layers has over a thousand kernel
+launches. A graph is one launch, and runs the same kernels on the same memory every time. Therefore
+all values that change from step to step are in tensors, and tensors keep their addresses: the keys
+and values of completions are in buffers with free room, a mask hides the unused part, and finished
+rows run on to the end of the batch. A new graph is captured only when the buffers have to grow.
+The random numbers are those of the eager step. The last bits of the logits differ, because sums
+also include masked keys.
 """
 
 from functools import cache
@@ -18,34 +19,35 @@ from minivlmrl.generation.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention
 
-HEADROOM = 2**30  # bytes of a card that a capture may need of the driver
-KEYS = 256  # own keys that a step reads at first; twice as many whenever they are full
-# one for all captures: a card keeps the workspaces of each
+HEADROOM = 2**30  # free bytes of GPU memory that a capture may need from the driver
+# initial size of the key and value buffers, in tokens of a completion; doubled when they are full
+KEYS = 256
+# one stream for all captures, because a GPU keeps the workspaces of every stream
 capture_stream = cache(lambda device: torch.cuda.Stream(device))
 
 
 class StaticDecodeAttention(DecodeAttention):
-    """DecodeAttention on tensors that stay where they are, until own keys need more room."""
+    """Attention of decoding whose tensors keep their addresses until a longer buffer is needed."""
 
     check_every = 16
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.longest = 0  # own tokens of the longest row, counted on the host
+        self.longest = 0  # tokens of the longest completion, counted on the host
         self.capacity = capacity
         self.own_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.own_keys))
 
     def select(self, going_on: Tensor) -> None:
-        """Keep all rows: a graph computes those that have ended too."""
+        """Keep all rows, because a graph also computes the rows that have finished."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Count tokens, on the host too, and make room for more own keys if it is full."""
+        """Count the new tokens, also on the host, and enlarge the key and value buffers if full."""
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.own_keys < min(self.longest, self.capacity):
             self.own_keys = min(max(2 * self.own_keys, self.longest), self.capacity)
-            for layer in self.row_kv:  # one after the other: never two copies of all keys
+            for layer in self.row_kv:  # layer by layer, so that only one layer is copied at once
                 layer[:] = [F.pad(x, (0, 0, 0, self.own_keys - x.shape[2])) for x in layer]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,16 +60,17 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class CapturedDecode(Decode):
-    """The step of `Decode` as a CUDA graph; on a CPU the same static step without one."""
+    """Run the decode step as a CUDA graph, or on a CPU the same step without a graph."""
 
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        self.form = None  # of what the graph was made
+        self.form = None  # attention slots and buffer size that the graph was captured with
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        form = attention.slots, attention.own_keys  # with others it would read other tensors
+        # a graph is only valid for these tensors, because it reads fixed addresses
+        form = attention.slots, attention.own_keys
         is_new = form != self.form
         if is_new:
             self.form = form
@@ -76,7 +79,8 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        elif is_new or ids.device.type != "cuda":  # prepares what a capture must not: workspaces
+        # the first step runs without a graph, because a capture must not allocate workspaces
+        elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
             self.capture(model, attention)
@@ -86,15 +90,16 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        """Record the kernels, which does not run them, and run them."""
-        # torch.cuda.graph would give all free memory back to the driver first, .1 to .4 s
+        """Capture the kernels of a step in a graph, then replay the graph to run the step."""
+        # not torch.cuda.graph, which first returns all free memory to the driver (0.1 to 0.4 s)
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads load images
+            # thread_local, because other threads load images
+            graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)
             finally:

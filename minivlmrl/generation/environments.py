@@ -1,7 +1,7 @@
-"""The seam between the package and agents/, the optional tools, environments and trajectories.
+"""Connect the package with agents/, which has tools, environments and trajectories.
 
-The function `agents` alone imports them from below, when a recipe sets `sampling.environment`, so that
-a run without tools loads none of their modules.
+Only the function `agents` imports agents/, and only if a recipe sets `sampling.environment`, so that
+a run without tools loads none of those modules.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ from minivlmrl.model.packing import GroupBatch, pack
 
 
 def agents():
-    """Import the functions of agents/ that the package calls."""
+    """Import and return agents/hooks.py, whose functions the package calls."""
     from minivlmrl.agents import hooks
 
     return hooks
 
 
 def check_environment(run: RunConfig):
-    """Raise ValueError if the environment, or a reward that reads it, does not fit the recipe."""
+    """Raise ValueError if the environment, or the reward `environment`, does not fit the recipe."""
     if run.sampling.environment is not None or "environment" in run.rewards:
         agents().check_reward(run.sampling.environment, run.rewards)
-    samples_trajectories(run.sampling)  # checks that there is one rule for windows
+    samples_trajectories(run.sampling)  # raises if there are two rules for windows
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Return whether each turn of a completion is sampled from a window of its own."""
+    """Return whether each turn of a completion is sampled from its own context window."""
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)
 
 
 def begin_environment(name: str | None, row: Row) -> Environment | None:
-    """Construct the environment of a recipe, if it names one, and reset it with the columns of a row."""
+    """Construct the environment of this name and reset it with the columns of a row; None if no name."""
     return None if name is None else agents().begin_with_row(name, row)
 
 
 def prepare_tools(processor: Processor, name: str | None) -> Processor:
-    """Return a processor whose chat template declares the tools of an environment, if there is one."""
+    """Return a processor whose chat template declares the tools of the environment of this name."""
     return processor if name is None else agents().with_tools(processor, name)
 
 
@@ -52,13 +52,13 @@ def pack_rollout(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and their completions; a trajectory is packed turn by turn, each with its window."""
+    """Pack prompts and completions into a batch; each turn of a trajectory has its own context window."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
     return agents().pack_turns(prompts, completions, config, device)
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion adds to a packed batch, windows of later turns included."""
+    """Count the tokens that a completion adds to a packed batch, including windows of later turns."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -1,9 +1,9 @@
-"""Filter the distribution of a token: repetition penalty, then the filters of SamplingOptions.
+"""Apply repetition penalty, temperature, top_k, top_p and min_p to the logits of the next token.
 
-A filter of your own is a field of SamplingOptions (config/options.py), the last step of
-filter_logits, and an entry of NO_TRUNCATION (config/options.py). Without the entry nothing applies
-the filter: sampler, training, vLLM and the checks of options read there whether tokens are removed.
-docs/carry_on.md has an example.
+To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits,
+and an entry to NO_TRUNCATION (config/options.py). Without the entry the filter is never applied,
+because the sampler, training, vLLM and the checks of options read NO_TRUNCATION to find out whether
+tokens are removed. docs/carry_on.md has an example.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,22 +16,24 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """The filters of a recipe, as the logits_processor of make_token_sampler, for one batch.
+    """Apply the filters of a recipe to one batch, as the logits_processor of make_token_sampler.
 
     Args:
-        prompts: (P,) int64 ids of each prompt.
+        sampling: the filters and the temperature.
+        prompts: token ids of each prompt, (P,) int64, which the repetition penalty applies to.
+        num_generations: number of completions per prompt.
     """
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Tensor], num_generations: int):
         self.sampling = sampling
         self.prompts = prompts
         self.num_generations = num_generations
-        # ids from which each token of each row was sampled
+        # for each row, the ids that the filters kept at each token
         self.kept: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
         self.seen: Tensor | None = None  # (R, V) ids in each row's prompt and completion
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute scores (r, V) of these rows, whose softmax is the distribution of a token."""
+        """Compute the scores (r, V) whose softmax is the distribution of the next token."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
             seen = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
             for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
@@ -48,29 +50,32 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Record in completions the ids that filters kept, because training normalises over them."""
+        """Store the ids that the filters kept in completions; training normalises over these ids."""
         for kept_of_row, completion in zip(self.kept, completions, strict=True):
-            kept = kept_of_row[: len(completion.ids)]  # a row that has ended is decoded further
+            kept = kept_of_row[: len(completion.ids)]  # finished rows are decoded further
             if kept:
                 counts = torch.tensor([len(ids) for ids in kept])
                 completion.sampling_mask = counts, torch.cat(kept)
 
     def add_seen(self, rows: Tensor, ids: Tensor):
-        """Add ids (r,) to the seen ids of these rows, for the penalty."""
+        """Add token ids (r,) to the ids of these rows that the repetition penalty applies to."""
         if self.seen is not None:
             self.seen[rows, ids] = True
 
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
-    """Apply the penalty, the temperature, then each filter; a removed token gets -inf.
+    """Apply the repetition penalty, the temperature, then top_k, top_p and min_p.
 
-    With temperature 0 only the penalty applies. The scores equal those of transformers' generate
-    bit for bit, also for ties.
+    With temperature 0 only the repetition penalty applies. The scores equal the scores of
+    transformers' generate bit for bit, also for ties.
 
     Args:
         logits: (r, V) float32.
-        seen: (r, V) bool, ids in each row's prompt and completion so far, which the repetition
-            penalty applies to.
+        sampling: the filters and the temperature.
+        seen: (r, V) bool, True for ids in the prompt or in the completion so far, which the
+            repetition penalty applies to. None applies no penalty.
+    Returns:
+        Scores (r, V), -inf for removed tokens.
     """
     scores = logits
     penalty = sampling.repetition_penalty

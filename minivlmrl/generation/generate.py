@@ -1,13 +1,17 @@
-"""Sample completions of prompts: each prompt is read once, its completions are decoded together.
+"""Sample completions of prompts; each prompt is computed once for all of its completions.
 
-    prefill        one forward over all prompts; the keys and values of each prompt are kept once
-    sample_token   temperature, softmax, and a token for each row, by uniform random numbers;
-                   filters such as top_p are in filters.py
-    decode         one forward over a new token of each row, against its prompt's keys and its own
+    prefill        run one forward over all prompts, and store the keys and values of each prompt
+                   once for all of its completions
+    sample_token   apply the temperature and the softmax, and sample one token per row from
+                   uniform random numbers; filters such as top_p are in filters.py
+    decode         run one forward over the newest token of each row, which attends to its prompt
+                   and to the earlier tokens of its own completion
 
-The random numbers of a row depend on the key of its prompt alone, see data/rows.uniform_numbers.
+A row is one completion. Its random numbers depend only on the key of its prompt, so that a sample
+does not change with the batch or the number of GPUs; see data/rows.uniform_numbers.
 
-Dimension letters: B prompts, G completions of each, R = B * G rows, r running rows, V vocabulary.
+Dimension letters: B prompts, G completions per prompt, R = B * G rows, r rows that are still in
+the batch, V vocabulary size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +27,10 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.packing import GroupBatch, pack
 
-UNITS = 2**52  # units of a probability of 1: sums stay below 2^53, where float64 is exact
-# sample_token(logits (r, V), rows, counts of tokens so far) -> ids, logps, ends (bool): each (r,)
+# A probability of 1 has this many units, so that sums stay below 2^53, where float64 is exact.
+UNITS = 2**52
+# sample_token(logits (r, V), row indices, tokens per row so far) -> ids, logps, ends (bool), each
+# of shape (r,)
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 # sample(probs (r, V), rows, counts) -> ids (r,)
 Sample = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,12 +39,16 @@ LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Decode:
-    """A decode step. cuda_graphs.py captures it as a CUDA graph; agents/ also read answers in it."""
+    """Run one decode step: the forward of one new token per row.
+
+    cuda_graphs.py captures this step as a CUDA graph. The samplers in agents/ also prefill the
+    outputs of tools with it.
+    """
 
     attention_type = DecodeAttention
 
     def __call__(self, model: Qwen2_5_VL, ids: Tensor, attention: DecodeAttention) -> Tensor:
-        """Run the decoder on a new token of each row: ids (r,) -> logits (r, V)."""
+        """Compute the logits (r, V) that follow the newest token of each row, ids (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
         return float32_matmul(hidden, model.lm_head.weight.T)
@@ -50,13 +60,17 @@ def generate(
     sample_token: TokenSampler,
     decode: Decode | None = None, device: torch.device | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
-    """Sample num_generations completions of each prompt: B lists.
+    """Sample num_generations completions per prompt.
 
     Args:
-        sample_token: samples a token of each row, see make_token_sampler.
-        decode: computes a decode step, by default Decode().
-        device: device of the computation, by default that of lm_head; offloaded weights are on
-            another device.
+        sample_token: function that samples one token per row, see make_token_sampler.
+        decode: function that computes a decode step, by default Decode().
+        device: device of the computation, by default the device of lm_head. Pass it if weights
+            are offloaded, because they are then on another device.
+    Returns:
+        B lists of num_generations completions.
+    Raises:
+        FloatingPointError: the logits of the model are not finite.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -64,14 +78,15 @@ def generate(
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    steps = []  # rows of each step (r,), -1 where one had ended before; ids, logps and ends (r,)
+    # (rows, ids, logps, ends) of each step, each (r,); rows is -1 for rows that have finished
+    steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
         ids, logps, ends = sample_token(logits, attention.rows, counts)
         steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
         unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            unfinished_host = unfinished.cpu()  # the only place where the host waits for a GPU
+            unfinished_host = unfinished.cpu()  # the only point where the host waits for the GPU
             if not unfinished_host.any():
                 break
             kept_rows = attention.select(unfinished_host)
@@ -86,11 +101,14 @@ def generate(
 def prefill(
     model: Qwen2_5_VL, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode
 ) -> tuple[Tensor, DecodeAttention]:
-    """Compute the prompts; return logits (R, V) of first tokens, and the attention of decoding.
+    """Run the prompts through the model once, and prepare the attention for decoding.
 
     Args:
-        prompt_index: (R,) the prompt of each row.
-        capacity: number of tokens that a completion may have.
+        prompt_index: (R,) index of the prompt of each row.
+        capacity: maximum number of tokens of a completion.
+    Returns:
+        The logits (R, V) of the first token of each row, and the attention with the keys and
+        values of the prompts.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
     hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
@@ -104,12 +122,21 @@ def prefill(
 def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
-    """Gather the rows, ids, logps and ends of all steps into a Completion for each row: B lists."""
+    """Collect the tokens of all decode steps into completions.
+
+    Args:
+        steps: rows, ids, logps and ends of each step, each (r,), see `generate`. A row index of -1
+            marks a row that had already finished.
+    Returns:
+        A list of num_generations completions for each prompt.
+    Raises:
+        FloatingPointError: a log-probability of a sampled token is not finite.
+    """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    sampled = (rows >= 0).nonzero()[:, 0]  # -1: the row had ended before
+    sampled = (rows >= 0).nonzero()[:, 0]  # without the tokens of finished rows, marked by -1
     if not logps[sampled].isfinite().all():
         raise FloatingPointError("the model's logits are not finite")
-    order = sampled[rows[sampled].argsort(stable=True)]  # by row, then by step
+    order = sampled[rows[sampled].argsort(stable=True)]  # sorted by row, then by step
     completions = []
     for index in order.split(rows[sampled].bincount().tolist()):
         stopped = bool(ends[index[-1]])
@@ -122,15 +149,22 @@ def make_token_sampler(
     temperature: float, stop_ids: Sequence[int], sample: Sample,
     logits_processor: LogitsProcessor | None = None, device: torch.device | str = "cpu",
 ) -> TokenSampler:  # fmt: skip
-    """Make the function with which `generate` samples a token of each row.
+    """Make the function with which `generate` samples one token per row.
+
+    The log-probabilities that the function returns are those of the distribution that the token
+    was sampled from: after the temperature, normalised over the tokens that the filters keep.
+    With a repetition penalty they do not include the penalty.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token.
-        stop_ids: ids that end a completion.
-        sample: samples ids from probabilities, see sample_by_uniforms.
-        logits_processor: computes scores, whose softmax is the distribution of a token; by default
-            logits / temperature. Filters are such functions: log-probabilities are relative to the
-            tokens that they keep, because they set the others to -inf.
+        temperature: divisor of the logits; 0 selects the likeliest token.
+        stop_ids: token ids that end a completion.
+        sample: function that samples ids from probabilities, see sample_by_uniforms.
+        logits_processor: function that computes scores, whose softmax is the distribution of the
+            next token; by default logits / temperature. Filters such as top_p are logits
+            processors, which set the scores of removed tokens to -inf.
+        device: device of the logits.
+    Returns:
+        The function sample_token(logits, rows, counts) -> ids, logps, ends, see TokenSampler.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
 
@@ -149,7 +183,12 @@ def make_token_sampler(
 
 
 def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> Sample:
-    """Make a `sample` that uses uniform numbers (R, max_new_tokens) float64, see inverse_cdf."""
+    """Make a function that samples ids (r,) from probabilities (r, V) by given random numbers.
+
+    Args:
+        uniforms: (R, max_new_tokens) float64 in [0, 1), one number per token, see inverse_cdf.
+        device: device of the probabilities.
+    """
     uniforms = to_device(uniforms, device)
 
     def sample(probs: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -159,13 +198,19 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token at which the cumulative probability exceeds the row's number.
+    """Sample the first token at which the cumulative probability exceeds the row's random number.
 
     Probabilities are counted in whole units of 2^-52, because integers add up exactly in any order
     on any device. So a token of probability 0 is never sampled, and rows do not influence each
-    other: probs (r, V) float32, uniform (r,) float64 in [0, 1) -> ids (r,).
+    other.
+
+    Args:
+        probs: (r, V) float32.
+        uniform: (r,) float64 in [0, 1), the random number of each row.
+    Returns:
+        ids (r,).
     """
-    units = running_sum((probs * UNITS).long())  # (r, V); a product with a power of 2 is exact
-    target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
+    units = running_sum((probs * UNITS).long())  # (r, V); multiplying by a power of 2 is exact
+    target = (uniform * units[:, -1]).long()  # rounded down, so that it is below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

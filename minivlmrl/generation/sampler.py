@@ -1,4 +1,4 @@
-"""Sample with the options of a recipe: filters, stop strings, sharded weights, CUDA graphs."""
+"""Sample completions with a recipe's filters, stop strings, sharded weights and CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from minivlmrl.generation.filters import Filters
     from minivlmrl.generation.stop_strings import StopStrings
 
-# samplers of rollouts, by the values of sampling.engine
+# class of sampler for each value of the option sampling.engine
 ENGINES = {
     "own": "minivlmrl.generation.sampler:Sampler",
     "vllm": "minivlmrl.generation.vllm:VLLMSampler",
@@ -39,7 +39,7 @@ ENGINES = {
 
 
 class SampledRows(Protocol):
-    """The fields of a trainers/base.Rollout that a sampler verifies."""
+    """The fields of a trainers/base.Rollout that Sampler.verify_logps reads."""
 
     @property
     def rows(self) -> Sequence[Row]: ...
@@ -50,16 +50,16 @@ class SampledRows(Protocol):
 
 
 class Sampler:
-    """Samples completions with the options of a recipe's section `sampling`.
+    """Sample completions with the options of a recipe's section `sampling`.
 
-    Samples depend on the key of each prompt, not on the other prompts or the number of ranks.
-    Another engine is a subclass, see vllm.py and docs/carry_on.md.
+    A sample depends on the key of its prompt, not on the other prompts or the number of ranks.
+    Another engine is a subclass of this class, see vllm.py and docs/carry_on.md.
 
     Args:
-        world: the ranks of the run, by default this process alone, on the device of the model.
-        gather_weights: gather sharded weights before a rollout, see weights.rollout_weights.
-        keeps_vision: store the embeddings of images in their prompts, because the vision tower is
-            frozen and the reference and the training step can use them too.
+        world: the ranks of the run, by default only this process, on the device of the model.
+        gather_weights: gather all sharded weights before a rollout, see weights.rollout_weights.
+        keeps_vision: store image embeddings in the prompts, so that the reference and the training
+            step reuse them; valid only for a frozen vision tower.
     """
 
     def __init__(
@@ -76,17 +76,25 @@ class Sampler:
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
-        # the number of an expert's tokens is not known when a graph is captured
+        # a mixture of experts cannot be captured, because the tokens per expert vary
         fits_graph = not by_layer and model.config.experts is None
         on_gpu = self.device.type == "cuda" and fits_graph
         self.captured = sampling.graph == "auto" and on_gpu
-        self.filters: Filters | None = None  # filters and stop strings of the present call
+        self.filters: Filters | None = None  # filters and stop strings of the current call
         self.stop_strings: StopStrings | None = None
 
     def __call__(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample num_generations completions of each prompt: B lists; all ranks call this."""
+        """Sample num_generations completions per prompt; all ranks must call this method.
+
+        Args:
+            keys: key of each prompt, which its random numbers depend on.
+        Returns:
+            A list of num_generations completions for each prompt.
+        Raises:
+            ValueError: a stop token is outside the vocabulary of the model.
+        """
         if self.sampling.max_tokens_at_once is None:
             return self.sample(prompts, num_generations, keys)
         return in_pieces(self.sample, prompts, num_generations, keys, self.sampling, self.world)
@@ -94,17 +102,17 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample completions of prompts that fit into memory together."""
+        """Sample the completions of all these prompts in one batch; see __call__ for the arguments."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         return self.sample_with(prompts, num_generations, sample_token)
 
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> TokenSampler:
-        """Make the function that samples tokens, with filters and stop strings.
+        """Make the function that samples one token per row, with filters and stop strings.
 
         Raises:
-            ValueError: the model lacks a stop token.
+            ValueError: a stop token is outside the vocabulary of the model.
         """
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
@@ -140,7 +148,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with the weights of the rollout; vllm.py replaces this method."""
+        """Sample completions with this sample_token; vllm.py overrides this method."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -153,7 +161,7 @@ class Sampler:
         self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
-        """Sample with a model that has the weights of the rollout; agents/ extend this method."""
+        """Sample completions with `model`, whose weights may be gathered; agents/ extend this method."""
         limit = self.sampling.max_new_tokens
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
@@ -173,7 +181,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make the decode step; agents/ replace it by one that also reads answers."""
+        """Make the decode step; agents/ override this method to also prefill the outputs of tools."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -181,15 +189,22 @@ class Sampler:
         return CapturedDecode()
 
     def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record sampled tokens (r,); return (r,) bool: the row ends. agents/ answer calls here.
+        """Record sampled tokens (r,); return (r,) bool, True where the row is finished.
+
+        agents/ override this method to run the tools that a completion calls.
 
         Args:
-            turn_ends: (r,) bool, the token is a stop token.
+            rows: (r,) row indices.
+            ids: (r,) sampled tokens.
+            turn_ends: (r,) bool, True where the token is a stop token.
         """
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record tokens (r,), sampled or of answers; return (r,) bool: a stop string is complete."""
+        """Record new tokens (r,); return (r,) bool, True where they complete a stop string.
+
+        The tokens may be sampled or come from the output of a tool.
+        """
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
         self.on_tokens(rows, ids)
@@ -197,38 +212,46 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # Other engines extend these methods.
+    # Other engines override the methods below.
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the engine cannot run a recipe, before anything is loaded."""
+        """Raise ValueError if this engine cannot run the recipe; called before the model is loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the engine's limit of the tokens of a prompt and its completion, if any."""
+        """Return the maximum length of prompt and completion together in tokens, or None."""
 
     @classmethod
     def engine_bytes(
         cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype
     ) -> dict[str, int]:
-        """Return the memory that the engine needs only in rollouts, in bytes by name.
+        """Estimate the memory that the engine needs only during rollouts, as {name: bytes}.
 
         Args:
+            num_parameters: number of parameters of the policy.
             dtype: dtype of the policy.
         """
         return {}
 
     def verify_logps(self, rollout: SampledRows, max_logp_mismatch: float):
-        """Raise ValueError if the log-probabilities of a rollout are not those of the policy."""
+        """Raise ValueError if the engine's log-probabilities differ from those of the policy.
+
+        Args:
+            max_logp_mismatch: factor on the largest accepted difference.
+        """
 
 
 def make_sampler(
     model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions, world: World,
     gather_weights: bool = True, keeps_vision: bool = False,
 ) -> Sampler:  # fmt: skip
-    """Make the sampler of a recipe: the class that sampling.engine names, or one with tools.
+    """Make the sampler that sampling.engine names, or a sampler with tools for an environment.
 
     See Sampler for the arguments.
+
+    Raises:
+        ValueError: no engine has the name in sampling.engine.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -238,7 +261,7 @@ def make_sampler(
 
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
-    """Return the class of sampler that sampling.engine names (ValueError: there is none)."""
+    """Return the sampler class that sampling.engine names (ValueError if there is none)."""
     with naming(f"sampling.engine {sampling.engine}"):
         kind, options = find_named("engine", sampling.engine, ENGINES)
         if options or not (isinstance(kind, type) and issubclass(kind, Sampler)):
@@ -247,7 +270,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def keep_vision(model: Qwen2_5_VL, prompts: Sequence[Prompt], device: torch.device):
-    """Store the embeddings of images in their prompts, for the reference and the training step."""
+    """Compute image embeddings and store them in the prompts, for later forwards to reuse."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):

@@ -1,16 +1,15 @@
-"""Sample rollouts with the logits of vLLM; see docs/vllm.md.
+"""Sample rollouts with logits that vLLM computes; see docs/vllm.md.
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
 vLLM gets the weights of the policy before each rollout, and prompts as our ids and patches, so that
-nothing is tokenized, resized or normalised a second time. It computes logits; tokens are sampled
-here. So samples do not depend on the other rows of a batch, and in float32 they equal the samples
-of the policy itself. To change this engine, copy the file and set
-sampling.engine=my_vllm.py:VLLMSampler.
+nothing is tokenized, resized or normalised a second time. vLLM computes only the logits; this file
+samples the tokens. So samples do not depend on the other rows of a batch, and in float32 they equal
+the samples of the policy itself. To change this engine, copy the file: sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the estimate of memory works without it.
 
-Dimension letters: r running rows, V vocabulary.
+Dimension letters: r rows in the batch, V vocabulary size.
 """
 
 import dataclasses
@@ -27,10 +26,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which has the weights
+# run the engine in this process, because it has the weights
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault(
     "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-)  # else vLLM binds the trainer's threads
+)  # otherwise vLLM binds the trainer's threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -53,9 +53,10 @@ from minivlmrl.model.plain_weights import full
 # options of vLLM that a recipe cannot change
 FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # our patches are normalised
-    "limit_mm_per_prompt": {"video": 0},  # else vLLM profiles the longest possible video
+    "limit_mm_per_prompt": {"video": 0},  # otherwise vLLM profiles the longest possible video
     "mm_processor_cache_gb": 0,
-    "async_scheduling": False,  # this and the next option: each token is sampled once
+    # with this option and the next, each token is sampled exactly once
+    "async_scheduling": False,
     "enable_chunked_prefill": False,
     "load_format": "dummy",  # weights are loaded before each rollout
     "generation_config": "vllm",
@@ -65,16 +66,21 @@ STARTED = WeakKeyDictionary()  # model -> vllm.LLM, because the stages of a run 
 
 
 class Sampling:
-    """The tokens that were sampled while vLLM computes the completions of some rows."""
+    """Sample tokens from vLLM's logits, and record the sampled tokens of each row."""
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # see generate.to_completions
+        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # rows, ids, logps, ends
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens of each row so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token of these rows; return logits (r, V) of 0 for it, else -inf."""
+        """Sample the next token of these rows from logits (r, V).
+
+        Returns:
+            Logits (r, V) that are 0 for the sampled token and -inf for all others, so that vLLM
+            selects the same token.
+        """
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))
@@ -84,17 +90,17 @@ class Sampling:
 
 
 class TokenChooser:
-    """Replaces the logits of vLLM by the sampled token, as a logits processor of vLLM.
+    """Make vLLM select the tokens that `Sampling` samples, as a logits processor of vLLM.
 
-    The runner V1 of vLLM calls update_state, V2 add_request. start_engine makes a subclass that is
-    also one of vLLM's LogitsProcessors.
+    vLLM's V1 runner calls update_state, its V2 runner calls add_request. start_engine makes a
+    subclass that also inherits from both LogitsProcessor classes of vLLM.
     """
 
-    # an attribute of the class, because vLLM constructs the object; None while vLLM warms up
+    # a class attribute, because vLLM constructs the object; None while vLLM warms up
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # slot in the batch -> row
+        self.rows: dict[int, int] = {}  # slot in vLLM's batch -> index of our row
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -108,7 +114,7 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Replace the logits (r, V) of the rows in the batch; V2 passes a context."""
+        """Replace the logits (r, V) of the rows in vLLM's batch; the V2 runner passes a context."""
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
         sampling = TokenChooser.sampling
@@ -116,12 +122,12 @@ class TokenChooser:
 
 
 def row_of_request(params, prompt_ids, output_ids) -> int:
-    """Return the row of a request that enters the batch, which vLLM stores."""
+    """Return the row index of a request, which vLLM stores when the request enters the batch."""
     return params.extra_args["row"]
 
 
 class VLLMSampler(Sampler):
-    """A Sampler whose logits are vLLM's; sampling.vllm has the options of vllm.LLM."""
+    """Sample with logits that vLLM computes; sampling.vllm has the options of vllm.LLM."""
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -143,7 +149,7 @@ class VLLMSampler(Sampler):
         config = run.model.config
         if run.model.path is not None:
             config = find_folder(run.model.path) / "config.json"
-        if config is None:  # build_model raises the error
+        if config is None:  # build_model raises an error in this case
             return
         model_type = read_json(Path(config)).get("model_type")
         if model_type in list(FAMILIES) and not FAMILIES[model_type].in_vllm:
@@ -175,15 +181,19 @@ class VLLMSampler(Sampler):
     def __call__(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Load the weights into vLLM, merged and gathered, and sample; all ranks call this."""
+        """Load the merged and gathered weights into vLLM, then sample; all ranks must call this.
+
+        See Sampler.__call__ for the arguments.
+        """
         if self.sleeps:
-            self.llm.wake_up(tags=["weights"])  # allocates memory, which is filled now
+            self.llm.wake_up(tags=["weights"])  # allocates the memory that reload_weights fills
         weights = ((name, full(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        self.llm.llm_engine.reset_encoder_cache()  # its embeddings of images are those of the old weights
+        # the cached image embeddings were computed with the old weights
+        self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
             self.llm.sleep(level=2)  # frees the memory of weights and keys
@@ -201,7 +211,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # the argmax, which is the token that Sampling sampled
+                temperature=0,  # selects the argmax, which is the token that `Sampling` sampled
                 detokenize=False,
                 extra_args={"row": row},
             )
@@ -218,7 +228,11 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Make vLLM's input of a prompt, without vLLM's own processor."""
+        """Convert a prompt to an input of vLLM, without vLLM's own tokenizer and image processor.
+
+        Raises:
+            ValueError: the prompt has a video, or is too long for max_model_len.
+        """
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
@@ -230,14 +244,14 @@ class VLLMSampler(Sampler):
             raise ValueError(f"{name}: a video needs sampling.engine=own")
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
-        if limit and len(ids) + num_new > limit:  # vLLM would cut the completion
+        if limit and len(ids) + num_new > limit:  # vLLM would truncate the completion
             raise ValueError(
                 f"{name}: its prompt of {len(ids)} tokens "
                 f"and {num_new} new ones are over sampling.vllm: max_model_len, {limit}"
             )
         if not len(prompt.image_grid_thw):
             return engine.tokens_input(ids.tolist())
-        num_patches = prompt.image_grid_thw.prod(-1)  # of each image
+        num_patches = prompt.image_grid_thw.prod(-1)  # per image
         num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
         spans = []
         for index in (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens):
@@ -257,7 +271,14 @@ class VLLMSampler(Sampler):
 
     @torch.no_grad()
     def verify_logps(self, rollout: SampledRows, max_logp_mismatch: float):
-        """Compare the first rollout; raise ValueError if vLLM computes another policy."""
+        """Compare vLLM's log-probabilities of the first rollout with those of the policy.
+
+        If the policy or vLLM computes in 16 bits, the bound is a root mean square of 0.5 nats per
+        group, otherwise a maximum of 1e-3 nats. max_logp_mismatch scales the bound.
+
+        Raises:
+            ValueError: a group exceeds the bound.
+        """
         if self.is_verified:
             return
         policy_dtype = computed_dtype(self.model)
@@ -283,23 +304,23 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: Qwen2_5_VL) -> torch.dtype:
-    """Return the dtype in which the layers of a policy compute."""
+    """Return the dtype in which the layers of the policy compute."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Drop vLLM's warning that rotary tables were not loaded, because they are no weights."""
+    """Return False for vLLM's warning about unloaded rotary tables, which are not weights."""
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which vLLM computes: the policy's, or the option `dtype` of vLLM."""
+    """Return the dtype in which vLLM computes: its option `dtype`, by default the policy's dtype."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 
 def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: World):
-    """Start a vllm.LLM without weights in this process (ValueError: vLLM rejects an option)."""
+    """Start a vllm.LLM in this process, without weights (ValueError if vLLM rejects an option)."""
     v1 = import_module("vllm.v1.sample.logits_processor")
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -322,7 +343,7 @@ def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: 
             llm = vllm.LLM(folder, logits_processors=[chooser], **FIXED_OPTIONS, **options)
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
-    world.ends_group = False  # vLLM destroys it with its own groups
+    world.ends_group = False  # vLLM destroys the process group with its own groups
     if on_gpu:
         llm.sleep(level=2)
     return llm
