@@ -319,7 +319,10 @@ def changed(value: Plain, change: Callable, kinds: type | tuple[type, ...] = str
 
 
 def renaming(theirs: str, ours: str, without: Iterable[str] = ()) -> Form:
-    """Create a format that copies the column `theirs` to `ours`, unless a column `without` exists."""
+    """Create a format that copies the column `theirs` to `ours`.
+
+    It does not match rows that have `ours` already, or one of the columns `without`.
+    """
     return Form((theirs,), (ours, *without), lambda row: {ours: row[theirs]})
 
 

@@ -1,7 +1,7 @@
 """Build and validate the messages of a conversation, and place images and videos in them.
 
-A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content is
-text or a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A
+A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content
+is text or a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A
 message of the assistant may have "tool_calls" instead of content. A turn is a message.
 """
 

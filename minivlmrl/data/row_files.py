@@ -1,7 +1,7 @@
 """Read rows of JSON lines, JSON lists, CSV, parquet and Hugging Face dataset folders.
 
-The text of each row stays in memory (200,000 rows of 500 bytes take 100 MB), and is parsed each time
-the row is read. Rows of parquet files are read from disk.
+The text of each row stays in memory (200,000 rows of 500 bytes take 100 MB), and is parsed each
+time the row is read. Rows of parquet files are read from disk.
 """
 
 import bisect
@@ -51,7 +51,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open a folder with parquet files, with one file of rows, or with one folder of images per class."""
+    """Open a folder with parquet files, one file of rows, or one folder of images per class."""
     if [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise ValueError(
             f"{folder}: a folder of save_to_disk; "
@@ -105,7 +105,7 @@ class Lines:
         return [(number, line) for number, line in lines if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Split a JSON list, with line breaks anywhere, into the line number and text of each row."""
+        """Split a JSON list, with line breaks anywhere, into line number and text of each row."""
         rows = []
         decode = json.JSONDecoder().raw_decode
         start = _next_item(content, content.index("[") + 1)
@@ -210,7 +210,7 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # for each row group: path, index of the file's first row, open file, group number in the file
+        # for each row group: path, index of the file's first row, open file, number in the file
         self.groups = []
         self.starts = [0]  # index of the first row of each group, then the total number of rows
         for path in paths:

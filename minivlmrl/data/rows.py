@@ -77,7 +77,7 @@ class Completion:
     # True if a stop token or stop string ended the completion; False if max_new_tokens did
     stopped: bool = True
     # (C,) bool: True for tokens that the policy wrote, False for tokens of tools; None marks all
-    written: Tensor = None  # pyright: ignore[reportAssignmentType]  # never None after __post_init__
+    written: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
     # (C,), all ids end to end); None stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None

@@ -1,7 +1,7 @@
 """Connect the package with agents/, which has tools, environments and trajectories.
 
-Only the function `agents` imports agents/, and only if a recipe sets `sampling.environment`, so that
-a run without tools loads none of those modules.
+Only the function `agents` imports agents/, and only if a recipe sets `sampling.environment`, so
+that a run without tools loads none of those modules.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
 
 
 def begin_environment(name: str | None, row: Row) -> Environment | None:
-    """Construct the environment of this name and reset it with the columns of a row; None if no name."""
+    """Construct the environment and reset it with the columns of a row; None without a name."""
     return None if name is None else agents().begin_with_row(name, row)
 
 
@@ -52,13 +52,13 @@ def pack_rollout(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and completions into a batch; each turn of a trajectory has its own context window."""
+    """Pack prompts and completions into a batch; turns of a trajectory keep their own windows."""
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
     return agents().pack_turns(prompts, completions, config, device)
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion adds to a packed batch, including windows of later turns."""
+    """Count the tokens that a completion adds to a packed batch, with windows of later turns."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -50,7 +50,7 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the ids that the filters kept in completions; training normalises over these ids."""
+        """Store the kept ids in each completion, because training normalises over these ids."""
         for kept_of_row, completion in zip(self.kept, completions, strict=True):
             kept = kept_of_row[: len(completion.ids)]  # finished rows are decoded further
             if kept:

@@ -153,7 +153,7 @@ def make_token_sampler(
 
     The log-probabilities that the function returns are those of the distribution that the token
     was sampled from: after the temperature, normalised over the tokens that the filters keep.
-    With a repetition penalty they do not include the penalty.
+    They do not include a repetition penalty, and with temperature 0 no temperature.
 
     Args:
         temperature: divisor of the logits; 0 selects the likeliest token.

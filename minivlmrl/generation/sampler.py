@@ -102,7 +102,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample the completions of all these prompts in one batch; see __call__ for the arguments."""
+        """Sample completions of all these prompts in one batch; see __call__ for the arguments."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         return self.sample_with(prompts, num_generations, sample_token)
 
@@ -161,7 +161,7 @@ class Sampler:
         self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
-        """Sample completions with `model`, whose weights may be gathered; agents/ extend this method."""
+        """Sample completions with `model`, a gathered or sharded policy; agents/ extend this."""
         limit = self.sampling.max_new_tokens
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
@@ -181,7 +181,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Make the decode step; agents/ override this method to also prefill the outputs of tools."""
+        """Make the decode step; agents/ override this to also prefill the outputs of tools."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -216,7 +216,7 @@ class Sampler:
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if this engine cannot run the recipe; called before the model is loaded."""
+        """Raise ValueError if this engine cannot run the recipe, before a model is loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:

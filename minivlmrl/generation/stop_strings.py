@@ -23,7 +23,8 @@ NO_TEXT = b"\xff"
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> bytes:
     """Return the UTF-8 bytes of a token's text, or `missing` if the id has no token.
 
-    Example: the token Ġcat has the bytes b" cat", the token Ã© both bytes of é, the token Ã its first.
+    Example: the token Ġcat has the bytes b" cat"; the token Ã© has both bytes of é, and the token Ã
+    only the first.
     """
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:

@@ -5,7 +5,8 @@
 vLLM gets the weights of the policy before each rollout, and prompts as our ids and patches, so that
 nothing is tokenized, resized or normalised a second time. vLLM computes only the logits; this file
 samples the tokens. So samples do not depend on the other rows of a batch, and in float32 they equal
-the samples of the policy itself. To change this engine, copy the file: sampling.engine=my_vllm.py:VLLMSampler.
+the samples of the policy itself. To change this engine, copy the file and set
+sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the estimate of memory works without it.
 
@@ -315,7 +316,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which vLLM computes: its option `dtype`, by default the policy's dtype."""
+    """Return the dtype in which vLLM computes, by default the dtype of the policy."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 
