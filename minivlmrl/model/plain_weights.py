@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-PARTS: dict[
-    Part, str | tuple[str, ...]
-] = {  # what a recipe calls the parts of a model: beginnings of names, the first that fits
+# part of a model, as recipes name it -> prefixes of its weights; the first part that fits counts
+PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
     "vision": "visual.",

@@ -38,16 +38,14 @@ class Group:
 
 
 def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rollout:
-    """Sample a rollout; with max_num_gen_batches over 1 from more rows, until enough groups differ.
+    """Sample a rollout from at most max_num_gen_batches batches of rows, until enough groups differ.
 
     The groups whose rewards differ come first, in the order in which their rows were drawn; if
-    there are too few after max_num_gen_batches, others fill the rollout.
+    there are too few after max_num_gen_batches, other groups fill the rollout.
     """
     rollout = trainer.sample_rollout(rows)
     most_batches = trainer.config.max_num_gen_batches
     trainer.num_gen_batches = 1
-    if most_batches == 1:
-        return rollout
     count = len(rollout.rows) * trainer.world.size
     groups = gather_groups(trainer, rollout)
     while trainer.num_gen_batches < most_batches:
