@@ -26,13 +26,13 @@ from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.losses.advantages import combine, group_advantages
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.build import random_model
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
-from minivlmrl.rewards.columns import ask_rewards, reward_columns
+from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.text import accuracy, tag_format
 from minivlmrl.tasks.registry import FRESH_ROWS
 from minivlmrl.tasks.shapes import Shapes, tokenizer
@@ -111,7 +111,7 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
         group = pack([row.prompt(processor) for row in batch], answers, model.config)
         logps, _ = per_token_logps(model, group)  # (M,) of all answer tokens
         mask = group.completion_mask  # (R, T)
-        counts = Counts(len(mask), mask.sum().item())
+        counts = LossNormalizer(len(mask), mask.sum().item())
         loss = sft_loss(group.pad(logps), mask, "nll", counts=counts)
         update(model, optimizer, loss, schedule.at(step))
 
@@ -129,7 +129,7 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
         completions = sample(model, processor, prompts, [row.key for row in batch])
         # 2. Rewards of all n completions, (n, K), and their weighted sums, (n,).
         columns = reward_columns(batch, completions, processor)
-        rewards = combine(ask_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
+        rewards = combine(call_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
         # 3. Advantages: how much better a completion is than the others of its group, (n,).
         advantages = group_advantages(rewards, GROUP)
         # 4. One packed sequence; a prompt is computed once for its group, with exact gradients.
@@ -140,7 +140,7 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
         logps = group.pad(per_token_logps(model, group)[0])
         # 6. The loss; the ratio to the policy that sampled is 1, as each rollout has one update.
         mask = group.completion_mask
-        counts = Counts(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
+        counts = LossNormalizer(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
         loss, _ = grpo_loss(logps, advantages, mask, LOSS, ref_per_token_logps=ref_logps, counts=counts)
         # 7. The update.
         update(model, optimizer, loss, schedule.at(step))

@@ -62,7 +62,7 @@ class Newest(Pages):
 def ends_turn(episode: tool_sampler.ToolEpisode, searched_from: int) -> bool:
     """Return whether a turn has all its tokens; a completion has the tokens of earlier turns, too."""
     earlier = 0 if hasattr(episode, "turns") else TURN * episode.num_calls
-    return sum(episode.written) == TURN + earlier
+    return sum(episode.policy_mask) == TURN + earlier
 
 
 def counted_step(*arguments, step=Decode.__call__):

@@ -39,8 +39,8 @@ from minivlmrl.run.process import run_rank
 FILE = "expected.json"
 # fields of a recipe that change no number of the summary; seed and threads are columns of the file
 FREE = {
-    "seed", "num_threads", "output_dir", "resume", "state_minutes", "state_steps", "log_completions", "keep_best",
-    "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "page_minutes",
+    "seed", "num_threads", "output_dir", "resume", "checkpoint_minutes", "checkpoint_steps", "log_completions",
+    "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",
 }  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # again until no part is left for later
 python benchmarks/first_gpu_hour.py --toy                   # every part at toy size, on a CPU too: that it runs
 
-Each part is a process with a limit of minutes; what it prints is in DIR/PART.txt. After each the page DIR/gpu.md is
-written anew. A part with a section DIR/PART.md is done, failed or not, and a later call begins with the next. With
+Each part is a process with a limit of minutes; its output is in DIR/PART.txt. After each part the page DIR/gpu_status.md
+is written again. A part with a section DIR/PART.md is done, failed or not, and a later call begins with the next. With
 --minutes no part begins whose limit no longer fits. Nothing is downloaded: weights are random, of the real size.
 """
 
@@ -72,8 +72,8 @@ def main() -> int:
         failed += not ok
         print(f"{'done  ' if ok else 'FAILED'}  {name}", flush=True)
         sections = [out / f"{other}.md" for other in PARTS]
-        (out / "gpu.md").write_text("\n".join(path.read_text() for path in sections if path.exists()))
-    print(out / "gpu.md")
+        (out / "gpu_status.md").write_text("\n".join(path.read_text() for path in sections if path.exists()))
+    print(out / "gpu_status.md")
     return failed
 
 

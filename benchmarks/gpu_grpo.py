@@ -17,7 +17,7 @@ from gpu_step import CARD, build, read_options, seconds_of, write_numbers
 from grpo_step import make_rows, our_side
 from sizes import HUB, small_model
 
-from minivlmrl.diagnostics.memory import RESERVE, Costs, peak_bytes, plan
+from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, peak_bytes, plan
 from minivlmrl.model.config import ModelConfig
 
 WARMUP = 1  # steps that are not counted
@@ -54,7 +54,7 @@ def measure(toy: bool, steps: int, folder: Path) -> dict:
 
 def planned_gb(run, config: ModelConfig, prompt_tokens: int, image_tokens: int) -> float:
     """What `plan` says of the step's memory, without its reserve."""
-    phases = plan(run, "grpo", Costs(config), 1, prompt_tokens - image_tokens, image_tokens)
+    phases = plan(run, "grpo", MemoryEstimator(config), 1, prompt_tokens - image_tokens, image_tokens)
     return (peak_bytes(phases) - RESERVE) / 1e9
 
 

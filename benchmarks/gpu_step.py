@@ -39,7 +39,7 @@ from torch import Tensor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.cuda_graphs import CapturedDecode
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
-from minivlmrl.losses.grpo import Counts, grpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.build import initialize
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
@@ -192,7 +192,7 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
         logps.append(way(model, case, rows))
         advantages = case.advantages[rows.start : rows.stop]
         mask = torch.ones(len(rows), C, device=CARD)
-        grpo_loss(logps[-1], advantages, mask, counts=Counts(G, G * C))[0].backward()
+        grpo_loss(logps[-1], advantages, mask, counts=LossNormalizer(G, G * C))[0].backward()
     return torch.cat(logps).detach()
 
 

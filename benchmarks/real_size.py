@@ -26,7 +26,7 @@ from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.parsing import read_json
-from minivlmrl.diagnostics.memory import RESERVE, Costs, peak_bytes, plan
+from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, peak_bytes, plan
 from minivlmrl.files import INDEX, read_lines, save_tensors, write_json
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.config import ModelConfig
@@ -114,9 +114,9 @@ def measure(size: str, folder: Path, steps: int) -> dict:
     minivlmrl("train", "own_data.yaml", *options)
     peak = getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024  # bytes of the training process
     question = ["--image", str(picture), "--prompt", row["problem"]]
-    minivlmrl("ask", "--model", str(export), *question, "--max_new_tokens", "2")
+    minivlmrl("chat", "--model", str(export), *question, "--max_new_tokens", "2")
     seconds = [line["step_time"] for line in read_lines(run / "timings.jsonl", Logged)]
-    costs = Costs(ModelConfig.from_dict(read_json(model / "config.json")))
+    costs = MemoryEstimator(ModelConfig.from_dict(read_json(model / "config.json")))
     phases = plan(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
     return {
         "seconds": statistics.median(seconds[1:]),
@@ -142,7 +142,7 @@ def write_folder(folder: Path, values: dict):
     write_json(folder / "config.json", config)
     generator = torch.Generator().manual_seed(0)
     shards = [[]]
-    weights = plain_weights(Costs(ModelConfig.from_dict(config)).model)
+    weights = plain_weights(MemoryEstimator(ModelConfig.from_dict(config)).model)
     for name in weights:
         if sum(weights[other].numel() for other in shards[-1]) > SHARD:
             shards.append([])

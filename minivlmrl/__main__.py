@@ -1,4 +1,4 @@
-"""`python -m minivlmrl TOOL`: one table of everything that can be started."""
+"""Run one of the commands of `python -m minivlmrl COMMAND`."""
 
 import importlib
 import importlib.util
@@ -8,45 +8,49 @@ import sys
 
 from minivlmrl.config.parsing import did_you_mean, shortened
 
-TOOLS = {  # name: (module:function, what it does)
-    "train": ("minivlmrl.commands.train:main", "train by a recipe, as torchrun train.py does"),
-    "ask": ("minivlmrl.commands.chat:main", "ask a model one question"),
-    "merge": ("minivlmrl.commands.merge:main", "add an adapter to its base, as one plain folder"),
-    "page": ("minivlmrl.commands.report:main", "write one HTML file of a run, or of two"),
-    "evaluate": ("minivlmrl.commands.evaluate:main", "answer the rows of a file, and score them"),
+COMMANDS = {  # name: (module:function, one sentence)
+    "train": ("minivlmrl.commands.train:main", "train a recipe, as torchrun train.py does"),
+    "chat": ("minivlmrl.commands.chat:main", "send a model one prompt and print its answer"),
+    "merge": ("minivlmrl.commands.merge:main", "merge an adapter into its base model"),
+    "report": ("minivlmrl.commands.report:main", "write an HTML report of one run or two runs"),
+    "evaluate": ("minivlmrl.commands.evaluate:main", "answer the rows of a file and score them"),
     "generate": ("minivlmrl.commands.evaluate:generate_main", "answer the rows of a file"),
-    "check": ("minivlmrl.diagnostics.check:main", "say what of a recipe will go wrong"),
-    "plan": ("minivlmrl.commands.memory:main", "print what a run needs of each GPU's memory"),
-    "replay": ("minivlmrl.diagnostics.replay:main", "train a step of a run again, and show it"),
-    "verify": ("minivlmrl_audit.verify:main", "train a run again, and compare every file"),
-    "audit": ("minivlmrl_audit.audit:main", "check a step of any trainer, and name its bugs"),
+    "check": ("minivlmrl.diagnostics.check:main", "find problems of a recipe before training"),
+    "memory": ("minivlmrl.commands.memory:main", "estimate the GPU memory that a run needs"),
+    "replay": ("minivlmrl.diagnostics.replay:main", "repeat one step of a run and show it"),
+    "reproduce": ("minivlmrl_audit.verify:main", "repeat a run and compare every file"),
+    "audit": ("minivlmrl_audit.audit:main", "recompute a step of any trainer and name its bugs"),
 }
+
+# commands that 0.4.0 renamed
+RENAMED_COMMANDS = {"ask": "chat", "page": "report", "plan": "memory", "verify": "reproduce"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Start the tool that the first argument names, with the others; returns its exit status.
+    """Run a command and return its exit status.
 
     Args:
-        arguments: those of the command line by default.
+        arguments: name of the command, then its own arguments; by default those of the process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a pipe of Windows takes 256 characters
+    if isinstance(sys.stdout, io.TextIOWrapper):  # pipes on Windows encode only 256 characters
         sys.stdout.reconfigure(errors="replace")
     name = arguments[0] if arguments else "--help"
     try:
-        if name not in TOOLS:
+        if name not in COMMANDS:
             return print_usage(name)
-        module, _, function = TOOLS[name][0].partition(":")
-        if name in ("verify", "audit") and not importlib.util.find_spec("minivlmrl_audit"):
+        module, _, function = COMMANDS[name][0].partition(":")
+        if name in ("reproduce", "audit") and not importlib.util.find_spec("minivlmrl_audit"):
             raise ValueError(
-                "it is a distribution of its own, minivlmrl-audit: pip install ./audit, in a clone"
+                "this command is in a separate package, minivlmrl-audit; install it with "
+                "`pip install ./audit` in a clone of the repository"
             )
         return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
-    except BrokenPipeError:  # the reader of the output, such as `head`, is gone
-        # without this, Python's last flush would fail again
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
+        # without a new stdout, Python's last flush would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, FloatingPointError, OSError) as error:  # what the user has to change
+    except (ValueError, FloatingPointError, OSError) as error:  # mistakes that the user can correct
         line = shortened(" ".join(str(error).split()))
         print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
         return 2
@@ -56,12 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_usage(name: str) -> int:
-    """List the tools; returns 2 if `name` was meant to be one."""
-    lines = [f"  {tool:<10}{sentence}" for tool, (_, sentence) in TOOLS.items()]
-    print("usage: python -m minivlmrl TOOL [--help] ...", "", *lines, sep="\n", flush=True)
+    """Print the list of commands; return 2 if `name` is an unknown command, else 0."""
+    lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
+    print("usage: python -m minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
     if name in ("-h", "--help"):
         return 0
-    print(f"\n{name!r} is not one of these tools{did_you_mean(name, TOOLS)}", file=sys.stderr)
+    if name in RENAMED_COMMANDS:
+        hint = f"; since 0.4.0 it is called {RENAMED_COMMANDS[name]}"
+    else:
+        hint = did_you_mean(name, COMMANDS)
+    print(f"\n{name!r} is not one of these commands{hint}", file=sys.stderr)
     return 2
 
 

@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.config.parsing import build, json_text, naming, parse_json, read_json
+from minivlmrl.config.parsing import build, error_context, json_text, parse_json, read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ASKED = "minivlmrl.yaml"  # a recipe: how the run that trained a model asked it
+INFERENCE_CONFIG = "minivlmrl.yaml"  # a recipe: how the run that trained a model asked it
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -54,7 +54,7 @@ def read_lines(path: Path, form: type) -> list[dict]:
     contents = []
     for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         where = f"{path}:{number}"
-        with naming(where):
+        with error_context(where):
             content = parse_json(line)
         build(form, content, where, json=True)
         contents.append(content)

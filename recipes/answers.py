@@ -14,7 +14,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from minivlmrl.config.parsing import extra
+from minivlmrl.config.parsing import optional_dependency
 from minivlmrl.rewards.text import find_answer, normalize
 
 LONGEST = 2000  # characters of an answer; one that is longer earns 0
@@ -285,7 +285,7 @@ def math(answer_texts: list, solution: list, **columns) -> list:
 
 def _expressions(text: str) -> list | None:
     """Read all of a text as one expression."""
-    with extra("math", "reward math needs math-verify"):
+    with optional_dependency("math", "reward math needs math-verify"):
         from math_verify import LatexExtractionConfig, parse
     if len(text) > LONGEST_MATH or HUGE.search(text):
         return None

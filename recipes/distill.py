@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.config.import_utils import guarded, load_name
+from minivlmrl.config.import_utils import call_user_code, load_name
 from minivlmrl.config.options import TrainingOptions
-from minivlmrl.config.parsing import require
+from minivlmrl.config.parsing import check_field
 from minivlmrl.config.types import Code, FilePath
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
@@ -38,7 +38,7 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
 from minivlmrl.trainers.base import Rollout, SampledBatch
 from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options
-from minivlmrl.trainers.reference import ParameterCopy, computing, load_frozen
+from minivlmrl.trainers.reference import SwappedParameters, load_frozen, swapped_in
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Distill(GRPOTrainer):
             self.teacher = load_teacher(self.config.teacher, model, processor, world)
             self.reference = None
         # whose config and head the teacher has: copied adapters compute on the policy's
-        self.teacher_base = model if isinstance(self.teacher, ParameterCopy) else self.teacher
+        self.teacher_base = model if isinstance(self.teacher, SwappedParameters) else self.teacher
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
@@ -111,7 +111,7 @@ class Distill(GRPOTrainer):
         prompts = [self.teacher_prompt(rollout.rows[index]) for index in completions]
         config = self.teacher_base.config
         group = pack(prompts, list(completions.values()), config, self.world.device)
-        with computing(self.teacher, self.policy) as teacher:
+        with swapped_in(self.teacher, self.policy) as teacher:
             states = completion_states(teacher, group)
             logits = F.linear(states[:1], teacher.lm_head.weight)
         if not (states.isfinite().all() and logits.isfinite().all()):
@@ -122,8 +122,8 @@ class Distill(GRPOTrainer):
 
     def teacher_prompt(self, row: Row) -> Prompt:
         """Make the prompt that the teacher reads of a row."""
-        shown = guarded("teacher_prompt", self.show, row)
-        require(isinstance(shown, Row), "what teacher_prompt returns", shown, "a Row")
+        shown = call_user_code("teacher_prompt", self.show, row)
+        check_field(isinstance(shown, Row), "what teacher_prompt returns", shown, "a Row")
         return Row.prompt(shown, self.processor)  # not the student's
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,7 +132,7 @@ class Distill(GRPOTrainer):
         head = self.policy.lm_head.weight
         # the teacher's may have more rows: they are of no token
         teacher_head = self.teacher_base.lm_head.weight.detach()[: len(head)]
-        weights = batch.group.written.to(torch.promote_types(states.dtype, torch.float32))
+        weights = batch.group.policy_mask.to(torch.promote_types(states.dtype, torch.float32))
         loss, divergences = LinearDivergence.apply(
             states,
             head,
@@ -157,7 +157,7 @@ def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> 
     teacher = load_frozen(path, student, processor, world)
     size = teacher.config.vocab_size
     student_size = student.config.vocab_size
-    require(size >= student_size, f"{path}: vocab_size", size, f"the student's {student_size} or more")
+    check_field(size >= student_size, f"{path}: vocab_size", size, f"the student's {student_size} or more")
     return teacher
 
 

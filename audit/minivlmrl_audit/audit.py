@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from minivlmrl_audit import stages, updates
 from minivlmrl_audit.dump import DAMAGES, Dump, read
-from minivlmrl_audit.minivlmrl_api import naming
+from minivlmrl_audit.minivlmrl_api import error_context
 from minivlmrl_audit.moves import TABLE, Change, formula
 
 # Largest error that counts as agreement, relative to the size of the summed terms. It is a small
@@ -613,7 +613,7 @@ def checked(folder) -> tuple[list[Finding], Dump]:
     ValueError: the folder holds no valid step, or no number of the step can be compared.
     """
     d = read(folder)
-    with naming(folder):
+    with error_context(folder):
         findings = audit(d)
         compared = sum(finding.numbers for finding in findings) and d["completion_mask"].any()
         if all(finding.ok for finding in findings) and not compared:

@@ -18,6 +18,7 @@ from minivlmrl_audit.minivlmrl_api import (
     COMPLETIONS,
     RUN,
     TIMINGS,
+    check_field,
     digest,
     find_pieces,
     json_text,
@@ -25,7 +26,6 @@ from minivlmrl_audit.minivlmrl_api import (
     parse_yaml,
     read_json,
     read_rows,
-    require,
 )
 
 # options of a recipe that may change when a run is resumed
@@ -34,9 +34,9 @@ OPTIONS = {
     "report_to",
     "num_threads",
     "timeout",
-    "state_steps",
-    "state_minutes",
-    "page_minutes",
+    "checkpoint_steps",
+    "checkpoint_minutes",
+    "report_minutes",
 }
 # fields with measured times or memory, and timings.jsonl, which a saved state contains whole
 MEASURED = {"seconds", "step_time", "tokens_per_second", "peak_memory_gib", TIMINGS}
@@ -117,7 +117,7 @@ def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
 
     Two correct runs produce the same result.
     """
-    require(isinstance(line, dict), "a line", line, "an object")
+    check_field(isinstance(line, dict), "a line", line, "an object")
     kept = {}
     for key, value in line.items():
         if key in MEASURED:

@@ -9,7 +9,7 @@ from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import (
     AVERAGES,
     TERMS,
-    Counts,
+    LossNormalizer,
     GRPOLossOptions,
     TermInputs,
     correct_kl,
@@ -42,5 +42,12 @@ from minivlmrl.run.rollout_log import COMPLETIONS, Logged
 from minivlmrl.run.trainer_state import RUN
 
 # Strict readers and atomic writers of JSON, YAML and safetensors, with errors that name the file.
-from minivlmrl.config.parsing import json_text, naming, parse_json, parse_yaml, read_json, require
+from minivlmrl.config.parsing import (
+    json_text,
+    error_context,
+    parse_json,
+    parse_yaml,
+    read_json,
+    check_field,
+)
 from minivlmrl.files import digest, read_lines, save_tensors, write_json

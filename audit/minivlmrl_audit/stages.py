@@ -18,7 +18,7 @@ from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.minivlmrl_api import (
     AVERAGES,
     TERMS,
-    Counts,
+    LossNormalizer,
     TermInputs,
     answer_logps,
     correct_kl,
@@ -289,7 +289,7 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
     )
 
 
-def counts(part: Tensor, mask: Tensor, change: Change) -> Counts:
+def counts(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
@@ -302,7 +302,7 @@ def counts(part: Tensor, mask: Tensor, change: Change) -> Counts:
         tokens /= d.about.get("steps_per_rollout", 1)
         tokens /= d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
-    return Counts(count, max(tokens, 1), d.about.get("max_completion_length"))
+    return LossNormalizer(count, max(tokens, 1), d.about.get("max_completion_length"))
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:

@@ -1,4 +1,4 @@
-"""`python -m minivlmrl verify RUN`: repeat a run's training in RUN.again, and compare every file.
+"""`python -m minivlmrl reproduce RUN`: repeat a run's training in RUN.again, and compare every file.
 
 No content of a log is trusted without comparison. docs/audit.md explains what this proves.
 """
@@ -27,7 +27,7 @@ from minivlmrl_audit.minivlmrl_api import (
 )
 
 # files that are not compared: the lock file, and the page, which is made from other files
-DERIVED = [".lock", "page.html"]
+DERIVED = [".lock", "report.html"]
 # largest difference of the first step, in float32, that counts as another machine's rounding
 LARGEST_ROUNDING = 1e-3
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     0 means no difference, 1 a difference, and 3 only numeric rounding, as from another machine.
     """
     p = argparse.ArgumentParser(
-        "python -m minivlmrl verify", description=__doc__, allow_abbrev=False
+        "python -m minivlmrl reproduce", description=__doc__, allow_abbrev=False
     )
     p.add_argument("run", help="the folder of a run that has ended")
     p.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> int:
             compare_states()
 
     config = run_config(folder, options.recipe, overrides)
-    state_steps = math.gcd(*(int(path.name) for path in states))
-    options = {"state_steps": state_steps, "state_minutes": 0.0}
+    checkpoint_steps = math.gcd(*(int(path.name) for path in states))
+    options = {"checkpoint_steps": checkpoint_steps, "checkpoint_minutes": 0.0}
     code = train_again(config, state, again_folder, CompareStates(), **options)
     if code or not is_first():
         return code

@@ -64,7 +64,7 @@ def rows_of(d):
         for i, (ids, here, after) in enumerate(zip(d["input_ids"], real, d.completion, strict=True))
     ]
     of = zip(d["input_ids"], counted, d.completion & real, strict=True)
-    return prompts, [Completion(ids[own], torch.zeros(int(own.sum())), written=mask[own]) for ids, mask, own in of]
+    return prompts, [Completion(ids[own], torch.zeros(int(own.sum())), policy_mask=mask[own]) for ids, mask, own in of]
 
 
 def step_of(kind, d, folder, **options):

@@ -60,7 +60,7 @@ def run(recipe, folder, *options):
 @pytest.fixture(scope="module")
 def trained(recipe):
     """A run with states after its second, fourth and sixth step, of which it keeps two."""
-    return run(recipe, recipe.parent / "run", "--state_steps=2")
+    return run(recipe, recipe.parent / "run", "--checkpoint_steps=2")
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def verify(capsys):
     def verify(folder, *options):
         shutil.rmtree(f"{folder}.again", ignore_errors=True)
         capsys.readouterr()
-        code = main(["verify", str(folder), *options])
+        code = main(["reproduce", str(folder), *options])
         out = capsys.readouterr()
         lines = (out.err if code == 2 else out.out).splitlines()
         return code, [line for line in lines if not line.startswith("not compared: ")]
@@ -91,7 +91,7 @@ def test_an_honest_run_and_nothing_is_written_in_its_folder(trained, verify):
     assert verify(trained) == HONEST
     assert verify(trained, "--state=000004") == HONEST
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
-    assert main(["verify", str(trained)]) == 2, "RUN.again is there"
+    assert main(["reproduce", str(trained)]) == 2, "RUN.again is there"
 
 
 class Killed(BaseException):
@@ -109,8 +109,8 @@ def test_a_run_that_was_killed_and_resumed_with_other_options(recipe, tmp_path, 
 
     with monkeypatch.context() as patch, contextlib.suppress(Killed):
         patch.setattr(torch.optim.AdamW, "step", step)
-        run(recipe, tmp_path / "run", "--state_steps=1")
-    run(recipe, tmp_path / "run", "--resume=auto", "--state_steps=5", "--timeout=77")
+        run(recipe, tmp_path / "run", "--checkpoint_steps=1")
+    run(recipe, tmp_path / "run", "--resume=auto", "--checkpoint_steps=5", "--timeout=77")
     assert sorted(path.name for path in (tmp_path / "run" / "states").iterdir()) == ["000005", "000006"]
     assert verify(tmp_path / "run") == HONEST
 
@@ -233,7 +233,7 @@ def trained_again(trained, tmp_path_factory):
     """What verify trains again of the run, which it leaves beside it."""
     again = tmp_path_factory.mktemp("again") / "run"
     shutil.rmtree(f"{trained}.again", ignore_errors=True)
-    assert main(["verify", str(trained)]) == 0
+    assert main(["reproduce", str(trained)]) == 0
     shutil.move(f"{trained}.again", again)
     return again
 
@@ -272,7 +272,7 @@ def test_a_run_is_found_however_it_is_written(copy, verify, instant, monkeypatch
     before = {*copy.rglob("*")}
     assert verify(f"{copy}/") == HONEST
     monkeypatch.chdir(copy)
-    assert (main(["verify", "."]), main(["verify", "../run/"])) == (2, 2), "run.again is there"
+    assert (main(["reproduce", "."]), main(["reproduce", "../run/"])) == (2, 2), "run.again is there"
     assert {*copy.rglob("*")} == before
 
 
@@ -345,8 +345,8 @@ def on_two_ranks(work):
 @pytest.mark.slow
 def test_two_ranks_are_verified_by_two_and_nearly_by_one(recipe, tmp_path, verify):
     folder = tmp_path / "run"
-    assert on_two_ranks(lambda: train_recipe([str(recipe), f"--output_dir={folder}", "--state_steps=3"])) == [0, 0]
-    assert on_two_ranks(lambda: main(["verify", str(folder)])) == [0, 0]
+    assert on_two_ranks(lambda: train_recipe([str(recipe), f"--output_dir={folder}", "--checkpoint_steps=3"])) == [0, 0]
+    assert on_two_ranks(lambda: main(["reproduce", str(folder)])) == [0, 0]
     code, lines = verify(folder)
     assert code == 3 and re.match(
         r"rows are the same; numbers of the first steps differ by [\d.]+e-0[5-9]: ", lines[-1]

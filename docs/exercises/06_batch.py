@@ -1,8 +1,8 @@
 TASK = """
 Lay out one prompt and its completions: make `spans`, a Span of each, whose fields are in model/packing.py. The ids,
 position_ids and grids of the prompt are there. A completion's ids are completion.ids, its position_ids are (3, n).
-image_ids are the ids too, but -1 for what the policy wrote (completion.written, bool for each token of completion.ids),
-because image tokens are searched there. The last token of a completion predicts nothing, so it is left out. You may
+image_ids are the ids too, except -1 for tokens that the policy wrote (completion.policy_mask, bool for each token of
+completion.ids), because image tokens are searched there. The last token of a completion predicts nothing, so it is left out. You may
 leave out the pictures of completions.
 """
 
@@ -15,7 +15,7 @@ Span is Span(ids, ids, position_ids, [prompt.pixel_values], [grids]).
 COMPLETION = """
         ids=completion.ids[:-1],
         # a written <|image_pad|> is text
-        image_ids=completion.ids.masked_fill(completion.written, -1)[:-1],
+        image_ids=completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
         position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
 """
 WHOLE = COMPLETION.replace("[:-1]", "").replace(" - 1", "")
@@ -39,7 +39,7 @@ WRONG = {
         "spans.append(span)\n    next_position += len(span.ids)",
     ),
     "what the policy wrote is text, also where it is spelled like an image: image_ids have -1 there": (
-        "completion.ids.masked_fill(completion.written, -1)[:-1]",
+        "completion.ids.masked_fill(completion.policy_mask, -1)[:-1]",
         "completion.ids[:-1]",
     ),
     "images of a prompt are looked for in image_ids: there they are its ids as they are": [
@@ -47,8 +47,8 @@ WRONG = {
         ("Span(ids, ids, position_ids", "Span(ids, ids[:0], position_ids"),
     ],
     "image_ids are as long as the ids: a completion's last token is in neither": (
-        "masked_fill(completion.written, -1)[:-1]",
-        "masked_fill(completion.written, -1)",
+        "masked_fill(completion.policy_mask, -1)[:-1]",
+        "masked_fill(completion.policy_mask, -1)",
     ),
 }
 
@@ -69,7 +69,7 @@ def tries(lay_group):
         return Prompt(torch.tensor(ids), torch.zeros(patches, 1176), grids)
 
     written = Completion(torch.tensor([11, 1, 13]))
-    answered = Completion(torch.tensor([21, 1, 22]), written=torch.tensor([True, False, True]))
+    answered = Completion(torch.tensor([21, 1, 22]), policy_mask=torch.tensor([True, False, True]))
     group = [written, answered]
     prompts = {
         "text": prompt(7, 8, 9, grids=[]),

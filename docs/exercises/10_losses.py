@@ -103,7 +103,7 @@ WRONG = {
 def tries(grpo_loss):
     import torch
 
-    from minivlmrl.losses.grpo import Counts, GRPOLossOptions
+    from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer
 
     logps = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]])
     old = logps + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])
@@ -119,7 +119,7 @@ def tries(grpo_loss):
         tensors = given.get(what, {})
         options = GRPOLossOptions(*loss_type.split(), beta=0.3 if "ref_per_token_logps" in tensors else 0.0)
         leaf = logps.clone().requires_grad_()
-        loss, metrics = grpo_loss(leaf, advantages, mask, options, **tensors, counts=Counts(4, 11, 8))
+        loss, metrics = grpo_loss(leaf, advantages, mask, options, **tensors, counts=LossNormalizer(4, 11, 8))
         gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
         yield (
             f"{loss_type}, {what}",

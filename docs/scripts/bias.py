@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.losses.advantages import EPSILON, group_advantages, leave_one_out
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards
 from minivlmrl.losses.preference import DPO_LOSSES, DPOLossOptions, dpo_loss
 
@@ -71,7 +71,7 @@ def expected_policy_loss(
         if options.loss_type == "rloo":
             advantages = leave_one_out(rewards[i], G)
         constants = {"old_per_token_logps": sampler[i], "ref_per_token_logps": None if ref is None else ref[i]}
-        counts = Counts(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
+        counts = LossNormalizer(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
         return grpo_loss(logps[i], advantages, MASK[i], options, counts=counts, **constants)[0]
 
     return expect(loss, sampler, G)
@@ -79,7 +79,7 @@ def expected_policy_loss(
 
 def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLossOptions, old: Tensor) -> Tensor:
     """Mean of ppo_loss over all completions, with GAE on graded rewards and the values (7,) of prefixes."""
-    values, counts = values[PREFIX] * MASK, Counts(1, (chances(old) @ MASK.sum(1)).item())
+    values, counts = values[PREFIX] * MASK, LossNormalizer(1, (chances(old) @ MASK.sum(1)).item())
     advantages, returns = gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
     fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
 
@@ -92,7 +92,7 @@ def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLos
 
 def expected_dpo_loss(logps: Tensor, options: DPOLossOptions) -> Tensor:
     """Mean of dpo_loss over pairs that the reference draws and the graded rewards label, by Bradley and Terry."""
-    counts = Counts(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
+    counts = LossNormalizer(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
     given = [(logps[p], MASK[p], options, REF[p]) for p in torch.cartesian_prod(ALL, ALL)[:, None]]
     losses = [dpo_loss(*pair, ref_per_token_logps=ref, counts=counts)[0] for *pair, ref in given]
     return PAIRS.flatten() @ torch.stack(losses)

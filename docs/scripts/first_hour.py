@@ -77,7 +77,7 @@ from minivlmrl.losses.advantages import group_advantages
 print(loss.item(), group_advantages(torch.tensor([1.5, 0.5, 0.5, 0.0]), 4))
 ---
 **Train.** SFT on the demonstrations teaches the form and a vague idea of the task; GRPO goes on with a reward for the
-form and the truth of the answer. `runs/first/page.html` shows curves and answers: open it in a browser.
+form and the truth of the answer. `runs/first/report.html` shows curves and answers: open it in a browser.
 ---
 from minivlmrl.commands.notebook import train
 

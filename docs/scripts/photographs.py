@@ -78,7 +78,7 @@ else:
     how["grpo"] = {"max_steps": STEPS, "learning_rate": 3e-3}
 summary = train(RECIPE, rows, held_out, **how)
 ---
-**The model and its page.** `runs/photographs/page.html` shows curves, pictures and answers: open it in a browser.
+**The model and its page.** `runs/photographs/report.html` shows curves, pictures and answers: open it in a browser.
 `checkpoint/` is the model, with the adapter in its weights; `checkpoint/adapter/` is the adapter alone, for PEFT.
 ---
 from minivlmrl.commands import chat

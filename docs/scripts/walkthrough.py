@@ -32,7 +32,7 @@ from minivlmrl.diagnostics.trace import Film
 from minivlmrl.losses import grpo
 from minivlmrl.losses.advantages import EPSILON, group_advantages
 from minivlmrl.model import attention, logprobs, rope, vision
-from minivlmrl.rewards.columns import ask_rewards
+from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.run import loop
 from minivlmrl.run.optimizer import finish_gradients
 from minivlmrl.run.rollout_log import groups
@@ -198,7 +198,7 @@ class Walk:
         for number, said in enumerate(about["completions"]):
             cells = number, *map(clean, said["rewards"].values()), clean(said["reward"])
             lines.append("".join(f"{cell:>12}" for cell in cells))
-        yield Stop("Rewards", ask_rewards, [*lines, f"solution: {about['solution']!r}"], about)
+        yield Stop("Rewards", call_rewards, [*lines, f"solution: {about['solution']!r}"], about)
         yield Stop("Advantages", group_advantages, [shown("advantages", self.batch.advantages, 20)])
 
     def learn(self) -> Iterator[Stop]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Annotated, Protocol
 
 from minivlmrl.agents.schema import json_schema, type_schema
-from minivlmrl.config.import_utils import find_named, guarded, with_options
-from minivlmrl.config.parsing import build, naming
+from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
+from minivlmrl.config.parsing import build, error_context
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Environment
@@ -56,12 +56,12 @@ def get_environment(name: str) -> Callable[[], Environment]:
     Raises:
         ValueError: the name cannot be resolved, or the object is not a valid environment.
     """
-    kind, options = find_named("sampling.environment", name, {})
-    with naming(f"sampling.environment {name}"):
+    kind, options = resolve_object("sampling.environment", name, {})
+    with error_context(f"sampling.environment {name}"):
         if not inspect.isclass(kind):
             kind = class_of(kind)
         make = with_options(kind, options)
-        environment = guarded("__init__", make)
+        environment = call_user_code("__init__", make)
         settings_of(environment)
         tools = tools_of(environment)
         if not tools or not hasattr(environment, "reset"):
@@ -108,7 +108,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
             )  # an exported checkpoint contains the new template too
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
-        with naming(f"sampling.environment {name}"):
+        with error_context(f"sampling.environment {name}"):
             template = template.declaring([json_schema(tool) for tool in tools.values()])
     return replace(processor, tools=(*tools,), template=template)
 
@@ -126,10 +126,10 @@ def environment_reward(
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
-        with naming("reward environment"):
+        with error_context("reward environment"):
             reward = None
             if environment is not None:
-                reward = guarded("get_reward", environment.get_reward)
+                reward = call_user_code("get_reward", environment.get_reward)
             if isinstance(reward, list):
                 if len(reward) != len(texts):
                     raise ValueError(
@@ -186,8 +186,8 @@ def arguments_of(tool: Callable) -> type:
         ValueError: an argument has no type, or a type that JSON cannot represent.
     """
     arguments = []
-    with naming(f"tool {tool.__name__}"):
-        hints = guarded("a type", typing.get_type_hints, tool, include_extras=True)
+    with error_context(f"tool {tool.__name__}"):
+        hints = call_user_code("a type", typing.get_type_hints, tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
             if name not in hints:
                 raise ValueError(f"its argument {name!r} needs a type")

@@ -23,8 +23,8 @@ from minivlmrl.agents.environment import (
     get_environment,
     settings_of,
 )
-from minivlmrl.config.import_utils import guarded
-from minivlmrl.config.parsing import build, naming, read_value, require
+from minivlmrl.config.import_utils import call_user_code
+from minivlmrl.config.parsing import build, check_field, error_context, read_value
 from minivlmrl.data.chat_template import END, join_text, layout_turn, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
@@ -109,7 +109,7 @@ def answer_call(
         }
         for unit, size in sizes.items():
             limit = getattr(settings, f"max_tool_{unit}")
-            require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
+            check_field(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
         return parts, [(image, grid_of(image, processor.image_processor)) for image in images], True
     except KeyboardInterrupt as error:
         raise ValueError(f"the tool {name or inside:.80} raised KeyboardInterrupt") from error
@@ -173,7 +173,7 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
     Raises:
         ValueError: `reset` raised an exception, exceeded max_tool_seconds, or returned a value.
     """
-    environment = guarded("__init__", make)
+    environment = call_user_code("__init__", make)
     text = call_method(environment, "reset", **columns)
     if text is not None:
         raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
@@ -187,7 +187,7 @@ def begin_with_row(name: str, row: Row) -> Environment:
         ValueError: `reset` failed, see `begin`. The message contains the location of the row.
     """
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
-    with naming(f"{row.where or 'the first row'}: sampling.environment {name}"):
+    with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
@@ -199,7 +199,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
     """
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
-            return guarded(name, getattr(environment, name), *arguments, **columns)
+            return call_user_code(name, getattr(environment, name), *arguments, **columns)
     except (Overtime, KeyboardInterrupt) as error:
         raise ValueError(f"{name}: {str(error) or 'KeyboardInterrupt'}") from error
 

@@ -26,7 +26,7 @@ from minivlmrl.agents.tool_calls import (
     render_answers,
     turn_opening,
 )
-from minivlmrl.config.parsing import naming
+from minivlmrl.config.parsing import error_context
 from minivlmrl.data.boxes import extent
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
@@ -54,7 +54,7 @@ class ToolEpisode:
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy wrote since the last tool result
         self.ids: list[int] = []  # all tokens of the completion, including tool results
-        self.written: list[bool] = []  # whether the policy sampled the token, for each id
+        self.policy_mask: list[bool] = []  # whether the policy sampled the token, for each id
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
         self.unread: list[Prompt] = []  # at most one tool result that the model has not read yet
         self.cut = False  # whether a tool result exceeded max_new_tokens
@@ -73,9 +73,9 @@ class ToolEpisode:
         """
         if self.ended:  # `generate` keeps decoding finished rows until it removes them
             return True
-        self.written.append(True)
+        self.policy_mask.append(True)
         self.ids.append(token)
-        tokens_left = sampler.sampling.max_new_tokens - len(self.written)
+        tokens_left = sampler.sampling.max_new_tokens - len(self.policy_mask)
         new_bytes = token_bytes(sampler.processor.tokenizer, token, NO_TEXT)
         calls = self.new_calls(new_bytes, turn_ends, text_ends)
         is_finished = turn_ends or text_ends
@@ -122,7 +122,7 @@ class ToolEpisode:
             return True
         answer, shown = as_prompt(ids, pictures, processor)
         self.unread.append(answer)
-        self.written += [False] * len(ids)
+        self.policy_mask += [False] * len(ids)
         self.ids += ids
         self.pictures += shown
         self.text = b""
@@ -159,17 +159,17 @@ class ToolEpisode:
     def insert_answers(self, completion: Completion):
         """Insert the tokens of tool results between the sampled tokens of a completion.
 
-        The log-probabilities of inserted tokens are 0, and `written` is False for these tokens.
+        The log-probabilities of inserted tokens are 0, and `policy_mask` is False for these tokens.
         """
-        written = torch.tensor(self.written)
+        policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
-        completion.written = written
+        completion.policy_mask = policy_mask
         completion.pictures = self.pictures
         sampled_logps = completion.sampled_logps
-        completion.logps = torch.zeros(len(written)).masked_scatter(written, sampled_logps)
+        completion.logps = torch.zeros(len(policy_mask)).masked_scatter(policy_mask, sampled_logps)
         if completion.sampling_mask:
             counts, kept_ids = completion.sampling_mask
-            counts = written.long().masked_scatter(written, counts)
+            counts = policy_mask.long().masked_scatter(policy_mask, counts)
             completion.sampling_mask = counts, kept_ids
 
 
@@ -240,7 +240,7 @@ class AnswerAttention(DecodeAttention):
         self.decoding = decoding
         self.memory = decoding.memory
         self.answer_spans = []
-        self.answer_rows = rows
+        self.generate_for_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # length B
         newest = decoding.newest.tolist()  # length R
         self.spans = []  # for recurrent layers: slice of the row, and slice of its packed tokens
@@ -424,7 +424,7 @@ def begin_episodes(
             raise ValueError("environments are told a prompt's row: make it with Row.prompt")
         columns = reset_columns(prompt, row, sampler.processor)
         name = f"{row.where or f'row {row.index}'}: sampling.environment"
-        with naming(f"{name} {sampler.sampling.environment}"):
+        with error_context(f"{name} {sampler.sampling.environment}"):
             for _ in range(num_generations):
                 copies = {id(image): shared(image) for image in columns["images"]}
                 environment = begin(make_environment, deepcopy(columns, copies))

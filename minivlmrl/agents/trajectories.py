@@ -28,7 +28,7 @@ from minivlmrl.agents.tool_sampler import (
     find_environment,
     step_episodes,
 )
-from minivlmrl.config.parsing import naming
+from minivlmrl.config.parsing import error_context
 from minivlmrl.data.chat_template import IMAGE, VIDEO
 from minivlmrl.data.messages import check_messages, shown_parts_of
 from minivlmrl.data.processor import Processor
@@ -146,7 +146,7 @@ class Episode(ToolEpisode):
         """Store a sampled turn, and clear the state for the next turn."""
         self.turns.append(completion)
         self.ids = []
-        self.written = []
+        self.policy_mask = []
         self.text = b""
         self.ended = False
 
@@ -241,7 +241,7 @@ class TrajectorySampler(Sampler):
         """
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
-        with naming(name):
+        with error_context(name):
             if self.sampling.history is None:
                 window = observed_window(episode, self.processor)
             else:

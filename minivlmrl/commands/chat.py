@@ -1,6 +1,6 @@
 """Ask a model one question; its answer appears on the terminal while it is generated.
 
-python -m minivlmrl ask --model FOLDER --image cat.jpg --prompt "How many cats?" --temperature 0
+python -m minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --temperature 0
 """
 
 import argparse
@@ -24,7 +24,7 @@ from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.distributed import process_group
-from minivlmrl.files import ASKED
+from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.sampler import ENGINES, make_sampler
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config
@@ -68,7 +68,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
     for name, value in vars(options).items():
         if name.startswith("sampling.") and value is not None:
             overrides = [f"--{name}={value}", *overrides]
-    recipe = folder / ASKED
+    recipe = folder / INFERENCE_CONFIG
     if not recipe.is_file():
         return load_config(
             recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides]
@@ -112,7 +112,7 @@ class Stream:
 def build_parser() -> argparse.ArgumentParser:
     """The command line: what to ask, and an option for each field of SamplingOptions."""
     parser = argparse.ArgumentParser(
-        "python -m minivlmrl ask",
+        "python -m minivlmrl chat",
         description=str(__doc__).splitlines()[0],
         epilog="--section.name=value changes a recipe's: --model.dtype=bfloat16",
         allow_abbrev=False,

@@ -26,12 +26,12 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.files import ASKED, write_json
+from minivlmrl.files import INFERENCE_CONFIG, write_json
 from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.rewards.registry import columns_of, held_out_rewards
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
-from minivlmrl.run.evaluate import answer_rows
+from minivlmrl.run.evaluate import generate_for_rows
 from minivlmrl.run.setup import build_model
 
 
@@ -80,7 +80,7 @@ def answer_file(tool: str, arguments: list[str]):
     home = model_folder.resolve().parent if model_folder.is_dir() else Path()
     out = Path(options.out or home / f"{tool}.jsonl")
     lines = []
-    for part in answer_rows(sample, rows, options.num_generations, rewards, key, describe):
+    for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
             with out.open("ab" if lines else "wb") as file:
                 file.writelines(f"{json_text(line)}\n".encode() for line in part)
@@ -127,7 +127,7 @@ def find_recipe(model: str) -> Path | None:
     """Find config.yaml of the run that a model is of, or minivlmrl.yaml beside its weights."""
     run_folders = Path(model).absolute().parents[:3]  # of RUN/best/checkpoint
     recipe_paths = [folder / "config.yaml" for folder in run_folders]
-    recipe_paths.append(find_folder(model) / ASKED)
+    recipe_paths.append(find_folder(model) / INFERENCE_CONFIG)
     return next(filter(Path.is_file, recipe_paths), None)
 
 

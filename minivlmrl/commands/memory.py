@@ -1,6 +1,6 @@
 """What a run needs of each GPU's memory, phase by phase.
 
-python -m minivlmrl plan --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
+python -m minivlmrl memory --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
 
 Of the model only config.json is read; diagnostics/memory.py says what is counted.
 """
@@ -17,7 +17,7 @@ from minivlmrl.diagnostics.memory import (
     IMAGE_TOKENS,
     RESERVE,
     TEXT_TOKENS,
-    Costs,
+    MemoryEstimator,
     peak_bytes,
     plan,
 )
@@ -30,7 +30,7 @@ def main(arguments: list[str]):
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
         recipe = overrides.pop(0)
-    costs = Costs(model_config(Path(options.model)))
+    costs = MemoryEstimator(model_config(Path(options.model)))
     gpu_bytes = options.gpu_memory * GB
     gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
     parameters_text = f"{costs.parameters:,} parameters"
@@ -56,7 +56,7 @@ def main(arguments: list[str]):
 def build_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s --model MODEL [RECIPE] [--section.name=value ...] [options]"
     parser = argparse.ArgumentParser(
-        "python -m minivlmrl plan", usage, str(__doc__).splitlines()[0]
+        "python -m minivlmrl memory", usage, str(__doc__).splitlines()[0]
     )
     add = parser.add_argument
     add("--model", required=True, help="a folder with a config.json, or that file")

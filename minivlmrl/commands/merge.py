@@ -4,7 +4,7 @@ import argparse
 import filecmp
 
 from minivlmrl.data.download import find_folder
-from minivlmrl.files import ASKED
+from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.model.lora import quantize_base
 from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
@@ -34,7 +34,7 @@ def main(arguments: list[str]):
     load_adapter(model, adapter)
     if options.quantize:
         quantize_base(model)
-    if (adapter / ASKED).is_file():
-        processor.tokenizer.files[ASKED] = (adapter / ASKED).read_bytes()
+    if (adapter / INFERENCE_CONFIG).is_file():
+        processor.tokenizer.files[INFERENCE_CONFIG] = (adapter / INFERENCE_CONFIG).read_bytes()
     save_model(options.out, model, processor, base=options.model)
     print(f"written: {options.out}")

@@ -1,6 +1,6 @@
 """Find code by a name in a recipe: "name", "file.py:name" or "package.module:name".
 
-Options may follow: "name(option=1)" is the object `name`, with that option bound. `guarded` calls
+Options may follow: "name(option=1)" is the object `name`, with that option bound. `call_user_code` calls
 what was found, and says at which line it fails.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-from minivlmrl.config.parsing import did_you_mean, naming, read_value, require
+from minivlmrl.config.parsing import check_field, did_you_mean, error_context, read_value
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def split_options(text: str) -> tuple[str, str]:
     return (name_and_options[1], name_and_options[2]) if name_and_options else (text, "")
 
 
-def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Find what "name(option=value)" says, in a table or a file; and its options, literals.
 
     Only a name with a colon loads code that is not of the table: config/loading.py refuses those of
@@ -98,7 +98,7 @@ def find_named(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[s
             raise ValueError(
                 f"unknown {kind} {name!r}; there are: {names}{did_you_mean(name, table)}"
             )
-        with naming(kind):
+        with error_context(kind):
             target = load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
@@ -125,13 +125,13 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     Raises:
         ValueError: there is no such class, or it has no name or no options.
     """
-    cls, options = find_named("stage", stage, table or {})
-    with naming(f"stages: {stage}"):
+    cls, options = resolve_object("stage", stage, table or {})
+    with error_context(f"stages: {stage}"):
         has_options = dataclasses.is_dataclass(getattr(cls, "config_type", None))
-        require(has_options, "it", cls, "a Trainer of minivlmrl.trainers.base")
+        check_field(has_options, "it", cls, "a Trainer of minivlmrl.trainers.base")
         name = getattr(cls, "stage", None)
-        require(str(name).isidentifier(), "stage", name, "a name, that of its section")
-        require(not options, "what is in brackets", options, "in its section of the recipe")
+        check_field(str(name).isidentifier(), "stage", name, "a name, that of its section")
+        check_field(not options, "what is in brackets", options, "in its section of the recipe")
     return cls
 
 
@@ -176,7 +176,7 @@ def raised(function: Callable, error: BaseException, names: Iterable[str]) -> st
     return text
 
 
-def guarded(name: str, function: Callable, /, *arguments, **options):
+def call_user_code(name: str, function: Callable, /, *arguments, **options):
     """Call a user's function or class (ValueError: it has raised anything, with its line)."""
     try:
         return function(*arguments, **options)

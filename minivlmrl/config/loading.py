@@ -19,8 +19,8 @@ from minivlmrl.config.parsing import (
     build,
     check_values,
     did_you_mean,
+    error_context,
     json_text,
-    naming,
     options_of,
     parse_yaml,
     read_value,
@@ -57,7 +57,7 @@ def load_config(
         ValueError: it is not valid, or names code that may not run; none of it has run then.
     """
     path = _find_recipe(recipe)
-    with naming(recipe):
+    with error_context(recipe):
         values = parse_yaml(path.read_bytes()) or {}
     resolver = Resolver(path.parent, overrides)
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
@@ -96,8 +96,8 @@ def _build_run(
 ) -> RunConfig:
     """Build a config and check what its classes cannot: they import nothing (ValueError)."""
     config = build(config_class, values, str(where), change_text=change_text)
-    with naming(where):
-        with naming("data.video"):
+    with error_context(where):
+        with error_context("data.video"):
             config.data.video = check_values(
                 VideoOptions, config.data.video, "options of the video"
             )
@@ -119,7 +119,7 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 def _stages(values: dict, where: str | Path) -> list[str]:
     """Read the field `stages`, which says what other fields there are."""
-    with naming(where):
+    with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
@@ -233,7 +233,11 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
     """Read a field's value on the command line: YAML, or text as it is where the field is one."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
-    with suppress(ValueError) if is_text else naming(f"command line: quote the value of {path}"):
+    with (
+        suppress(ValueError)
+        if is_text
+        else error_context(f"command line: quote the value of {path}")
+    ):
         value = parse_yaml(text)
         if not is_text or isinstance(value, str | None):
             return value
@@ -261,7 +265,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
     return flat_values
 
 
-def asked_yaml(config: RunConfig) -> str:
+def inference_yaml(config: RunConfig) -> str:
     """Write the part of a recipe that lies beside weights: how these are to be asked."""
     values = dataclasses.asdict(config)
     kept = {}

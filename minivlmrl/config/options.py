@@ -151,7 +151,9 @@ class DataOptions(RowOptions):
     eval_file: FilePath | None = None  # problem or prompt, image(s), solution or chosen, rejected
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # leave out longer training rows
     eval_rows: Annotated[int, ">= 0"] = 256  # held-out rows that are evaluated, at most; 0: none
-    eval_blind: bool = False  # on grey pictures and those of other rows too: docs/metrics.md
+    eval_without_images: bool = (
+        False  # on grey pictures and those of other rows too: docs/metrics.md
+    )
     # bounds of an image's area; None: as the model's folder says
     min_pixels: MinPixels | None = None
     max_pixels: Count | None = None  # upper bound of the area
@@ -205,7 +207,7 @@ class SamplingOptions:
     # the token that completes one ends the completion
     stop_strings: list[str] = field(default_factory=list)
     # tokens of prompts and completions that are sampled together, at full length; None: all
-    max_tokens_at_once: Annotated[int, ">= 1"] | None = None
+    max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # tools that a completion may call: file.py:NAME, docs/tools.md
     environment: Code | None = None
     # rounds with pictures in what a turn is written from, docs/agents.md; None: a completion grows
@@ -426,20 +428,24 @@ class RunConfig:
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over rows that end a stage
     num_threads: Annotated[int, "[1, 4096]"] | None = None  # of a rank; None: its share of all
-    state_minutes: Annotated[float, ">= 0"] = 10.0  # save the state so often, and after a stage
-    state_steps: Annotated[int, ">= 0"] = 0  # and every so many steps; both 0: after a signal
+    checkpoint_minutes: Annotated[float, ">= 0"] = (
+        10.0  # save the state so often, and after a stage
+    )
+    checkpoint_steps: Annotated[int, ">= 0"] = 0  # and every so many steps; both 0: after a signal
     # "auto": from the newest state in output_dir, if any; the folder of a state; or "never": anew
     # in a folder that holds a run
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # evaluate every so many too; 0: between stages only
     save_steps: Annotated[int, ">= 0"] = 0  # checkpoint/ every so many too; 0: after a stage only
     log_completions: Annotated[int, ">= 0"] = 10  # every so many steps, to completions.jsonl
-    page_minutes: Annotated[float, ">= 0"] = 1.0  # write page.html so often; 0: when the run ends
+    report_minutes: Annotated[float, ">= 0"] = (
+        1.0  # write report.html so often; 0: when the run ends
+    )
     # weights of the best such result, in best/
-    keep_best: Literal["sampled", "greedy", "pairs", "loss"] | None = None
+    best_metric: Literal["sampled", "greedy", "pairs", "loss"] | None = None
     # metrics too; a file's function (config, steps, closing) -> log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    check_memory: bool = True  # refuse a model that does not fit its GPUs by `minivlmrl plan`
+    check_memory: bool = True  # refuse a model that does not fit its GPUs by `minivlmrl memory`
     timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)

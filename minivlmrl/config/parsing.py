@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict:
     """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a folder of a model, run or state has one")
-    with naming(path):
+    with error_context(path):
         content = parse_json(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError(f"it must hold a JSON object, not {content!r:.40}")
@@ -116,7 +116,7 @@ def shortened(error: str | Exception) -> str:
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
-def require(valid: bool, name: str, value: Any, expected: str):
+def check_field(valid: bool, name: str, value: Any, expected: str):
     """Refuse a value that is not valid, by its name and by what was expected.
 
     A dataclass calls this in `__post_init__` for what depends on several of its fields.
@@ -131,7 +131,7 @@ def _invalid(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(f"{name} is {shown:.80}, it must be {expected}")
 
 
-class naming(AbstractContextManager):
+class error_context(AbstractContextManager):
     """Begin the errors of a block with the file, row or field that they are about."""
 
     # a class is faster than a generator: every one of 200,000 rows enters several
@@ -144,7 +144,7 @@ class naming(AbstractContextManager):
 
 
 @contextmanager
-def extra(name: str, needed: str) -> Iterator[None]:
+def optional_dependency(name: str, needed: str) -> Iterator[None]:
     """Say which extra to install when the imports of a block fail."""
     try:
         yield
@@ -167,7 +167,7 @@ def build(
             it must be 0 or more".
         json, change_text: see Reader.
     """
-    with naming(where):
+    with error_context(where):
         try:
             return Reader(json, change_text).read_section(cls, values, prefix.rstrip("."))
         except UnknownKey as error:
@@ -222,14 +222,14 @@ class Reader:
         if origin is Annotated:
             number_type, bounds = typing.get_args(hint)
             number = self.read(number_type, value, name)
-            require(within_bounds(number, bounds), name, number, bounds_text(bounds))
+            check_field(within_bounds(number, bounds), name, number, bounds_text(bounds))
             return number
         if origin is Literal:
             valid = any(
                 type(value) is type(choice) and value == choice for choice in typing.get_args(hint)
             )
             if not valid:  # a text for each of a million valid values would take a while
-                require(valid, name, value, type_text(hint))
+                check_field(valid, name, value, type_text(hint))
             return value
         if origin is dict:
             return self._read_dict(hint, value, name)
@@ -239,12 +239,12 @@ class Reader:
             with suppress(ValueError, OverflowError):
                 value = float(value)
         is_valid = hint is Any or type(value) is plain
-        require(is_valid, name, value, f"of type {type_text(plain)}")
+        check_field(is_valid, name, value, f"of type {type_text(plain)}")
         return self._changed(hint, value)
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Make a dataclass; `name` is "" for the whole file."""
-        require(
+        check_field(
             isinstance(values, dict), name or "the file", values, "an object with names and values"
         )
         prefix = f"{name}." if name else ""
@@ -281,7 +281,7 @@ class Reader:
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         """Read the keys and the values of a dict."""
         key_hint, item_hint = typing.get_args(hint)
-        require(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
+        check_field(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
         read = {}
         for key, item in value.items():
             key = self._changed(key_hint, key)
@@ -296,10 +296,10 @@ class Reader:
             value = [value]  # --dpo.loss_type=ipo
         # JSON and YAML have no tuples
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
-        require(is_valid, name, value, f"of type {type_text(hint)}")
+        check_field(is_valid, name, value, f"of type {type_text(hint)}")
         if origin is list or ... in inside:
             return origin(self.read(inside[0], item, name) for item in value)
-        require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
+        check_field(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
         items = zip(inside, value, strict=True)
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
-from minivlmrl.config.parsing import naming
+from minivlmrl.config.parsing import error_context
 
 WithoutEffect = Iterator[tuple[str, str]]  # option ("grpo.beta"), and why it has no effect
 
@@ -25,7 +25,7 @@ def check_effects(run: RunConfig, has_reference: bool):
         has_reference: whether a stage of the recipe keeps a reference model.
     """
     unnamed = unnamed_stages(run)
-    with naming(run.recipe or "recipe"):
+    with error_context(run.recipe or "recipe"):
         for option, reason in options_without_effect(run, has_reference):
             if option.partition(".")[0] not in unnamed and is_set(option, run):
                 value = attrgetter(option)(run)
@@ -72,8 +72,8 @@ def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect
 def check_data(run: RunConfig) -> WithoutEffect:
     """Check options of rows: those of files with a task, and those of an evaluation without rows."""
     if not (run.data.eval_file or run.data.task):
-        evaluation = ("data.eval_rows", "data.eval_blind", "data.eval_rewards")
-        for option in ("eval_steps", "keep_best", *evaluation):
+        evaluation = ("data.eval_rows", "data.eval_without_images", "data.eval_rewards")
+        for option in ("eval_steps", "best_metric", *evaluation):
             yield option, "there are no rows to evaluate unless data.eval_file or data.task is set"
     if run.data.task:
         for name in ("image_root", "columns", "skip_unreadable", "eval_file"):

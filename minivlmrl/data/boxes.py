@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from minivlmrl.config.parsing import extra
+from minivlmrl.config.parsing import optional_dependency
 from minivlmrl.config.types import Plain
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt, Row
@@ -170,7 +170,7 @@ def match(
     table = np.array(rows)
     if 1 in table.shape:
         return [divmod(int(table.argmax()), len(truth))]
-    with extra("boxes", "matching several boxes needs scipy"):
+    with optional_dependency("boxes", "matching several boxes needs scipy"):
         from scipy.optimize import linear_sum_assignment
     chosen, true = linear_sum_assignment(table, maximize=True)
     return list(zip(chosen.tolist(), true.tolist(), strict=True))

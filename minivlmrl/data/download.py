@@ -9,11 +9,19 @@ from itertools import product
 from os.path import isdir
 from pathlib import Path, PurePosixPath
 
-from minivlmrl.files import ASKED, image_settings, weight_files
+from minivlmrl.files import INFERENCE_CONFIG, image_settings, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 NETWORK_SECONDS = 5  # to wait for an answer of the hub
-DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", ASKED, "LICENSE*", "NOTICE*"]
+DOWNLOADED = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "merges.txt",
+    INFERENCE_CONFIG,
+    "LICENSE*",
+    "NOTICE*",
+]
 # its own files, or the hub's conversion of a public data set; cut at 5 GB that is "partial-train"
 BRANCHES = None, "refs/convert/parquet"
 

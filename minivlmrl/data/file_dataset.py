@@ -16,7 +16,7 @@ from types import UnionType
 import PIL.Image
 
 from minivlmrl.config.options import RowOptions
-from minivlmrl.config.parsing import did_you_mean, naming, require
+from minivlmrl.config.parsing import check_field, did_you_mean, error_context
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
 from minivlmrl.data.formats import QUESTION_FORMS, ROLES, check_columns, to_columns
@@ -96,7 +96,7 @@ class FileDataset(FileRows):
     def _count(self, row: Row, media: list[Media]) -> list[str]:
         """Count what a row shows, and hash what it asks; return its files that are missing."""
         answer_images = [part["image"] for part in answer_pictures(row)]
-        with naming(row.where):
+        with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
             if self.source.is_downloaded:
                 check_inside(self.folder, files)
@@ -118,7 +118,7 @@ class FileDataset(FileRows):
     def read(self, index: int) -> tuple[Row, list[Media]]:
         columns = self.source[index]
         where = self.source.where(index)
-        with naming(where):
+        with error_context(where):
             row, media = read_row(columns, self.required, self.options)
         row.where = where
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
@@ -146,7 +146,7 @@ class FileDataset(FileRows):
 
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
-        with naming(row.where):
+        with error_context(row.where):
             row.images, row.videos = load_media(media, self.folder)
             for part in answer_pictures(row):
                 part["image"] = fetch_image(part["image"].image_source, self.folder)
@@ -211,7 +211,7 @@ def read_row(
     row_media = read_media(columns)
     if "{problem}" not in options.prompt_template:
         question_columns = [name for name in PROMPTS if columns.get(name) is not None]
-        require(
+        check_field(
             not question_columns,
             "data.prompt_template",
             options.prompt_template,
@@ -259,7 +259,7 @@ def read_conversation(
     """
     row_texts = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
     for column, text_or_turns in row_texts.items():
-        with naming(f"column {column!r}"):
+        with error_context(f"column {column!r}"):
             _check_column(text_or_turns, TEXT_COLUMNS[column])
     pair = ("chosen", "rejected")
     rendered = [render(as_turns(row_texts[name])) for name in pair if name in row_texts]
@@ -270,13 +270,13 @@ def read_conversation(
     messages = None
     for answer_column, answer in answers.items():
         column = answer_column if answer_column in row_texts else prompt_column
-        with naming(f"column {column!r}"):
+        with error_context(f"column {column!r}"):
             turns = as_turns(answer)
             _check_answer(turns)
             if _shows_images(turns):
                 messages, media, answers[answer_column] = _place_answer(place, turns)
     if messages is None:
-        with naming(f"column {prompt_column!r}"):
+        with error_context(f"column {prompt_column!r}"):
             messages, media = place()
     return messages, media, answers
 

@@ -17,7 +17,7 @@ import jinja2.meta
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.config.parsing import did_you_mean, naming, parse_json, read_json
+from minivlmrl.config.parsing import did_you_mean, error_context, parse_json, read_json
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import (
     END,
@@ -321,7 +321,7 @@ def _template_in(path: Path) -> str | None:
     if not path.is_file():
         return None
     if path.suffix == ".jinja":
-        with naming(path):
+        with error_context(path):
             return path.read_text(encoding="utf-8")
     text = read_json(path).get("chat_template")
     if text is None and path.name != "chat_template.json":

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated
 
 from minivlmrl.config.options import VideoOptions
-from minivlmrl.config.parsing import naming, parse_json, read_value, require
+from minivlmrl.config.parsing import check_field, error_context, parse_json, read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
 from minivlmrl.data.rows import REWARD_ARGUMENTS
@@ -72,7 +72,7 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
             row = {**row, theirs: None, ours: row[theirs]}
     for form in FORMS:
         if form.fits(row):
-            with naming(f"form {form.name!r}"):
+            with error_context(f"form {form.name!r}"):
                 row = row | form.read(row)
     return row
 
@@ -86,11 +86,11 @@ def check_columns(columns: dict, required: Sequence[str]):
         if value is None:
             continue
         if name in RESERVED:
-            require(False, f"column {name!r}", value, RESERVED[name])
+            check_field(False, f"column {name!r}", value, RESERVED[name])
         if name in CHECKED and (name != "label" or name in required):
             read_value(CHECKED[name], value, f"column {name!r}", json=True)
         if name == "solution":
-            require(str(value).count("<answer>") <= 1, "column 'solution'", value, "one answer")
+            check_field(str(value).count("<answer>") <= 1, "column 'solution'", value, "one answer")
 
 
 @dataclass
@@ -122,7 +122,7 @@ def _read_conversations(row: dict) -> dict:
     are the prompt.
     """
     listed = row["conversations"]
-    require(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
+    check_field(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
     turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(listed)]
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     # without a final answer, all turns are the prompt
@@ -161,9 +161,11 @@ def _read_turn(turn: dict, number: int) -> dict:
         value = str(value)
     if speaker in ("function_call", "tool_call"):  # rendered in Qwen's format
         value = str(value)
-        with naming(f"the call of turn {number}"):
+        with error_context(f"the call of turn {number}"):
             call = parse_json(value)
-            require(isinstance(call, dict) and "name" in call, "it", value, 'JSON: {"name": ...}')
+            check_field(
+                isinstance(call, dict) and "name" in call, "it", value, 'JSON: {"name": ...}'
+            )
         value = f"<tool_call>\n{value.strip()}\n</tool_call>"
     return {"role": SPEAKERS[speaker], "content": value}
 
@@ -196,14 +198,16 @@ def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
     """
     question_text = row[question_column]
     answer_text = row.get(answer_column)
-    require(isinstance(question_text, str), f"column {question_column!r}", question_text, "text")
+    check_field(
+        isinstance(question_text, str), f"column {question_column!r}", question_text, "text"
+    )
     if row.get("input"):  # Alpaca has additional text in `input`
         question_text = f"{question_text}\n{row['input']}"
     turns = _system_turns(row)
     history = row.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         is_pair = isinstance(pair, list) and len(pair) == 2
-        require(is_pair, "column 'history'", history, "a list of pairs: a question, its answer")
+        check_field(is_pair, "column 'history'", history, "a list of pairs: a question, its answer")
         turns.append({"role": "user", "content": pair[0]})
         turns.append({"role": "assistant", "content": pair[1]})
     columns: dict[str, Plain] = {"prompt": [*turns, {"role": "user", "content": question_text}]}
@@ -271,9 +275,9 @@ def _read_choices(row: dict) -> dict:
         return {}  # an open question, or turns whose text is the whole prompt already
     answer = row.get("answer", row.get("solution"))
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
-    require(is_list, "its choices", choices, "a list of texts")
+    check_field(is_list, "its choices", choices, "a list of texts")
     is_choice = not isinstance(answer, int) or answer in choices
-    require(is_choice, "the answer beside choices", answer, "a letter or one of them")
+    check_field(is_choice, "the answer beside choices", answer, "a letter or one of them")
     question_column = question_columns[0]
     question_text = row[question_column]
     if all(re.search(rf"\b{letter}[.:)]", question_text) for letter in LETTERS[: len(choices)]):

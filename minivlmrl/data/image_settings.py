@@ -8,7 +8,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from minivlmrl.config.parsing import build, naming
+from minivlmrl.config.parsing import build, error_context
 from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
 
 
@@ -18,7 +18,7 @@ def torch_resize_frames(
     """Resize RGB frames and normalise them, see image.resize_frames, with torch's kernel.
 
     Gives the values of transformers' torchvision processor to the bit. The default, pil, is the
-    filter that checkpoints were trained with; docs/exact.md says how far they differ.
+    filter that checkpoints were trained with; docs/numerical_parity.md says how far they differ.
     """
     size = (height, width)
     resized = []
@@ -112,7 +112,7 @@ def read_image_processor(
     given = {name: value for name, value in patch_settings(settings).items() if value is not None}
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
-    with naming("data" if min_pixels or max_pixels else where):
+    with error_context("data" if min_pixels or max_pixels else where):
         # bounds that an image of one token does not keep, no image does
         side = processor.factor
         smart_resize(side, side, side, low, high)

@@ -16,7 +16,7 @@ import PIL.Image
 from PIL.Image import Image
 
 from minivlmrl.config.options import ImageOptions, RowOptions, VideoOptions
-from minivlmrl.config.parsing import check_values, naming
+from minivlmrl.config.parsing import check_values, error_context
 from minivlmrl.config.types import Plain
 from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import (
@@ -91,12 +91,14 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         raise ValueError(f"a path, data URI or bytes is needed, not {type(source).__name__}")
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
-    with naming(name):
+    with error_context(name):
         if text.startswith("data:"):
             header, comma, data = text.partition(",")
             if not comma or not header.endswith(";base64"):
                 raise ValueError("a data URI must look like data:image/png;base64,...")
-            with naming("not base64"):  # strictly: urllib's handler skips letters that are none
+            with error_context(
+                "not base64"
+            ):  # strictly: urllib's handler skips letters that are none
                 return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
         if text.startswith(("http://", "https://")):
             raise ValueError(
@@ -142,7 +144,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
             raise ValueError(f"give column {kind!r} or {name!r}, not both")
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list under `video` is one of frames
-        with naming(f"column {name!r}"):
+        with error_context(f"column {name!r}"):
             row_media[kind] = [_media(entry, kind) for entry in entries]
     return row_media
 
@@ -181,7 +183,7 @@ def place_media(
             if kind == "text":
                 parts.append(part)
                 continue
-            with naming(f"message {turn_number}"):
+            with error_context(f"message {turn_number}"):
                 item = _media(part, kind) if _sources(part, kind) else next(next_media[kind])
                 own_options = item.options | _options(part, kind)
             all_options = _with_common(item, own_options, common_options[kind])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivlmrl.config.options import FileOptions
-from minivlmrl.config.parsing import build, naming, parse_yaml
+from minivlmrl.config.parsing import build, error_context, parse_yaml
 from minivlmrl.config.types import FilePath
 from minivlmrl.data.media import Media
 from minivlmrl.data.row_summary import FileRows
@@ -59,7 +59,7 @@ def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> Picked:
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
-        with naming(section.file):
+        with error_context(section.file):
             chosen = sample(section.sampling, len(rows))
         repeats = int(section.weight)
         for row_number in chosen:
@@ -103,7 +103,7 @@ class _Mix:
 
 def read_mix(path: Path) -> list[FileOptions]:
     """Read VLM-R1's YAML; paths from where it is read, or beside it."""
-    with naming(path):
+    with error_context(path):
         yaml_values = parse_yaml(path.read_bytes())
     files = []
     for entry in build(_Mix, yaml_values, str(path)).datasets:

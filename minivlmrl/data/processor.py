@@ -123,7 +123,7 @@ class Processor:
         If the prompt already opens a thought ("<think>"), the text begins with that opening.
         """
         opened = self.template.opened if self.template else ""
-        return opened + self.decode(completion.ids[completion.written])
+        return opened + self.decode(completion.ids[completion.policy_mask])
 
 
 def shown_parts(
@@ -146,7 +146,7 @@ def encode_completion(
     """Tokenize a given answer to a prompt, and mark the tokens that the model has to write.
 
     The tokens are the text followed by <|im_end|>. An answer of several turns also has the tokens
-    between these turns. Only the text of the assistant is marked in Completion.written. The model
+    between these turns. Only the text of the assistant is marked in Completion.policy_mask. The model
     reads other turns, and images in any turn, but no loss is computed on their tokens.
 
     Args:
@@ -177,7 +177,7 @@ def encode_completion(
         is_vision = isinstance(piece, Control) and piece in VISION
         ids += piece_ids
         written += [is_written and not is_vision] * len(piece_ids)
-    return Completion(torch.tensor(ids), written=torch.tensor(written), pictures=pictures)
+    return Completion(torch.tensor(ids), policy_mask=torch.tensor(written), pictures=pictures)
 
 
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:

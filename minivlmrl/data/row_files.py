@@ -15,7 +15,7 @@ from decimal import Decimal
 from os.path import isdir, isfile
 from pathlib import Path
 
-from minivlmrl.config.parsing import extra, naming, parse_json, require
+from minivlmrl.config.parsing import check_field, error_context, optional_dependency, parse_json
 from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.formats import changed
 
@@ -111,7 +111,7 @@ class Lines:
         start = _next_item(content, content.index("[") + 1)
         line_number = 1 + content.count("\n", 0, start)
         while start < len(content) and content[start] != "]":
-            with naming(f"{self.path}:{line_number}"):
+            with error_context(f"{self.path}:{line_number}"):
                 _, end = parse_json(content, decode, start)
             rows.append((line_number, content[start:end]))
             next_start = _next_item(content, end)
@@ -132,12 +132,12 @@ class Lines:
 
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
-        with naming(self.where(index)):
+        with error_context(self.where(index)):
             columns = parse_json(text)
             # half a surrogate pair is valid JSON, but cannot be tokenized
             if HALF_PAIR.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
-            require(isinstance(columns, dict), "a row", columns, "an object with columns")
+            check_field(isinstance(columns, dict), "a row", columns, "an object with columns")
             return columns
 
 
@@ -162,7 +162,7 @@ class Cells(Lines):
 
     def __getitem__(self, index):
         cells = self.texts[index][1]
-        with naming(self.where(index)):
+        with error_context(self.where(index)):
             if len(cells) > len(self.names):
                 raise ValueError(
                     f"has {len(cells)} cells, the first line {len(self.names)} names; "
@@ -171,7 +171,7 @@ class Cells(Lines):
             columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
             for name, cell in columns.items():
                 if name in JSON_COLUMNS and cell[0] in "[{":
-                    with naming(f"column {name!r}"):
+                    with error_context(f"column {name!r}"):
                         columns[name] = parse_json(cell)
                 elif name in ("label", "margin") and BOOL_OR_NUMBER.fullmatch(cell):
                     columns[name] = json.loads(cell.lower())
@@ -205,7 +205,7 @@ class Arrow:
 
     def __init__(self, paths: list[Path], is_downloaded: bool = False):
         self.is_downloaded = is_downloaded
-        with extra("parquet", f"{paths[0]}: needs pyarrow"):
+        with optional_dependency("parquet", f"{paths[0]}: needs pyarrow"):
             import pyarrow as pa
             import pyarrow.parquet as pq
         self.path = paths[0]
@@ -239,7 +239,7 @@ class Arrow:
             raise IndexError(index)
         number = bisect.bisect_right(self.starts, index) - 1
         *_, file, group = self.groups[number]
-        with naming(self.where(index)):
+        with error_context(self.where(index)):
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()

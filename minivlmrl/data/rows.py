@@ -77,7 +77,7 @@ class Completion:
     # True if a stop token or stop string ended the completion; False if max_new_tokens did
     stopped: bool = True
     # (C,) bool: True for tokens that the policy wrote, False for tokens of tools; None marks all
-    written: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
+    policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
     # (C,), all ids end to end); None stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None
@@ -96,8 +96,8 @@ class Completion:
     routes: Tensor | None = None
 
     def __post_init__(self):
-        if self.written is None:
-            self.written = torch.ones_like(self.ids, dtype=torch.bool)
+        if self.policy_mask is None:
+            self.policy_mask = torch.ones_like(self.ids, dtype=torch.bool)
 
     @property
     def sampled_logps(self) -> Tensor:

@@ -15,7 +15,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.config.parsing import extra
+from minivlmrl.config.parsing import optional_dependency
 from minivlmrl.data.image import Grid, ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_source
 
@@ -157,7 +157,7 @@ def _count_frames(container, stream) -> int:
 @contextlib.contextmanager
 def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
     """Open a file: PyAV's container and its video stream."""
-    with extra("video", "video files need PyAV"):
+    with optional_dependency("video", "video files need PyAV"):
         import av
 
     # opened by us: FFmpeg would take names like concat:a|b for more than a file

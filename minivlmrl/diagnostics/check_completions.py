@@ -15,10 +15,10 @@ from minivlmrl.diagnostics.check_rewards import Trial, unread_boxes
 from minivlmrl.diagnostics.warnings import FORM, LONGER
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import combine, group_std
-from minivlmrl.rewards.columns import ask_rewards
+from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns
 from minivlmrl.rewards.text import find_answer
-from minivlmrl.run.evaluate import BLIND, answer_and_score
+from minivlmrl.run.evaluate import BLIND, generate_and_score
 
 
 def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
@@ -36,7 +36,7 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     rows = trial.rows
     rewards = trial.rewards
     processor = trial.processor
-    values, groups = answer_and_score(sample, rows, num_generations, rewards)
+    values, groups = generate_and_score(sample, rows, num_generations, rewards)
     completions = [completion for group in groups for completion in group]
     cut_share = sum(not completion.stopped for completion in completions) / len(completions)
     if cut_share > 0.3:
@@ -46,10 +46,10 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
         )
     totals = combine(values, trial.weights)
     stds = group_std(totals.double(), num_generations)  # NaN for groups of one
-    equal_share = (stds < 1e-8).double().mean().item()
-    if equal_share > 0.9:
+    equal_groups = (stds < 1e-8).double().mean().item()
+    if equal_groups > 0.9:
         yield (
-            f"{equal_share:.0%} of {len(rows)} groups earn the same for all {num_generations} "
+            f"{equal_groups:.0%} of {len(rows)} groups earn the same for all {num_generations} "
             "completions and would teach nothing; "
             "take easier or harder prompts, train sft first, or look at what the rewards ask for"
         )
@@ -60,9 +60,9 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     texts = [processor.decode_assistant_turn(completion) for completion in completions]
     yield from check_answers_found(texts, processor.answer)
     yield from unread_boxes(rewards, texts, processor)
-    if equal_share < 1 and any(row.images for row in rows):
+    if equal_groups < 1 and any(row.images for row in rows):
         grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
-        grey_values, _ = answer_and_score(sample, grey_rows, num_generations, rewards)
+        grey_values, _ = generate_and_score(sample, grey_rows, num_generations, rewards)
         yield from check_grey(totals, combine(grey_values, trial.weights))
     columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
     yield from check_labels(rewards, columns, num_generations)
@@ -117,7 +117,7 @@ def check_labels(
             shifted = {
                 name: columns[name][start:] + columns[name][:start] for name in reward.columns
             }
-            means.append(ask_rewards([reward], columns | shifted).nanmean())
+            means.append(call_rewards([reward], columns | shifted).nanmean())
         shifted_means = torch.tensor(means[1:])
         mean = shifted_means.mean()
         std = shifted_means.std()

@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.diagnostics.check_rows import spread
 from minivlmrl.losses.advantages import combine
-from minivlmrl.rewards.columns import ask_rewards
+from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, training_rewards
 from minivlmrl.rewards.text import find_answer
 
@@ -46,7 +46,9 @@ class Trial:
         for text in texts:
             ids = [*self.processor.tokenizer.encode(text), self.processor.stop_token_ids[0]]
             groups.append([Completion(torch.tensor(ids), torch.zeros(len(ids)), True)])
-        return ask_rewards(self.rewards, recipe_columns(self.rows, prompts, groups, self.processor))
+        return call_rewards(
+            self.rewards, recipe_columns(self.rows, prompts, groups, self.processor)
+        )
 
     def answered(self, answers: Iterable[str]) -> Tensor:
         """Compute the rewards (n, K) of one answer per row, written in the format of data.answer."""
@@ -171,9 +173,9 @@ def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor)
     right_mean = totals(right_values).nanmean().item()
     constant = totals(trial.answered([solution] * len(trial.rows)))  # (n,)
     is_equal = torch.tensor([truth == solution for truth in solutions_of(trial.rows)])
-    equal_share = num_equal / solution_counts.total()
-    constant_mean = equal_share * constant[is_equal].nanmean().nan_to_num(0.0).item()
-    constant_mean += (1 - equal_share) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
+    shard_evenly = num_equal / solution_counts.total()
+    constant_mean = shard_evenly * constant[is_equal].nanmean().nan_to_num(0.0).item()
+    constant_mean += (1 - shard_evenly) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
     # If the constant scores much higher, the rewards could not parse the right answers.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (

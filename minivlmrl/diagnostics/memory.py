@@ -53,7 +53,7 @@ TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchShape:
     """Sizes of one micro-batch, or of the prompts of a rollout."""
 
     prompts: int
@@ -64,7 +64,7 @@ class Work:
     frames: int = 1  # of equal size that share image_tokens
 
 
-class LiveBytes(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Count the bytes of tensors created in this context that still exist, and the most (.peak)."""
 
     def __init__(self, uncounted: list[Tensor]):  # they and their views are not counted
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def meta_batch(config: ModelConfig, work: Work) -> GroupBatch:
+def meta_batch(config: ModelConfig, work: BatchShape) -> GroupBatch:
     """A batch of these sizes, on the meta device except for its grids."""
     merge = config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
@@ -125,7 +125,7 @@ class TrainedModels(nn.Module):
         return [self.policy] if self.critic is None else [self.policy, self.critic.backbone]
 
 
-class Costs:
+class MemoryEstimator:
     """Numbers of parameters of a model, and bytes of what its computations hold."""
 
     def __init__(self, config: ModelConfig):
@@ -155,14 +155,18 @@ class Costs:
         if getattr(section, "critic", "shared") == "shared":
             return TrainedModels(model)
         if section.critic_path is not None:
-            backbone = Costs(read_config(find_folder(section.critic_path))).build(run, stage)
+            backbone = MemoryEstimator(read_config(find_folder(section.critic_path))).build(
+                run, stage
+            )
         elif run.uses_fsdp:  # the base of adapters is copied too
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
         return TrainedModels(model, ValueModel(backbone, run.model.freeze))
 
-    def activations(self, run: RunConfig, models: TrainedModels, work: Work, train: bool) -> int:
+    def activations(
+        self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool
+    ) -> int:
         """Most bytes of a forward, with or without its backward, besides weights and gradients."""
         models = copy.deepcopy(models)
         batch = meta_batch(self.config, work)
@@ -176,7 +180,7 @@ class Costs:
         fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         dropped = dropout(models, run.adapter.dropout if train else 0.0, "plan")
         lay_out.cache_clear()  # of an earlier forward: what a tower keeps of grids is counted here
-        live = LiveBytes([*models.parameters(), *models.buffers(), batch.pixel_values])
+        live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
                 models.policy(batch, select=batch.layout.last_index)
@@ -189,7 +193,7 @@ class Costs:
                     models.critic(batch)
         return live.peak + batch.pixel_values.nbytes
 
-    def keys_and_values(self, dtype: torch.dtype, work: Work) -> int:
+    def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
         """Bytes of a rollout's cache: a prompt's keys once, and those of each completion; of a
         recurrent layer a memory for each, whatever their lengths."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
@@ -234,13 +238,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def plan(
-    run: RunConfig, stage: str, costs: Costs, gpus: int,
+    run: RunConfig, stage: str, costs: MemoryEstimator, gpus: int,
     text_tokens: int, image_tokens: int, frames: int = 1,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Bytes on one GPU in each phase: {"train": {"weights": 1}}.
 
     Args:
-        text_tokens, image_tokens, frames: of a prompt, see Work.
+        text_tokens, image_tokens, frames: of a prompt, see BatchShape.
     """
     trainer = find_trainer(stage, run)
     models = costs.build_trained(run, stage)
@@ -274,7 +278,7 @@ def plan(
 
 def sizes(
     run: RunConfig, stage: str, gpus: int, text_tokens: int, image_tokens: int, frames: int
-) -> tuple[Work, Work]:
+) -> tuple[BatchShape, BatchShape]:
     """Sizes of a micro-batch and of what one GPU draws together in a rollout."""
     config = getattr(run, stage)
     max_new_tokens = run.sampling.max_new_tokens
@@ -283,10 +287,12 @@ def sizes(
     max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
     prompts, completions = largest_piece(prompts, prompt_tokens, [max_new_tokens] * G, max_tokens)
-    micro_batch = Work(prompts, completions, text_tokens, image_tokens, max_new_tokens, frames)
+    micro_batch = BatchShape(
+        prompts, completions, text_tokens, image_tokens, max_new_tokens, frames
+    )
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / gpus)
-    max_tokens = run.sampling.max_tokens_at_once
+    max_tokens = run.sampling.max_batch_tokens
     prompts, _ = largest_piece(prompts, prompt_tokens, [G * max_new_tokens], max_tokens)
     return micro_batch, replace(micro_batch, prompts=prompts, num_generations=G)
 
@@ -311,7 +317,7 @@ def gathered_bytes(run: RunConfig, model: Qwen2_5_VL) -> int:
 
 
 def rollout_items(
-    run: RunConfig, costs: Costs, policy: Qwen2_5_VL, drawn: Work, gathered: int
+    run: RunConfig, costs: MemoryEstimator, policy: Qwen2_5_VL, drawn: BatchShape, gathered: int
 ) -> dict[str, int]:
     """Bytes of what is there only in a rollout; gathered: by FSDP in a forward."""
     dtype = compute_dtype(run)
@@ -329,7 +335,9 @@ def rollout_items(
     return items | find_engine(run.sampling).engine_bytes(run.sampling, costs.parameters, dtype)
 
 
-def held(run: RunConfig, stage: str, models: TrainedModels, costs: Costs) -> dict[str, int]:
+def held(
+    run: RunConfig, stage: str, models: TrainedModels, costs: MemoryEstimator
+) -> dict[str, int]:
     """Bytes of what is there all the time, before sharding."""
     trainer = find_trainer(stage, run)
     policy = models.policy
@@ -344,7 +352,7 @@ def held(run: RunConfig, stage: str, models: TrainedModels, costs: Costs) -> dic
         items["policy"] = adapters or weights
     if not trainer.answers and "reward_model" in run.rewards:
         path = run.reward_model.path
-        judge = costs if path is None else Costs(read_config(find_folder(path)))
+        judge = costs if path is None else MemoryEstimator(read_config(find_folder(path)))
         items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize
     return items
 
@@ -358,7 +366,7 @@ def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
     reference = run.reference
     dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else compute_dtype(run)
     if reference.path is not None:
-        costs = Costs(read_config(find_folder(reference.path)))
+        costs = MemoryEstimator(read_config(find_folder(reference.path)))
         return costs.parameters * dtype.itemsize
     if run.adapter.r or reference.num_shared_layers is not None:
         return bytes_of(trained_parameters(policy))
@@ -381,7 +389,7 @@ def peak_bytes(phases: dict[str, dict]) -> float:
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
-def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
+def state_bytes(run: RunConfig, stage: str, costs: MemoryEstimator) -> int:
     """Bytes of a state on the disk."""
     models = costs.build_trained(run, stage)
     items = held(run, stage, models, costs)
@@ -390,9 +398,9 @@ def state_bytes(run: RunConfig, stage: str, costs: Costs) -> int:
     return sum(items.get(name, 0) for name in saved)
 
 
-def check_disk(run: RunConfig, stage: str, costs: Costs):
+def check_disk(run: RunConfig, stage: str, costs: MemoryEstimator):
     """Refuse a run (ValueError) whose states do not fit the disk, where earlier ones will go."""
-    if not run.state_steps and not run.state_minutes:
+    if not run.checkpoint_steps and not run.checkpoint_minutes:
         return
     folder = Path(run.output_dir).absolute()
     earlier = sum(path.stat().st_size for path in folder.glob("states/*/*"))
@@ -413,14 +421,14 @@ class MemoryCheck(Callback):
     def on_setup(self, config: RunConfig, world: World):
         if config.model.path is None:  # random weights are as small as one likes
             return
-        costs = Costs(read_config(find_folder(config.model.path)))
+        costs = MemoryEstimator(read_config(find_folder(config.model.path)))
         for stage in config.stage_names:
             check_disk(config, stage, costs)
         if world.device.type == "cuda":
             check_gpus(config, world, costs)
 
 
-def check_gpus(run: RunConfig, world: World, costs: Costs):
+def check_gpus(run: RunConfig, world: World, costs: MemoryEstimator):
     """Refuse a run (ValueError) with a stage that needs more memory than a GPU has."""
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
     vision = costs.config.vision_config
@@ -434,5 +442,5 @@ def check_gpus(run: RunConfig, world: World, costs: Costs):
             raise ValueError(
                 f"{stage} needs about {needed_bytes / GB:.1f} GB on each of {world.size} GPUs, "
                 f"and one has {gpu_bytes / GB:.1f}: docs/memory.md lists what saves memory, `python -m "
-                "minivlmrl plan` adds it up; --check_memory=false starts it as it is"
+                "minivlmrl memory` adds it up; --check_memory=false starts it as it is"
             )

@@ -163,7 +163,7 @@ def go_to(
             with film or nullcontext():
                 folder = Path(scratch) / "run"
                 stop = StopBefore(stage, number, film)
-                nothing_else = {"eval_steps": 0, "save_steps": 0, "keep_best": None, "data": data}
+                nothing_else = {"eval_steps": 0, "save_steps": 0, "best_metric": None, "data": data}
                 exit_code = train_again(config, state, folder, stop, **nothing_else)
         except Reached as reached:
             return reached.args
@@ -257,10 +257,10 @@ def logps_now(
 
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
     """Sum log-probabilities of the written tokens, those of training and of sampling."""
-    trained_logps = logps[completion.written]
+    trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
     if completion.logps is not None:  # given answers were not drawn
-        sampled_logps = completion.logps[completion.written]
+        sampled_logps = completion.logps[completion.policy_mask]
         line["sampled"] = sampled_logps.sum().item()
         line["differ by"] = (trained_logps - sampled_logps).abs().max().item()
     return line

@@ -1,4 +1,4 @@
-"""What page.html shows of a run's folder: curves, and what the policy wrote."""
+"""What report.html shows of a run's folder: curves, and what the policy wrote."""
 
 import base64
 import math
@@ -17,7 +17,7 @@ from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, Logged
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 
-PAGE = "page.html"
+PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 EXPERT_STEPS = 10  # the last ones, whose tokens the picture of experts counts
 STEPS = 60  # logged steps on a page, at most: a page has to open
@@ -43,12 +43,12 @@ class Shown(Logged):
 
 
 class ReportPage(Callback):
-    """Writes page.html while the run goes on, every page_minutes, and when it ends."""
+    """Writes report.html while the run goes on, every report_minutes, and when it ends."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
         self.is_main = log.world.is_main
-        self.seconds = 60 * config.page_minutes
+        self.seconds = 60 * config.report_minutes
         self.next_time = 0.0  # when the page is written again
         self.refresh()
 

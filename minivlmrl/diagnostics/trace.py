@@ -30,7 +30,7 @@ from minivlmrl.diagnostics.report import fill_template
 from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.plain_weights import full
+from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.run import loop
 from minivlmrl.run.rollout_log import GROUPS, groups
 from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
@@ -314,7 +314,7 @@ def to_json(x, depth: int = 0):
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         x = torch.tensor(x)
     if isinstance(x, Tensor):
-        return matrix(full(x).cpu())  # of a sharded run, too
+        return matrix(gather_full_tensor(x).cpu())  # of a sharded run, too
     if isinstance(x, PIL.Image.Image):
         return {"of": "picture", "shape": x.size[::-1], "pictures": [png(x)]}
     if isinstance(x, str):
@@ -394,6 +394,6 @@ def looked(
     prompt = replace(prompt, pixel_values=pixels, vision_embeds=None)
     group = pack_rollout([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
     logps, _ = per_token_logps(policy, group, temperature)
-    [gradient] = torch.autograd.grad(weight * (logps * group.written).sum(), pixels)
+    [gradient] = torch.autograd.grad(weight * (logps * group.policy_mask).sum(), pixels)
     slopes = pictures(gradient, prompt.image_grid_thw, processor.image_processor)
     return [picture.abs().sum((0, 1)).cpu() for picture in slopes]

@@ -37,8 +37,8 @@ from minivlmrl.model.build import assign
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
-from minivlmrl.model.lora import place_like
-from minivlmrl.model.plain_weights import full
+from minivlmrl.model.lora import copy_adapter_layout
+from minivlmrl.model.plain_weights import gather_full_tensor
 
 
 class Sharding:
@@ -98,7 +98,7 @@ class Sharding:
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
                 block.set_modules_to_backward_prefetch([previous_block])
         family_of(model).count_over_ranks(model, sum_counts)
-        vision = VisionInStep()
+        vision = DummyVisionForward()
         # runs after FSDP's own, which gathers the root
         model.register_forward_pre_hook(vision.before)
         # runs before FSDP's own, which waits for the gradient
@@ -139,7 +139,7 @@ class Sharding:
         """
         for unit in units(model):
             unit.unshard()
-        twin = twin_of(model, self.compute_dtype)
+        twin = clone_architecture(model, self.compute_dtype)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         assign(twin, weights | dict(model.named_buffers()))
         return twin
@@ -147,7 +147,9 @@ class Sharding:
     def copy(self, model: Qwen2_5_VL, to_compute: bool) -> Qwen2_5_VL:
         """Copy a model, each rank its part; to_compute: in the dtype that it computes in."""
         reshard(model)
-        twin = twin_of(model, self.compute_dtype if to_compute else model.lm_head.weight.dtype)
+        twin = clone_architecture(
+            model, self.compute_dtype if to_compute else model.lm_head.weight.dtype
+        )
         self.shard(twin)
         dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
         weights = {}
@@ -169,7 +171,7 @@ def sum_counts(counts: list[int]) -> list[int]:
     return total.tolist()
 
 
-class VisionInStep:
+class DummyVisionForward:
     """Makes a rank without images run the tower if another has some, on a black image times 0.
 
     If no rank has images, none runs the tower, and AdamW skips its parameters.
@@ -186,7 +188,9 @@ class VisionInStep:
         on_any_rank = torch.tensor(int(runs_tower))  # on the host: nobody waits for a GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
-            self.zero = see_black(model.visual, model.config.vision_config, batch.input_ids.device)
+            self.zero = forward_black_image(
+                model.visual, model.config.vision_config, batch.input_ids.device
+            )
 
     def after(self, model: Qwen2_5_VL, arguments: tuple, hidden: Tensor) -> Tensor:
         if self.zero is None:
@@ -196,7 +200,7 @@ class VisionInStep:
         return hidden
 
 
-def see_black(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
+def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
     """Run a vision tower on one black token, times 0: a number that depends on all its weights."""
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
@@ -229,11 +233,11 @@ def in_lockstep(
     return sample_together
 
 
-def twin_of(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
+def clone_architecture(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
     """Build a model of the same layers on the meta device."""
     with torch.device("meta"):
         twin = family_of(model).model(model.config).to(dtype)
-    place_like(twin, model)
+    copy_adapter_layout(twin, model)
     return twin
 
 
@@ -254,12 +258,14 @@ def save_sharded(
     reshard(model)
     weights = checkpoint.file_weights(model)
     write_adapter = checkpoint.adapter_writer(model, base)
-    unread = world.on_main(lambda: checkpoint.unread_tensors(model)) or {}
+    unread = world.run_on_rank_zero(lambda: checkpoint.unread_tensors(model)) or {}
     # only the first rank has the unread tensors, so the others take its split into files
     files = world.gather_objects(checkpoint.split_weights(weights | unread, max_shard_size))[0]
     with ExitStack() as saving:
         # the other ranks write nothing
-        new_folder = world.on_main(lambda: saving.enter_context(replacing(folder))) or Path(folder)
+        new_folder = world.run_on_rank_zero(
+            lambda: saving.enter_context(replacing(folder))
+        ) or Path(folder)
 
         def write_tensors(file: str, tensors: dict[str, Tensor]):
             for name, tensor in tensors.items():
@@ -277,10 +283,10 @@ def save_sharded(
             tensors = {}
             for name in names:
                 if name in weights:
-                    weight = full(weights[name])  # gathered by all ranks
+                    weight = gather_full_tensor(weights[name])  # gathered by all ranks
                     if world.is_main:
                         tensors[name] = weight.cpu().contiguous()
                 elif world.is_main:
                     tensors[name] = unread[name]
-            world.on_main(partial(write_tensors, file, tensors))
-        world.on_main(finish)
+            world.run_on_rank_zero(partial(write_tensors, file, tensors))
+        world.run_on_rank_zero(finish)

@@ -93,7 +93,7 @@ def in_pieces(
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
-    for piece in pieces(lengths, len(prompts), sampling.max_tokens_at_once, world):
+    for piece in pieces(lengths, len(prompts), sampling.max_batch_tokens, world):
         chosen = [i for i, _ in piece]
         drawn = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])
         for i, group in zip(chosen, drawn, strict=True):

@@ -26,8 +26,8 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # called in long work between states; StopSignals.leave ends it
-    leave: Callable[[], None] = lambda: None
+    # called in long work between states; StopSignals.stop_if_preempted ends it
+    stop_if_preempted: Callable[[], None] = lambda: None
     ends_group: bool = True  # False: an engine that has joined the process group ends it
 
     @property
@@ -40,7 +40,7 @@ class World:
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
 
-    def equal_share(self, items: Sequence[Value]) -> tuple[list[Value], int]:
+    def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Take every size-th item, so that all ranks have equally many for a sharded model.
 
         Returns them, and how many come before the one, if any, that another rank has too.
@@ -77,7 +77,7 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def together(self, work: Callable[[], Value]) -> Value:
+    def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
         """Call work on every rank, longer than `timeout` if need be; all raise the error of one.
 
         Returns what this rank's work has returned.
@@ -93,9 +93,9 @@ class World:
             raise error
         return future.result()
 
-    def on_main(self, work: Callable[[], Value]) -> Value | None:
-        """Call work on the first rank alone, see together; other ranks return None."""
-        return self.together(work if self.is_main else lambda: None)
+    def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
+        """Call work on the first rank alone, see run_on_all_ranks; other ranks return None."""
+        return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
     def barrier(self):
         """Wait for all ranks."""

@@ -19,7 +19,7 @@ from minivlmrl.files import save_tensors
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.lora import draw_adapters, inject_adapters
-from minivlmrl.model.plain_weights import full, has_adapters
+from minivlmrl.model.plain_weights import gather_full_tensor, has_adapters
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.model.value_head import (
     HEAD_FILE,
@@ -39,7 +39,7 @@ def save_value_model(
 ):
     """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
     reshard(model.score)
-    head = {"score.weight": full(model.score.weight).cpu()}
+    head = {"score.weight": gather_full_tensor(model.score.weight).cpu()}
 
     def write_head(new_folder: Path):
         save_tensors(head, new_folder / HEAD_FILE)

@@ -127,7 +127,7 @@ def gather_and_save_model(
     """
     if model.sharding is None:
         save = partial(model_checkpoint.save_model, folder, model, processor, base, more)
-        world.on_main(save)
+        world.run_on_rank_zero(save)
         return
     from minivlmrl.distributed.fsdp import save_sharded
 

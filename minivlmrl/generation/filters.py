@@ -3,7 +3,7 @@
 To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits,
 and an entry to NO_TRUNCATION (config/options.py). Without the entry the filter is never applied,
 because the sampler, training, vLLM and the checks of options read NO_TRUNCATION to find out whether
-tokens are removed. docs/carry_on.md has an example.
+tokens are removed. docs/developer_guide.md has an example.
 """
 
 from collections.abc import Iterable, Sequence

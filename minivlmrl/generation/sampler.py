@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import find_named
+from minivlmrl.config.import_utils import resolve_object
 from minivlmrl.config.options import RunConfig, SamplingOptions
-from minivlmrl.config.parsing import naming
+from minivlmrl.config.parsing import error_context
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.distributed.micro_batching import in_pieces
@@ -53,7 +53,7 @@ class Sampler:
     """Sample completions with the options of a recipe's section `sampling`.
 
     A sample depends on the key of its prompt, not on the other prompts or the number of ranks.
-    Another engine is a subclass of this class, see vllm.py and docs/carry_on.md.
+    Another engine is a subclass of this class, see vllm.py and docs/developer_guide.md.
 
     Args:
         world: the ranks of the run, by default only this process, on the device of the model.
@@ -75,7 +75,7 @@ class Sampler:
         # called with the rows (r,) and ids (r,) of new tokens, see commands/chat.py
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
-        self.keeps_vision = keeps_vision and not by_layer and sampling.max_tokens_at_once is None
+        self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
         # a mixture of experts cannot be captured, because the tokens per expert vary
         fits_graph = not by_layer and model.config.experts is None
         on_gpu = self.device.type == "cuda" and fits_graph
@@ -95,7 +95,7 @@ class Sampler:
         Raises:
             ValueError: a stop token is outside the vocabulary of the model.
         """
-        if self.sampling.max_tokens_at_once is None:
+        if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
         return in_pieces(self.sample, prompts, num_generations, keys, self.sampling, self.world)
 
@@ -262,8 +262,8 @@ def make_sampler(
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     """Return the sampler class that sampling.engine names (ValueError if there is none)."""
-    with naming(f"sampling.engine {sampling.engine}"):
-        kind, options = find_named("engine", sampling.engine, ENGINES)
+    with error_context(f"sampling.engine {sampling.engine}"):
+        kind, options = resolve_object("engine", sampling.engine, ENGINES)
         if options or not (isinstance(kind, type) and issubclass(kind, Sampler)):
             raise ValueError("it must be a class made of minivlmrl.generation.sampler.Sampler")
     return kind

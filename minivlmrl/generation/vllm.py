@@ -37,7 +37,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig, SamplingOptions
-from minivlmrl.config.parsing import naming, read_json
+from minivlmrl.config.parsing import error_context, read_json
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
@@ -49,7 +49,7 @@ from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
-from minivlmrl.model.plain_weights import full
+from minivlmrl.model.plain_weights import gather_full_tensor
 
 # options of vLLM that a recipe cannot change
 FIXED_OPTIONS = {
@@ -132,7 +132,7 @@ class VLLMSampler(Sampler):
 
     @classmethod
     def check(cls, run: RunConfig):
-        with naming("sampling.engine: install vLLM as docs/vllm.md says"):
+        with error_context("sampling.engine: install vLLM as docs/vllm.md says"):
             fields = dataclasses.fields(load_name("vllm:EngineArgs"))
         names = {field.name for field in fields} - RESERVED_OPTIONS
         unknown = sorted(run.sampling.vllm.keys() - names)
@@ -188,7 +188,7 @@ class VLLMSampler(Sampler):
         """
         if self.sleeps:
             self.llm.wake_up(tags=["weights"])  # allocates the memory that reload_weights fills
-        weights = ((name, full(x)) for name, x in file_weights(self.model).items())
+        weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])

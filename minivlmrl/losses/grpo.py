@@ -66,7 +66,7 @@ class GRPOLossOptions:
 
 
 @dataclass
-class Counts:
+class LossNormalizer:
     """What losses divide by: totals of an optimizer step, over its micro-batches and ranks."""
 
     sequences: float  # completions
@@ -83,7 +83,7 @@ def grpo_loss(
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
     token_weights: Tensor | None = None,
-    counts: Counts | None = None,
+    counts: LossNormalizer | None = None,
     **term_options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy-gradient loss of a batch of completions.
@@ -234,7 +234,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
 
 
 # loss_type: (per-token terms, 0 outside the mask; mask; Counts) -> scalar
-AVERAGES: dict[str, Callable[[Tensor, Tensor, Counts], Tensor]] = {
+AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # each row by its own length, then by the number of rows
     "grpo": lambda terms, mask, counts: (
         (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / counts.sequences
@@ -246,16 +246,16 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor, Counts], Tensor]] = {
 }
 
 
-def max_length(counts: Counts) -> int:
+def max_length(counts: LossNormalizer) -> int:
     """Return the constant of dr_grpo, which the caller must give."""
     if counts.max_completion_length is None:
         raise ValueError("loss_type dr_grpo divides by counts.max_completion_length; give it")
     return counts.max_completion_length
 
 
-def counts_of(mask: Tensor) -> Counts:
+def counts_of(mask: Tensor) -> LossNormalizer:
     """Return the counts of a batch that is a whole optimizer step."""
-    return Counts(len(mask), mask.sum().clamp(min=1))
+    return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from minivlmrl.losses.grpo import (
     AVERAGES,
     RATIOS,
     TERMS,
-    Counts,
+    LossNormalizer,
     LossOptions,
     TermInputs,
     clipped,
@@ -153,7 +153,10 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 
 
 def mean_entropy(
-    entropies: Tensor, kept: Tensor, counts: Counts, num_tokens: float | Tensor | None = None
+    entropies: Tensor,
+    kept: Tensor,
+    counts: LossNormalizer,
+    num_tokens: float | Tensor | None = None,
 ) -> Tensor:
     """Average the entropy over so many kept tokens; None: this batch's, by its share of rows.
 

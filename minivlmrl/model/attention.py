@@ -177,7 +177,9 @@ class DecodeAttention:
     check_every = 1  # after so many steps `generate` asks which rows have ended
     # rows, and which of the new tokens are theirs
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    answer_rows: Sequence[int] = ()  # rows that read answers of tools, see agents/tool_sampler.py
+    generate_for_rows: Sequence[
+        int
+    ] = ()  # rows that read answers of tools, see agents/tool_sampler.py
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths

@@ -12,7 +12,7 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minivlmrl.config.parsing import naming, read_json, require
+from minivlmrl.config.parsing import check_field, error_context, read_json
 from minivlmrl.data.chat_template import as_jinja
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
@@ -20,8 +20,8 @@ from minivlmrl.data.image_settings import read_image_processor, write_image_proc
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
 from minivlmrl.files import (
-    ASKED,
     INDEX,
+    INFERENCE_CONFIG,
     image_settings,
     replacing,
     save_tensors,
@@ -44,7 +44,7 @@ from minivlmrl.model.plain_weights import (
     Stacked,
     Weight,
     base_weights,
-    full,
+    gather_full_tensor,
     has_adapters,
     plain_name,
     plain_weights,
@@ -57,7 +57,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
-    rf"|merges\.txt|chat_template\.jinja|{re.escape(ASKED)}|LICENSE.*|NOTICE.*"
+    rf"|merges\.txt|chat_template\.jinja|{re.escape(INFERENCE_CONFIG)}|LICENSE.*|NOTICE.*"
 )
 
 
@@ -208,7 +208,7 @@ def load_processor(
     video_file, video_values = video_settings(folder)
     images = replace(images, videos=family.read_videos(video_values, str(video_file), images))
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    with naming(f"{folder}/config.json"):
+    with error_context(f"{folder}/config.json"):
         check_fit(config, images, image_file, tokenizer)
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     tokenizer.files |= carried_files(folder)
@@ -222,8 +222,8 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
         value = getattr(config.vision_config, field)
         expected = getattr(images, name)
         as_in_file = f"{expected} as in {image_file.name}"
-        require(value == expected, f"vision_config.{field}", value, as_in_file)
-    require(
+        check_field(value == expected, f"vision_config.{field}", value, as_in_file)
+    check_field(
         config.vocab_size >= len(tokenizer),  # some rows of the embedding no token uses
         "vocab_size",
         config.vocab_size,
@@ -232,7 +232,7 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
     for name in ("image_token_id", "video_token_id"):
         value = getattr(config, name)
         expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
-        require(value == expected, name, value, f"{expected} as in tokenizer.json")
+        check_field(value == expected, name, value, f"{expected} as in tokenizer.json")
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
@@ -273,7 +273,7 @@ def save_model(
             tensors = {}
             for name in names:
                 if name in weights:
-                    tensors[name] = full(weights[name]).cpu().contiguous()
+                    tensors[name] = gather_full_tensor(weights[name]).cpu().contiguous()
                     check_finite(name, tensors[name], folder)
                 else:
                     tensors[name] = unread[name]
@@ -305,8 +305,8 @@ def write_extras(
     """Write the adapter into a folder of its own, and what the caller adds."""
     if write_adapter is not None:
         write_adapter(folder / "adapter")
-        if (folder / ASKED).exists():
-            shutil.copy(folder / ASKED, folder / "adapter")
+        if (folder / INFERENCE_CONFIG).exists():
+            shutil.copy(folder / INFERENCE_CONFIG, folder / "adapter")
     if more is not None:
         more(folder)
 

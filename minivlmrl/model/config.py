@@ -5,7 +5,7 @@ from collections.abc import Container
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from minivlmrl.config.parsing import build, require
+from minivlmrl.config.parsing import build, check_field
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
 NumExperts = Annotated[int, "[1, 1e6]"]
@@ -29,7 +29,7 @@ class ExpertsConfig:
     decoder_sparse_step: NumExperts = 1  # layers from one that has experts to the next
 
     def __post_init__(self):
-        require(
+        check_field(
             self.num_experts_per_tok <= self.num_experts,
             "num_experts_per_tok",
             self.num_experts_per_tok,
@@ -52,7 +52,7 @@ class RecurrentConfig:
     linear_conv_kernel_dim: Annotated[int, ">= 2"]  # tokens that the convolution mixes
 
     def __post_init__(self):
-        require(
+        check_field(
             self.linear_num_value_heads % self.linear_num_key_heads == 0,
             "linear_num_key_heads",
             self.linear_num_key_heads,
@@ -87,10 +87,10 @@ class VisionConfig:
     def __post_init__(self):
         count = self.num_position_embeddings or 0
         is_square = math.isqrt(count) ** 2 == count
-        require(is_square, "num_position_embeddings", count, "a square number")
+        check_field(is_square, "num_position_embeddings", count, "a square number")
         blocks = self.deepstack_visual_indexes
         valid = len(set(blocks)) == len(blocks) and all(i < self.depth for i in blocks)
-        require(
+        check_field(
             valid,
             "deepstack_visual_indexes",
             list(blocks),
@@ -99,7 +99,7 @@ class VisionConfig:
         if self.window_size is not None:
             token_side = self.patch_size * self.spatial_merge_size
             fits = self.window_size >= token_side
-            require(fits, "window_size", self.window_size, f"{token_side} or more")
+            check_field(fits, "window_size", self.window_size, f"{token_side} or more")
 
     @property
     def patch_dim(self) -> int:
@@ -147,10 +147,10 @@ class ModelConfig:
         heads = self.num_attention_heads
         if not self.head_dim:
             fits = self.hidden_size % heads == 0
-            require(fits, "hidden_size", self.hidden_size, f"a multiple of its {heads} heads")
+            check_field(fits, "hidden_size", self.hidden_size, f"a multiple of its {heads} heads")
             self.head_dim = self.hidden_size // heads
         key_heads = self.num_key_value_heads
-        require(
+        check_field(
             heads % key_heads == 0,
             "num_key_value_heads",
             key_heads,
@@ -158,7 +158,7 @@ class ModelConfig:
         )
         section = list(self.mrope_section)
         rotary_dim = int(self.head_dim * self.partial_rotary_factor)
-        require(
+        check_field(
             sum(section) * 2 == rotary_dim,
             "mrope_section",
             section,
@@ -170,14 +170,14 @@ class ModelConfig:
 
     def _check_tower(self, vision: VisionConfig):
         width = vision.hidden_size
-        require(
+        check_field(
             width % (4 * vision.num_heads) == 0,
             "vision_config.hidden_size",
             width,
             "a multiple of 4 x num_heads, for 2-D rotary",
         )
         width = vision.out_hidden_size
-        require(
+        check_field(
             width == self.hidden_size,
             "vision_config.out_hidden_size",
             width,
@@ -185,7 +185,7 @@ class ModelConfig:
         )
         blocks = list(vision.deepstack_visual_indexes)
         fits = len(blocks) < self.num_hidden_layers
-        require(
+        check_field(
             fits,
             "vision_config.deepstack_visual_indexes",
             blocks,
@@ -200,7 +200,7 @@ class ModelConfig:
                 "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
             )
         valid = len(self.layer_types) == count and "full_attention" in self.layer_types
-        require(
+        check_field(
             valid,
             "layer_types",
             list(self.layer_types),
@@ -223,7 +223,7 @@ class ModelConfig:
     def from_dict(cls, config: dict[str, Any], where: str = "config.json") -> "ModelConfig":
         """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
         model_type = config.get("model_type")
-        require(
+        check_field(
             model_type in list(FAMILIES),
             f"{where}: model_type",
             model_type,
@@ -263,7 +263,7 @@ class ModelConfig:
             sizes = {name: flat[name] for name in family.experts}
             built.experts = build(ExpertsConfig, sizes, where, json=True)
             size = built.experts.moe_intermediate_size
-            require(
+            check_field(
                 not family.turned_experts or built.hidden_size not in (size, 2 * size),
                 f"{where}: moe_intermediate_size",
                 size,
@@ -322,7 +322,7 @@ def _section(config: dict, where: str, *names: str) -> dict:
     for name in names:
         section = config.get(name)
         if section:
-            require(isinstance(section, dict), f"{where}: {name}", section, "an object")
+            check_field(isinstance(section, dict), f"{where}: {name}", section, "an object")
             return section
     return {}
 
@@ -352,7 +352,7 @@ def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
         "vision_config.rope_type": (vision_rope.get("rope_type"), "axial", "default"),
     }
     for name, (value, *computed) in supported.items():
-        require(
+        check_field(
             value is None or value in computed,
             f"{where}: {name}",
             value,

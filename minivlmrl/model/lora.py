@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
-from minivlmrl.config.parsing import require
+from minivlmrl.config.parsing import check_field
 from minivlmrl.data.rows import random_numbers
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
@@ -24,7 +24,7 @@ from minivlmrl.model.plain_weights import (
     PARTS,
     PackedLinear,
     ReplacedLinear,
-    full,
+    gather_full_tensor,
     is_adapter,
     packed_layers,
     part_of,
@@ -40,7 +40,7 @@ def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
     for target in options.target:
         layer_names += target_layers(model, target)
     for name in dict.fromkeys(layer_names):  # each once
-        wrap(model, name, options.r, options.alpha / options.r)
+        add_lora(model, name, options.r, options.alpha / options.r)
     if options.quantize:
         quantize_base(model)
 
@@ -83,9 +83,9 @@ class LoRALinear(ReplacedLinear):
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
         """Add up W + scaling B A in the dtype of W; all ranks call this."""
-        A = full(self.lora_A)
-        B = full(self.lora_B)
-        weight = full(self.base.weight).to(A.device)
+        A = gather_full_tensor(self.lora_A)
+        B = gather_full_tensor(self.lora_B)
+        weight = gather_full_tensor(self.base.weight).to(A.device)
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
@@ -120,10 +120,10 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
-def place_like(model: nn.Module, other: nn.Module):
+def copy_adapter_layout(model: nn.Module, other: nn.Module):
     """Give a model adapters where another one has some, of the same sizes, on a base as packed."""
     for name, layer in adapters(other).items():
-        wrap(model, name, layer.r, layer.scaling)
+        add_lora(model, name, layer.r, layer.scaling)
     for name in packed_layers(other):
         quantize_layer(model, name)
 
@@ -195,7 +195,7 @@ def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
         ]
     except re.error as error:
         raise ValueError(f"target is {target!r}, it must be a regular expression") from error
-    require(
+    check_field(
         bool(target_names),
         "target",
         target,
@@ -213,7 +213,7 @@ def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
     return part_of(layer_name)
 
 
-def wrap(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
+def add_lora(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
     """Exchange a linear layer for one with an adapter that adds nothing yet, its only one."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer

@@ -35,7 +35,7 @@ class GroupBatch:
     vision_index: Tensor  # (merged tokens,) where images and videos are in the run
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     # (M,) float32: 1 if the policy wrote it, 0 if a tool or another turn inserted it
-    written: Tensor
+    policy_mask: Tensor
     sampling_mask: Tensor  # (2, K) int64: a token, an id that filters kept; (2, 0): no filters
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
@@ -51,7 +51,7 @@ class GroupBatch:
     @property
     def completion_mask(self) -> Tensor:
         """(R, T): 1 where a row has a token that was written, whatever its id is."""
-        return self.pad(self.written)
+        return self.pad(self.policy_mask)
 
 
 def pack(
@@ -83,7 +83,9 @@ def pack(
     vision_index = torch.isin(looked_through, placeholders).nonzero()[:, 0]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     scored = torch.cat([nothing, *(completion.ids for completion in all_completions)])
-    written = torch.cat([nothing, *(completion.written for completion in all_completions)]).float()
+    policy_mask = torch.cat(
+        [nothing, *(completion.policy_mask for completion in all_completions)]
+    ).float()
     masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
     pixel_values = torch.cat([patches for span in spans for patches in span.pixel_values])
     return GroupBatch(
@@ -93,7 +95,7 @@ def pack(
         image_grid_thw=torch.cat([grids for span in spans for grids in span.grids]),
         vision_index=to_device(vision_index, device),
         completion_ids=to_device(scored, device),
-        written=to_device(written, device),
+        policy_mask=to_device(policy_mask, device),
         sampling_mask=to_device(join_masks(scored, masks), device),
         layout=GroupLayout(prompt_lengths, completion_lengths, device, rows),
         prompts=prompts,
@@ -124,7 +126,7 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig"
         span = Span(
             ids=completion.ids[:-1],
             # a written <|image_pad|> is text
-            image_ids=completion.ids.masked_fill(completion.written, -1)[:-1],
+            image_ids=completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
             position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
         )
         if completion.pictures:

@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import build, naming, read_json, require
+from minivlmrl.config.parsing import build, check_field, error_context, read_json
 from minivlmrl.files import save_tensors, write_json
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import hub_name, memory_name
-from minivlmrl.model.lora import LoRALinear, adapters, set_parameters, wrap
-from minivlmrl.model.plain_weights import PackedLinear, full
+from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
+from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 
 Form = tuple[int, float]  # r and scaling of LoRALinear
 LAYER = re.compile(r"[\w.]+")
@@ -52,7 +52,7 @@ def load_adapter(model: Qwen2_5_VL, folder: str | Path):
     """Put a PEFT folder's adapters on a model, freeze the rest (ValueError: what is wrong)."""
     forms, weights = _read(model.requires_grad_(False), folder)
     for name, form in forms.items():
-        wrap(model, name, *form)
+        add_lora(model, name, *form)
     set_parameters(model, weights)
 
 
@@ -103,10 +103,12 @@ def _read(model: Qwen2_5_VL, folder: str | Path) -> tuple[dict[str, Form], dict[
         raise ValueError(
             f"{file}: not a whole safetensors file ({error}); PEFT's .bin files are not read"
         ) from error
-    with naming(file):
+    with error_context(file):
         for name, tensor in tensors.items():
             is_float = tensor.is_floating_point() and tensor.element_size() > 1
-            require(is_float and bool(tensor.isfinite().all()), name, tensor.dtype, "finite floats")
+            check_field(
+                is_float and bool(tensor.isfinite().all()), name, tensor.dtype, "finite floats"
+            )
             match = TENSOR.fullmatch(name)
             if match is None:
                 raise ValueError(
@@ -125,12 +127,12 @@ def _read(model: Qwen2_5_VL, folder: str | Path) -> tuple[dict[str, Form], dict[
 def _read_config(file: Path) -> PeftConfig:
     values = read_json(file)
     config = build(PeftConfig, values, str(file), json=True)
-    with naming(file):
+    with error_context(file):
         for name in REFUSED:
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(f"{name} is {values[name]!r:.60}: merge it with PEFT")
         for name in config.alpha_pattern or {}:
-            require(
+            check_field(
                 LAYER.fullmatch(name) is not None,
                 "alpha_pattern",
                 name,
@@ -167,8 +169,12 @@ def gather_adapter(model: Qwen2_5_VL, base: str | None = None) -> Callable[[Path
     layers = {memory_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}
     for name, layer in layers.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = full(layer.lora_A).cpu().contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = full(layer.lora_B).cpu().contiguous()
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = (
+            gather_full_tensor(layer.lora_A).cpu().contiguous()
+        )
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = (
+            gather_full_tensor(layer.lora_B).cpu().contiguous()
+        )
     ranks = {name: layer.r for name, layer in layers.items()}
     # PEFT divides by r again, also where the scaling was alpha / sqrt(r)
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}

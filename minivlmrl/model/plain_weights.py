@@ -98,10 +98,10 @@ class Sharded(Protocol):
     def to_local(self) -> Tensor: ...
 
 
-def full(weight: Weight) -> Tensor:
+def gather_full_tensor(weight: Weight) -> Tensor:
     """Compute a weight without gradient: gathered if it is sharded, merged or unpacked."""
     if isinstance(weight, Stacked):
-        return weight.stack(full)
+        return weight.stack(gather_full_tensor)
     if isinstance(weight, ReplacedLinear):
         return weight.plain_weight()
     return gather(weight).detach()

@@ -45,7 +45,7 @@ def get_rope_index(
         ValueError: the number of placeholders differs from the number that the grids need.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time";
         transformers 4.49 to 4.51 and vLLM. Later releases of transformers give videos different
-        positions, see docs/exact.md.
+        positions, see docs/numerical_parity.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)

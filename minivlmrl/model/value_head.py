@@ -36,12 +36,12 @@ class ValueModel(nn.Module):
         """Compute the number at the state before each completion token, (M,)."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
-    def at_end(self, batch: GroupBatch) -> Tensor:
+    def score_last_token(self, batch: GroupBatch) -> Tensor:
         """Compute the number at the last token of completions, (R,), in a batch of pack_to_end."""
         return torch.stack([numbers[-1] for numbers in self(batch).split(batch.layout.row_lengths)])
 
 
-def pack_to_end(
+def pack_with_last_token(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:  # fmt: skip
@@ -59,8 +59,8 @@ def pack_to_end(
 def repeat_last_token(completion: Completion) -> Completion:
     """Append a completion's last token once more."""
     ids = torch.cat([completion.ids, completion.ids[-1:]])
-    written = torch.cat([completion.written, completion.written[-1:]])
-    return replace(completion, ids=ids, written=written)
+    policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
+    return replace(completion, ids=ids, policy_mask=policy_mask)
 
 
 class ValueHead(nn.Linear):

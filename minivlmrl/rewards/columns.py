@@ -36,7 +36,7 @@ def reward_columns(
     return columns
 
 
-def ask_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
+def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
     """Ask K rewards about n completions: (n, K) float32, NaN where one answers None."""
     values = []
     for reward in rewards:

@@ -16,9 +16,9 @@ from functools import partial
 from itertools import chain, compress
 from typing import Protocol, runtime_checkable
 
-from minivlmrl.config.import_utils import find_named, raised, with_options
+from minivlmrl.config.import_utils import raised, resolve_object, with_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import did_you_mean, naming
+from minivlmrl.config.parsing import did_you_mean, error_context
 from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import REWARD_ARGUMENTS
@@ -99,8 +99,8 @@ class Reward:
 
     name: str
     function: Callable
-    # (work) -> what it returns, or the error of any rank, see World.together
-    together: Callable = operator.call
+    # (work) -> what it returns, or the error of any rank, see World.run_on_all_ranks
+    run_on_all_ranks: Callable = operator.call
     log: RewardLog | None = None  # of a stage; evaluations and tools have none
 
     @property
@@ -112,12 +112,14 @@ class Reward:
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
         """Return this reward for the ranks of a run, which fail together."""
-        return replace(self, together=world.together, log=log)
+        return replace(self, run_on_all_ranks=world.run_on_all_ranks, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Judge n completions: n numbers, NaN for None (RewardFailed: names the row)."""
         try:
-            return self.together(lambda: self._judge({"completions": completions} | columns))
+            return self.run_on_all_ranks(
+                lambda: self._judge({"completions": completions} | columns)
+            )
         except ValueError as error:
             raise RewardFailed(*error.args) from error
 
@@ -178,8 +180,8 @@ class Reward:
 
 def get_reward(name: str) -> Reward:
     """Find a reward (ValueError: there is none, or its function has no such option)."""
-    function, options = find_named("reward", name, REWARDS)
-    with naming(f"reward {name}"):
+    function, options = resolve_object("reward", name, REWARDS)
+    with error_context(f"reward {name}"):
         function = with_options(function, options)
         if not inspect.getfullargspec(function).varkw:
             raise ValueError("end its arguments with **columns")

@@ -1,7 +1,7 @@
 """Callbacks: what happens beside the training loop, without changing it.
 
 run/loop.py calls each method of each callback at the moment that its name says, on all ranks.
-The default callbacks check memory, warn while a run is not learning, and write page.html. For
+The default callbacks check memory, warn while a run is not learning, and write report.html. For
 others pass a list: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 

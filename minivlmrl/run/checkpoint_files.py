@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minivlmrl.config.parsing import require
+from minivlmrl.config.parsing import check_field
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_part, shard_rows
 from minivlmrl.files import flush_file, save_tensors
@@ -104,11 +104,11 @@ def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
     """Read this rank's rows of a tensor into it (ValueError: shape or dtype are others)."""
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
-    require(saved_rows == tensor_rows, name, f"{saved_rows} rows", f"{tensor_rows} rows")
+    check_field(saved_rows == tensor_rows, name, f"{saved_rows} rows", f"{tensor_rows} rows")
     local, start = local_rows(tensor)
     if len(local):
         rows = read_rows(name, pieces, start, start + len(local))
         saved = [rows.dtype, *rows.shape]
         expected = [local.dtype, *local.shape]
-        require(saved == expected, name, saved, str(expected))
+        check_field(saved == expected, name, saved, str(expected))
         local.copy_(rows)

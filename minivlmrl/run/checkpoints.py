@@ -136,12 +136,12 @@ class CheckpointManager:
         self.signals.save = partial(self.keep, progress, log)
         if self.is_due(progress.steps, stage_ends):
             self.keep(progress, log)
-        self.signals.leave()
+        self.signals.stop_if_preempted()
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
-        """Say whether state_minutes or state_steps ask for a state now; all ranks call it."""
-        minutes = self.config.state_minutes
-        every_steps = self.config.state_steps
+        """Say whether checkpoint_minutes or checkpoint_steps ask for a state now; all ranks call it."""
+        minutes = self.config.checkpoint_minutes
+        every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
         if self.world.sum(is_late)[0]:  # the clock of the first rank
             return True
@@ -298,7 +298,7 @@ class CheckpointManager:
             return read_trainer_state(folder)
 
         try:
-            return self.world.together(check)
+            return self.world.run_on_all_ranks(check)
         except (OSError, ValueError) as error:
             if self.world.is_main:
                 print(f"state {folder} is damaged and not used: {error}", flush=True)
@@ -329,10 +329,10 @@ class CheckpointManager:
                 shutil.rmtree(old)
 
         try:
-            self.world.together(write)
+            self.world.run_on_all_ranks(write)
             for rank_checksums in self.world.gather_objects(checksums):
                 checksums.update(rank_checksums)
-            self.world.on_main(finish)
+            self.world.run_on_rank_zero(finish)
         except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise ValueError(

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
-from minivlmrl.config.parsing import did_you_mean, require
+from minivlmrl.config.parsing import check_field, did_you_mean
 from minivlmrl.config.types import RewardName
 from minivlmrl.data.row_summary import FileRows
 from minivlmrl.data.rows import Dataset
@@ -77,7 +77,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
     """Raise ValueError if the prompts of a step cannot be divided equally among the ranks."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
-    require(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
+    check_field(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
 
 
 def _training_rows(

@@ -15,7 +15,7 @@ from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, make_sampler
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.rewards.columns import ask_rewards
+from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, columns_of, held_out_rewards, recipe_columns
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
@@ -30,21 +30,23 @@ def evaluate(
 
     These are sampled and greedy (the first of data.eval_rewards of a completion drawn at
     temperature 1, and of the likeliest), format (the second, of what was sampled, if it is one),
-    both of each further reward, and the first over rows marked unseen. With data.eval_blind also
+    both of each further reward, and the first over rows marked unseen. With data.eval_without_images also
     grey and swapped, sampled with grey pictures and with those of the next row.
     """
     rewards = held_out_rewards(config)
     # of the recipe's options only where answers end, so that runs stay comparable
     sampling = replace(config.sampling, engine="own", repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
-    if config.data.eval_blind:
+    if config.data.eval_without_images:
         ways += [(name, 1.0, pictures) for name, pictures in BLIND.items()]
     means = {}
     unseen_means = {}
     for name, temperature, pictures in ways:
         options = replace(sampling, temperature=temperature)
         sample = make_sampler(model, processor, options, world, config.rollout.gather_weights)
-        parts = answer_rows(sample, rows, 1, rewards, "evaluation", earned_and_unseen, pictures)
+        parts = generate_for_rows(
+            sample, rows, 1, rewards, "evaluation", earned_and_unseen, pictures
+        )
         answers = list(chain.from_iterable(parts))
         earned = torch.tensor([values for values, _ in answers], dtype=torch.float64)  # (rows, K)
         is_unseen = torch.tensor([unseen for _, unseen in answers])
@@ -93,7 +95,7 @@ def following_pictures(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
 BLIND = {"grey": grey_pictures, "swapped": following_pictures}
 
 
-def answer_rows(
+def generate_for_rows(
     sample: Sampler,
     rows: Dataset,
     count: int,
@@ -113,8 +115,8 @@ def answer_rows(
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
     no_columns = dict.fromkeys(columns_of(rewards))  # a row without one of these is not judged
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
-        world.leave()
-        share, _ = world.equal_share(numbers)
+        world.stop_if_preempted()
+        share, _ = world.shard_evenly(numbers)
         batch = []
         for index in share:
             row = rows[index]
@@ -123,7 +125,7 @@ def answer_rows(
             if pictures is not None:
                 row = replace(row, images=pictures(row, rows))
             batch.append(row)
-        scores, completions = answer_and_score(sample, batch, count, rewards)  # (n, K), groups
+        scores, completions = generate_and_score(sample, batch, count, rewards)  # (n, K), groups
         earned = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, earned, strict=True)]
         all_ranks = world.gather_objects(described)
@@ -133,7 +135,7 @@ def answer_rows(
     bar.close()
 
 
-def answer_and_score(
+def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
     """Sample `count` completions of each row; return their rewards, (n, K), and the groups."""
@@ -141,4 +143,4 @@ def answer_and_score(
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)
     rewards = [reward.on(sample.world) for reward in rewards]
-    return ask_rewards(rewards, columns), completions
+    return call_rewards(rewards, columns), completions

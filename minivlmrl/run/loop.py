@@ -50,7 +50,7 @@ def train_stages(
     world = signals.world
     check_outputs(config)
     if world.is_main:
-        print(f"output: {config.output_dir}; open page.html there in a browser", flush=True)
+        print(f"output: {config.output_dir}; open report.html there in a browser", flush=True)
     for callback in callbacks:
         callback.on_setup(config, world)
     model, processor, datasets = prepare(config, trainers, world)
@@ -132,7 +132,7 @@ def optimizer_step(
     world = trainer.world
     parts = []  # of each micro-batch: its metrics, and over how many tokens or pairs they are
     for index, batch in enumerate(step.micro_batches):
-        world.leave()
+        world.stop_if_preempted()
         with trainer.dropout(number, index):
             loss, metrics = trainer.training_loss(batch)
             loss.backward()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.config.import_utils import find_named, guarded, with_options
+from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text, naming
+from minivlmrl.config.parsing import error_context, json_text
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run.rollout_log import CompletionsLog
 from minivlmrl.run.trainer_state import TrainerState
@@ -57,7 +57,9 @@ class MetricsLog(ExitStack):
             self.files[name] = file
         for name in dict.fromkeys(config.report_to):
             tracker = find_tracker(name)
-            self.trackers.append(guarded(f"report_to {name}", tracker, config, self.steps, self))
+            self.trackers.append(
+                call_user_code(f"report_to {name}", tracker, config, self.steps, self)
+            )
 
     def write(self, name: str, line: dict):
         """Add a line to a file."""
@@ -289,8 +291,8 @@ def curves(evaluation: dict[str, float]) -> dict[str, float]:
 
 def find_tracker(name: str) -> Callable:
     """Find a tracker, a function (config, steps, closing) -> log(values, steps), by its name."""
-    with naming(f"report_to {name}"):
-        return with_options(*find_named("tracker", name, TRACKERS))
+    with error_context(f"report_to {name}"):
+        return with_options(*resolve_object("tracker", name, TRACKERS))
 
 
 def check_trackers(names: Sequence[str]):

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import find_named, guarded, with_options
+from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
-from minivlmrl.config.parsing import naming, require
+from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, reshard
-from minivlmrl.model.plain_weights import full
+from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.model.trainable import trained_parameters
 
 
@@ -36,9 +36,9 @@ def make_optimizer(
     parameters: list, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
     """Make an optimizer of these parameters (ValueError: it cannot be made)."""
-    with naming(f"optimizer.name {section.name}"):
-        make = with_options(*find_named("optimizer", section.name, OPTIMIZERS))
-        return guarded(
+    with error_context(f"optimizer.name {section.name}"):
+        make = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
+        return call_user_code(
             "it",
             make,
             parameters,
@@ -63,12 +63,12 @@ def check_optimizer(section: OptimizerOptions):
     """Refuse a user's optimizer (ValueError) that fails in a step, or that no state can hold."""
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = make_optimizer([weight], TrainingOptions(), section)
-    with naming(f"optimizer.name {section.name}"):
-        guarded("its step", begin_state, optimizer, [weight])
+    with error_context(f"optimizer.name {section.name}"):
+        call_user_code("its step", begin_state, optimizer, [weight])
         for group in optimizer.param_groups:
-            require("lr" in group, "a group", sorted(group), 'with "lr", which a schedule sets')
+            check_field("lr" in group, "a group", sorted(group), 'with "lr", which a schedule sets')
         for name, value in optimizer.state[weight].items():
-            require(isinstance(value, Tensor), f"state {name}", value, "a tensor, to be saved")
+            check_field(isinstance(value, Tensor), f"state {name}", value, "a tensor, to be saved")
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
@@ -76,7 +76,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
     if not is_sharded(model):
         world.sum_gradients(trained_parameters(model))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    return full(norm).item()
+    return gather_full_tensor(norm).item()
 
 
 def learning_rate(step: int, config: TrainingOptions) -> float:

@@ -16,7 +16,7 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.trainable import trainable_summary
-from minivlmrl.rewards.columns import ask_rewards
+from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
 from minivlmrl.trainers.base import Trainer
 
@@ -55,7 +55,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
             "turn_texts": [],
             "completions": "<answer>invented</answer>",
         }
-        ask_rewards(rewards, {name: [value] for name, value in columns.items()})
+        call_rewards(rewards, {name: [value] for name, value in columns.items()})
 
 
 def check_experts(config: RunConfig, model: Qwen2_5_VL):

@@ -97,7 +97,7 @@ class Results:
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:
             callback.on_evaluation(stage, steps_done, len(held_out))
-        best_metric = config.keep_best
+        best_metric = config.best_metric
         if trainer is not None and best_metric is not None and best_metric in values:
             value = values[best_metric]
             score = -value if best_metric == "loss" else value

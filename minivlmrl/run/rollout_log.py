@@ -182,7 +182,7 @@ def describe_group(trainer: Trainer, rollout: Rollout, index: int, advantages: l
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Say of a turn what page.html shows beside its tokens."""
+    """Say of a turn what report.html shows beside its tokens."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
@@ -211,7 +211,7 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     assert completion.logps is not None  # the sampler records them
     token_ids = completion.ids.tolist()
     logps = completion.logps.tolist()
-    is_written = completion.written.tolist()
+    is_written = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_written, strict=True):
         text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

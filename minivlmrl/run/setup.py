@@ -7,7 +7,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from minivlmrl.config.loading import asked_yaml
+from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import read_json
 from minivlmrl.data.image_settings import RESIZE
@@ -18,7 +18,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
-from minivlmrl.files import ASKED
+from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
@@ -149,7 +149,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         from minivlmrl.data.folder_template import with_values  # here, because it needs Jinja
 
         template = with_values(template, data.template)
-    processor.tokenizer.files[ASKED] = asked_yaml(config).encode()
+    processor.tokenizer.files[INFERENCE_CONFIG] = inference_yaml(config).encode()
     processor = replace(
         processor,
         image_processor=image_processor,

@@ -21,14 +21,14 @@ class Preempted(Exception):
 class StopSignals:
     """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once.
 
-    Its `world` is the one of a run that long work may end, see leave.
+    Its `world` is the one of a run that long work may end, see stop_if_preempted.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
     SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
 
     def __init__(self, world: World):
-        self.world = replace(world, leave=self.leave)
+        self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # when the first signal came
         self.exit_code = 0  # of the run: PREEMPTED if a signal ended it
         # name where all that was trained is saved, now if need be; None: the next rollout has begun
@@ -71,7 +71,7 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def leave(self):
+    def stop_if_preempted(self):
         """After a signal end long work (Preempted) if nothing is lost; all ranks call it."""
         if not self.asked():
             return

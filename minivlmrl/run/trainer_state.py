@@ -27,7 +27,7 @@ class TrainerState:
     kept: dict[str, list[float]] | None = None
     # results of the evaluations between stages, for the summary
     results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: float | None = None  # best value of keep_best so far, with a minus for a loss
+    best: float | None = None  # best value of best_metric so far, with a minus for a loss
     seconds: dict[str, float] = field(default_factory=dict)  # training time of each stage
     recipe: dict = field(default_factory=dict)  # options of the run, see recipe_values
     # contents of the log files so far, and what callbacks need to go on

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from minivlmrl.config.parsing import naming, require
+from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 
@@ -33,9 +33,9 @@ def get_task(name: str) -> Task:
         ValueError: there is none, or it has no such option.
     """
     # here, because minimal.py finds no task by its name
-    from minivlmrl.config.import_utils import find_named, with_options
+    from minivlmrl.config.import_utils import resolve_object, with_options
 
-    task, options = find_named("data.task", name, TASKS)
-    with naming(f"data.task {name}"):
-        require(isinstance(task, Task), "it", task, "a Task of minivlmrl.tasks.registry")
+    task, options = resolve_object("data.task", name, TASKS)
+    with error_context(f"data.task {name}"):
+        check_field(isinstance(task, Task), "it", task, "a Task of minivlmrl.tasks.registry")
         return replace(task, datasets=with_options(task.datasets, options))

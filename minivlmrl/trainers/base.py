@@ -12,7 +12,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import gather_and_save_model
-from minivlmrl.losses.grpo import Counts
+from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.packing import GroupBatch
@@ -27,7 +27,7 @@ class MicroBatch:
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
     # of the whole optimizer step: what its loss divides by; set when its micro-batches are packed
-    counts: Counts = field(init=False)
+    counts: LossNormalizer = field(init=False)
     ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
 
     @property

@@ -58,11 +58,11 @@ class DPOTrainer(PairTrainer):
         Rows that bring their scores are left out.
         """
         unscored = [index for index in self.answered(rows) if self.brought(rows[index]) is None]
-        share, _ = self.world.equal_share(unscored)
+        share, _ = self.world.shard_evenly(unscored)
         parts = split(share, self.config.micro_batch_size)
         scores = {}
         for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
-            self.world.leave()
+            self.world.stop_if_preempted()
             prompts, answers = self.encode([make_row(index) for index in part])
             batch = super().pack(prompts, answers)
             logps, _ = per_token_logps(self.policy, batch.group)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl.config.import_utils import find_named, guarded, with_options
+from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import GRPOOptions, RunConfig
-from minivlmrl.config.parsing import naming
+from minivlmrl.config.parsing import error_context
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
@@ -35,7 +35,7 @@ from minivlmrl.generation.environments import (
 )
 from minivlmrl.generation.sampler import find_engine, make_sampler
 from minivlmrl.losses.advantages import combine, group_advantages, leave_one_out, normalize_then_sum
-from minivlmrl.losses.grpo import AVERAGES, Counts, grpo_loss
+from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 from minivlmrl.losses.grpo_variants import (
     kept_tokens,
     mean_entropy,
@@ -47,7 +47,7 @@ from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import trained_parameters
-from minivlmrl.rewards.columns import ask_rewards
+from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import RewardLog, recipe_columns, training_rewards
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 from minivlmrl.trainers.rollout_metrics import (
@@ -77,7 +77,7 @@ class GRPOTrainer(Trainer):
         config = getattr(run, cls.stage)
         loss = find_loss(config)
         if loss is not grpo_loss:
-            guarded(f"{cls.stage}.loss_type {config.loss_type}", try_loss, loss, config)
+            call_user_code(f"{cls.stage}.loss_type {config.loss_type}", try_loss, loss, config)
 
     @staticmethod
     def has_reference(config: GRPOOptions) -> bool:
@@ -143,7 +143,7 @@ class GRPOTrainer(Trainer):
         """Sample G completions of each row and compute their rewards."""
         prompts = [row.prompt(self.processor) for row in rows]
         completions = self.sample(prompts, self.config.num_generations, [row.key for row in rows])
-        rewards = ask_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
+        rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
         rollout = Rollout(rows, prompts, completions, rewards)
         self.sample.verify_logps(rollout, self.run.rollout.max_logp_mismatch)
         return rollout
@@ -263,14 +263,14 @@ class GRPOTrainer(Trainer):
             batches.append(batch)
         return batches
 
-    def count_tokens(self, rollout: Rollout, part: range) -> Counts:
+    def count_tokens(self, rollout: Rollout, part: range) -> LossNormalizer:
         """Count the completions and tokens of an optimizer step on all ranks.
 
         A loss divides by all that was written, also by rows that rows_with_signal drops.
         """
-        written = [c.written for c in chain(*rollout.completions[part.start : part.stop])]
+        written = [c.policy_mask for c in chain(*rollout.completions[part.start : part.stop])]
         sequences, tokens = self.world.sum(len(written), int(torch.cat(written).sum()))
-        return Counts(sequences, tokens, self.run.sampling.max_new_tokens)
+        return LossNormalizer(sequences, tokens, self.run.sampling.max_new_tokens)
 
     def micro_batch(self, rollout: Rollout, rows: list[int], batch_type: type[Batch]) -> Batch:
         """Pack some of the n completions of a rollout, each after its prompt."""
@@ -441,9 +441,9 @@ def check_rollout_options(run: RunConfig, stage: str):
 
 def find_loss(config: GRPOOptions) -> Callable:
     """Find the loss of a recipe: grpo_loss, or the user's (ValueError: there is none)."""
-    with naming(f"grpo.loss_type {config.loss_type}"):
+    with error_context(f"grpo.loss_type {config.loss_type}"):
         names = dict.fromkeys(AVERAGES, grpo_loss)
-        return with_options(*find_named("loss", config.loss_type, names))
+        return with_options(*resolve_object("loss", config.loss_type, names))
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
@@ -456,7 +456,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
         config,
         old_per_token_logps=None,
         ref_per_token_logps=torch.zeros(1, 2),
-        counts=Counts(1, 2, 2),
+        counts=LossNormalizer(1, 2, 2),
     )
     value.backward()
     for metric in metrics.values():
@@ -502,7 +502,9 @@ def mask_completions(
     The others still count as sequences of the step, but contribute no tokens. Changes loss_mask
     and counts.
     """
-    lengths = torch.tensor([[int(c.written.sum()) for c in group] for group in rollout.completions])
+    lengths = torch.tensor(
+        [[int(c.policy_mask.sum()) for c in group] for group in rollout.completions]
+    )
     tokens = (lengths * counted.view_as(lengths))[part.start : part.stop].sum().item()
     counts = replace(batches[0].counts, tokens=max(world.sum(tokens)[0], 1))
     for batch in batches:

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.losses.grpo import Counts, row_mean
+from minivlmrl.losses.grpo import LossNormalizer, row_mean
 from minivlmrl.model.packing import pack
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
@@ -82,14 +82,14 @@ class OfflineTrainer(Trainer):
         All ranks get equally many, as sharded models need them; none if no row has all answers.
         """
         indices = self.answered(rows)
-        return self.world.equal_share(indices) if indices else ([], 0)
+        return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
         """Make an optimizer step of micro-batches, with the counts of all ranks."""
         tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
-        counts = Counts(sequences, tokens)
+        counts = LossNormalizer(sequences, tokens)
         for batch in batches:
             batch.counts = counts
         return Step(batches)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import ReferenceOptions
-from minivlmrl.config.parsing import require
+from minivlmrl.config.parsing import check_field
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ class Reference:
                 )
         elif has_adapters(policy) or config.num_shared_layers is not None:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
-            model = ParameterCopy(policy, trained)
+            model = SwappedParameters(policy, trained)
         else:
             model = copy_model(policy, to_compute)
         self.model = model.requires_grad_(False)
@@ -65,7 +65,7 @@ class Reference:
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """Compute log-probabilities of a batch's completions, (R, T) nats."""
-        with computing(self.model, self.policy) as model:
+        with swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)
@@ -79,13 +79,13 @@ class Reference:
         reshard(self.policy)
         reshard(self.model)
         policy_parameters = self.policy.parameters()
-        if isinstance(self.model, ParameterCopy):
+        if isinstance(self.model, SwappedParameters):
             policy_parameters = self.model.originals()
         for kept, moved in zip(self.model.parameters(), policy_parameters, strict=True):
             kept.lerp_(moved, config.ref_model_mixup_alpha)
 
 
-class ParameterCopy(nn.Module):
+class SwappedParameters(nn.Module):
     """Some parameters of a model as they are now; the model itself has all others.
 
     Args:
@@ -105,7 +105,7 @@ class ParameterCopy(nn.Module):
         return [parameters[name] for name in self.names]
 
     @contextmanager
-    def computing(self) -> Iterator[Qwen2_5_VL]:
+    def swapped_in(self) -> Iterator[Qwen2_5_VL]:
         """Yield the model with these values; a sharded one must not be gathered at the ends."""
         self._exchange()
         try:
@@ -122,13 +122,13 @@ class ParameterCopy(nn.Module):
 
 
 @contextmanager
-def computing(model: Qwen2_5_VL | ParameterCopy, policy: Qwen2_5_VL) -> Iterator[Qwen2_5_VL]:
+def swapped_in(model: Qwen2_5_VL | SwappedParameters, policy: Qwen2_5_VL) -> Iterator[Qwen2_5_VL]:
     """Give a model that computes beside the policy; copied parameters compute with its others."""
     reshard(policy)
-    if not isinstance(model, ParameterCopy):
+    if not isinstance(model, SwappedParameters):
         yield model
         return
-    with model.computing() as changed:
+    with model.swapped_in() as changed:
         yield changed
         reshard(changed)
 
@@ -161,7 +161,7 @@ def check_alike(policy: Qwen2_5_VL, path: str):
     for name in ALIKE:
         expected = attrgetter(name)(policy.config)
         value = attrgetter(name)(other)
-        require(value == expected, f"{file}: {name}", value, f"{expected!r}, as the policy's")
+        check_field(value == expected, f"{file}: {name}", value, f"{expected!r}, as the policy's")
 
 
 def load_frozen(

@@ -1,7 +1,7 @@
 """The stages that a recipe can name, and the class of each."""
 
 from minivlmrl.config.import_utils import find_stage
-from minivlmrl.config.parsing import naming, require
+from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.config.validation import check_effects
 from minivlmrl.trainers.base import Trainer
 
@@ -22,9 +22,9 @@ def find_class(stage: str) -> type[Trainer]:
         ValueError: there is none, or it is no Trainer with a name.
     """
     trainer = find_stage(stage, TRAINERS)
-    with naming(f"stages: {stage}"):
+    with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
-        require(is_trainer, "it", trainer, "a Trainer of minivlmrl.trainers.base")
+        check_field(is_trainer, "it", trainer, "a Trainer of minivlmrl.trainers.base")
     return trainer
 
 

@@ -19,7 +19,12 @@ from minivlmrl.distributed.weights import copy_model, reshard
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.value_head import ValueModel, check_value_model_folder, input_form, pack_to_end
+from minivlmrl.model.value_head import (
+    ValueModel,
+    check_value_model_folder,
+    input_form,
+    pack_with_last_token,
+)
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
 FOLDER = "reward_model"  # also the name of the stage and of its reward
@@ -62,14 +67,14 @@ class RewardTrainer(PairTrainer):
 
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
         prompts, answers = self.encode(rows)
-        group = pack_to_end(prompts, answers, self.policy.config, self.world.device)
+        group = pack_with_last_token(prompts, answers, self.policy.config, self.world.device)
         margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
         margin = margin.to(self.world.device)
         return RewardBatch(group, group.completion_mask, margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
         """Score the chosen answers, (B,), and the rejected ones, (B,)."""
-        chosen, rejected = self.trained.at_end(batch.group).view(-1, 2).unbind(1)
+        chosen, rejected = self.trained.score_last_token(batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
     def loss(self, batch: RewardBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,8 +121,10 @@ class RewardModelScores:
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
             part = slice(start, start + BATCH_SIZE)
-            batch = pack_to_end(prompts[part], completions[part], config, self.world.device)
-            scores += self.model.at_end(batch).tolist()
+            batch = pack_with_last_token(
+                prompts[part], completions[part], config, self.world.device
+            )
+            scores += self.model.score_last_token(batch).tolist()
         reshard(self.model)
         return scores
 
@@ -146,7 +153,7 @@ class RewardModelScores:
         answer = encode_completion(self.processor, row.messages, text)
         if completion.stopped or len(answer.ids) == 1:  # there must be a token to read
             return answer
-        return Completion(answer.ids[:-1], written=answer.written[:-1])
+        return Completion(answer.ids[:-1], policy_mask=answer.policy_mask[:-1])
 
 
 def reward_model(

@@ -32,7 +32,7 @@ def completion_metrics(
 ) -> dict[str, float]:
     """Describe the lengths, tool calls and turns of the completions of all ranks."""
     flat = chain(*completions)
-    local = [(int(c.written.sum()), c.stopped, c.calls, len(c.turns)) for c in flat]
+    local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in flat]
     sampled = list(chain(*world.gather_objects(local)))
     lengths = [length for length, *_ in sampled]
     terminated = [length for length, stopped, *_ in sampled if stopped]

@@ -6,7 +6,7 @@ from torch import Tensor
 from minivlmrl.config.options import SFTOptions
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.losses.grpo import Counts
+from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.trainers.base import MicroBatch
@@ -42,7 +42,7 @@ class SFTTrainer(OfflineTrainer):
             mask[max(0, count - start) :] = 0  # a row that another rank has too
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
-            total = sft_loss(padded, mask, self.config.loss_type, counts=Counts(1, 1))
+            total = sft_loss(padded, mask, self.config.loss_type, counts=LossNormalizer(1, 1))
             sums += torch.stack([total, mask.sum().double()]).cpu()
         reshard(self.policy)
         total, tokens = self.world.sum(*sums.tolist())

@@ -44,7 +44,7 @@ def seen(generator, grids, dtype=torch.float64):
     written = (ids < 290) | (torch.arange(len(ids)) >= len(made.input_ids))
     patches = made.pixel_values.split([t * h * w for t, h, w in grids])
     pictures = [(None, own, grid) for own, grid in zip(patches, grids, strict=True)]
-    return Completion(ids, written=written, pictures=pictures)
+    return Completion(ids, policy_mask=written, pictures=pictures)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
@@ -122,7 +122,7 @@ def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROC
     scripts = [[token for turn in some for token in turn] for some in turns]
 
     def draw(probs, rows, step):
-        at = [sum(sampler.episodes[row].written) for row in rows.tolist()]
+        at = [sum(sampler.episodes[row].policy_mask) for row in rows.tolist()]
         ids = [scripts[row][min(n, len(scripts[row]) - 1)] for row, n in zip(rows.tolist(), at, strict=True)]
         return torch.tensor(ids, device=rows.device)
 
@@ -134,7 +134,7 @@ def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROC
 
 def said(completion):
     """The text of a completion, what was forced in brackets, a picture by its number of tokens."""
-    runs = groupby(zip(completion.written.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
+    runs = groupby(zip(completion.policy_mask.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
     texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
     text = "".join(text if written else f"[{text}]" for written, text in texts)
     text = re.sub(r"(<\|image_pad\|>)+", lambda found: str(len(found[0]) // 13), text)
@@ -154,7 +154,7 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
     model, steps, step = model_of(model_type), [], generate.Decode.__call__
     monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
     groups, prompts, _ = play(monkeypatch, *TEXTS, model=model, **options)
-    assert len(steps) == max(int(c.written.sum()) for group in groups for c in group) - 1
+    assert len(steps) == max(int(c.policy_mask.sum()) for group in groups for c in group) - 1
     assert [len(c.pictures) for group in groups for c in group] == [0, 1, 3, 1]
     batch = pack(prompts, groups, model.config)
     logps = batch.pad(per_token_logps(model, batch)[0])
@@ -199,8 +199,8 @@ def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch
 def test_a_call_in_tags(monkeypatch, words, answer, after):
     [[completion]], _, _ = play(monkeypatch, words + after)
     assert said(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
-    assert PROCESSOR.decode(completion.ids[completion.written]) == words + after
-    assert (completion.logps[~completion.written] == 0).all()
+    assert PROCESSOR.decode(completion.ids[completion.policy_mask]) == words + after
+    assert (completion.logps[~completion.policy_mask] == 0).all()
 
 
 def picture(columns):
@@ -227,7 +227,7 @@ def test_a_demonstrated_call_is_what_the_sampler_makes(monkeypatch, name):
     """In the forms in which one writes it first: the same ids are written and read."""
     turns = DEMONSTRATED[name]
     demonstrated = encode_completion(replace(PROCESSOR, tools=("both", "look", "read")), [], turns)
-    words = PROCESSOR.decode(demonstrated.ids[demonstrated.written]).replace("\n", "")
+    words = PROCESSOR.decode(demonstrated.ids[demonstrated.policy_mask]).replace("\n", "")
     [[completion]], _, _ = play(monkeypatch, words)
     assert demonstrated.ids.tolist() == completion.ids.tolist() or "\n" in turns[0]["content"]
     assert said(demonstrated).replace("\n", "") == said(completion)
@@ -296,7 +296,7 @@ def test_limits(monkeypatch):
     for tokens, fits in ((long + 83, False), (long + 84, True)):  # 81 of the picture, 2 around it, one more
         [[completion]], _, _ = play(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
         assert not completion.stopped and len(completion.pictures) == fits
-        assert len(completion.ids) == (tokens if fits else long) and completion.written[-1]
+        assert len(completion.ids) == (tokens if fits else long) and completion.policy_mask[-1]
         assert completion.calls == (1, 0, not fits)
     [[completion]], _, _ = play(monkeypatch, "<look>two</look>end")
     assert completion.calls == (1, 1, False)

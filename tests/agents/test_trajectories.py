@@ -31,7 +31,7 @@ from minivlmrl.generation import sampler as sampler_file
 from minivlmrl.generation.environments import pack_rollout, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.losses.advantages import leave_one_out
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run.loop import optimizer_step
@@ -115,7 +115,7 @@ def play(monkeypatch, scripts, environment="Site", history=None, model=None, row
 
     def drawn_by(episode):
         before = sum(len(turn.ids) for turn in getattr(episode, "turns", ()))
-        return before + sum(episode.written)
+        return before + sum(episode.policy_mask)
 
     def draw(probs, numbers, step):
         ids = []
@@ -188,7 +188,7 @@ def expected_loss(logps, mask, rewards, probabilities, group, way=None):
         if way == "windows as rows of the group":
             counts = torch.tensor([len(group[index].turns) for index in pair])
             advantages = rewards[pair] - (rewards[pair] * counts).sum() / counts.sum()
-        loss, _ = grpo_loss(logps[pair], advantages, weights, options, counts=Counts(2, 1, 1))
+        loss, _ = grpo_loss(logps[pair], advantages, weights, options, counts=LossNormalizer(2, 1, 1))
         orders = 1 if i == j else 2
         total = total + orders * probabilities[i] * probabilities[j] * loss
     return total
@@ -247,7 +247,7 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         batch = pack_rollout(prompts, groups, model.config)
         logps, mask = batch.pad(per_token_logps(model, batch)[0]), batch.completion_mask
         drawn = [logps[i][mask[i] > 0] for i in range(len(mask))]
-        sampled = [c.logps[c.written] for c in chain(*groups)]
+        sampled = [c.logps[c.policy_mask] for c in chain(*groups)]
         assert all((a - b).abs().max() < 1e-5 for a, b in zip(drawn, sampled, strict=True))
         generator = torch.Generator().manual_seed(0)
         noise = [0.2 * torch.randn(len(x), generator=generator, dtype=torch.float64) for x in drawn]
@@ -256,7 +256,7 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         losses = []
         for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
             options = GRPOLossOptions(loss_type=average, importance_sampling_level=level)
-            counts = Counts(len(mask), mask.sum(), 40)
+            counts = LossNormalizer(len(mask), mask.sum(), 40)
             losses.append(grpo_loss(logps, advantages, mask, options, old_per_token_logps=old, counts=counts)[0])
         found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
     (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found
@@ -349,7 +349,7 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
 
     together = drawn(prompts, "ab")
     assert drawn(prompts[1:], "b") == together[1:]
-    assert drawn(prompts, "ab", max_tokens_at_once=60) == together
+    assert drawn(prompts, "ab", max_batch_tokens=60) == together
     assert len({tuple(ids) for group in together for ids in group}) == 6
     sampler = make_sampler(model, PROCESSOR, SamplingOptions(**options, top_k=5, repetition_penalty=1.1), ONE)
     groups = sampler(prompts, 3, "ab")

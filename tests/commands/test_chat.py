@@ -1,4 +1,4 @@
-"""`python -m minivlmrl ask`: what it prints is what a run's sampler draws, character by character."""
+"""`python -m minivlmrl chat`: what it prints is what a run's sampler draws, character by character."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def ask(folder, capsys):
     """Run the command in this process; its status, stdout and stderr."""
 
     def ask(*arguments, prompt="How many cats?"):
-        status = start(["ask", "--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
+        status = start(["chat", "--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
         return status, *capsys.readouterr()
 
     return ask
@@ -123,7 +123,7 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_tokens_at_once": 500, "graph": "never", "environment": f"{ROOT}/recipes/tools.py:calculator", "history": 2,
+        "max_batch_tokens": 500, "graph": "never", "environment": f"{ROOT}/recipes/tools.py:calculator", "history": 2,
     }  # fmt: skip
     assert given.keys() | {"engine", "vllm"} == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", str(folder / "checkpoint"), "--prompt", "p"]
@@ -169,7 +169,7 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):
     status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
     assert (status, out) == (2, "")
-    assert err.startswith("python -m minivlmrl ask: ") and message in err
+    assert err.startswith("python -m minivlmrl chat: ") and message in err
     assert err.count("\n") == 1
 
 
@@ -193,7 +193,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder, tmp_path):
     def work():
         os.dup2(writer, 1)
         with open(1, "w") as sys.stdout, (tmp_path / "errors").open("w") as sys.stderr:
-            return start(["ask", "--model", str(folder / "checkpoint"), "--prompt", "How many cats?"])
+            return start(["chat", "--model", str(folder / "checkpoint"), "--prompt", "How many cats?"])
 
     assert exit_code(fork(work)) == 141 and (tmp_path / "errors").read_text() == ""
 

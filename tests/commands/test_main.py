@@ -13,9 +13,9 @@ from minivlmrl import __main__ as start
 
 
 def test_every_tool_exists_and_has_a_sentence():
-    for module, _, function in (target.partition(":") for target, _ in start.TOOLS.values()):
+    for module, _, function in (target.partition(":") for target, _ in start.COMMANDS.values()):
         assert callable(getattr(importlib.import_module(module), function))
-    assert all(sentence for _, sentence in start.TOOLS.values())
+    assert all(sentence for _, sentence in start.COMMANDS.values())
 
 
 ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -44,10 +44,12 @@ def test_the_package_sets_what_torch_reads_unless_the_user_says_otherwise(own, e
 def test_the_table_of_tools(capsys, arguments):
     assert start.main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: python -m minivlmrl TOOL") and all(f"\n  {tool} " in out for tool in start.TOOLS)
+    assert out.startswith("usage: python -m minivlmrl COMMAND") and all(
+        f"\n  {tool} " in out for tool in start.COMMANDS
+    )
 
 
-@pytest.mark.parametrize("tool", ["ask", "plan", "audit"])
+@pytest.mark.parametrize("tool", ["chat", "memory", "audit"])
 def test_every_tool_has_a_help_page(capsys, tool):
     with pytest.raises(SystemExit, match="0"):
         start.main([tool, "--help"])
@@ -55,8 +57,9 @@ def test_every_tool_has_a_help_page(capsys, tool):
 
 
 def test_a_mistake_is_one_line(capsys):
-    assert start.main(["pland"]) == start.main(["plan", "--model", "nowhere"]) == 2
-    says = "\n'pland' is not one of these tools; did you mean plan?\npython -m minivlmrl plan: nowhere: no such file"
+    assert start.main(["memoryd"]) == start.main(["memory", "--model", "nowhere"]) == 2
+    says = "\n'memoryd' is not one of these commands; did you mean memory?\n"
+    says += "python -m minivlmrl memory: nowhere: no such file"
     assert capsys.readouterr().err.startswith(says)
 
 

@@ -12,7 +12,7 @@ from hub_configs import real_config
 from minivlmrl.__main__ import main as start
 from minivlmrl.commands.memory import memory_table
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, Costs, peak_bytes, plan
+from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, MemoryEstimator, peak_bytes, plan
 from minivlmrl.model.config import ModelConfig
 
 import tiny
@@ -32,14 +32,14 @@ def costs_of(model, num_layers=None):
         values["text_config"]["num_hidden_layers"] = num_layers
         if "layer_types" in values["text_config"]:
             del values["text_config"]["layer_types"][num_layers:]
-    return Costs(ModelConfig.from_dict(values))
+    return MemoryEstimator(ModelConfig.from_dict(values))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def counted_once():
     """Several rows count the activations of one and the same model: once here, by all that they depend on."""
     counted = {}
-    count = Costs.activations
+    count = MemoryEstimator.activations
 
     def activations(costs, run, models, work, train):
         weights = [(name, p.shape, p.dtype, train and p.requires_grad) for name, p in models.named_parameters()]
@@ -50,7 +50,7 @@ def counted_once():
         return counted[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Costs, "activations", activations)
+        patch.setattr(MemoryEstimator, "activations", activations)
         yield
 
 
@@ -92,11 +92,11 @@ def test_the_command(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny.RUN_MODEL))
     small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
-    start(["plan", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
+    start(["memory", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
     shown = capsys.readouterr().out
-    assert f"{Costs(ModelConfig.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
+    assert f"{MemoryEstimator(ModelConfig.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
-    start(["plan", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
+    start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
     assert "does not fit: docs/memory.md" in capsys.readouterr().out
 
 
@@ -136,7 +136,7 @@ def test_recipes_fit_the_cards_that_their_heads_name():
 def test_recipes_of_one_card_fit_it(name, model, other, options):
     path = Path("recipes") / f"{name}.yaml"
     head = head_of(path)
-    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl plan`", head).groups())
+    card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl memory`", head).groups())
     by_layers = model in ("Qwen3.5-4B", "Qwen3.5-9B")  # the 2B has all of its layers here
     size_of = needed_by_layers if by_layers else needed
     found = [size_of(load_config(path, given), "grpo", model) for given in ([], options)]

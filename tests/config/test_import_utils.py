@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 
-from minivlmrl.config.import_utils import find_named, load_name, with_options
+from minivlmrl.config.import_utils import load_name, resolve_object, with_options
 from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.run.optimizer import OPTIMIZERS
 
@@ -51,7 +51,7 @@ def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, 
 ])  # fmt: skip
 def test_a_name_with_options(text, expected):
     """Parameters with a default, as literals."""
-    function, options = find_named("task", text, {"rows": rows})
+    function, options = resolve_object("task", text, {"rows": rows})
     assert with_options(function, options)("data", 0) == ("data", 0, *expected)
 
 
@@ -65,4 +65,4 @@ def test_a_name_with_options(text, expected):
 ])  # fmt: skip
 def test_options_that_are_refused(text, error):
     with pytest.raises(ValueError, match=error):
-        with_options(*find_named("task", text, {"rows": rows}))
+        with_options(*resolve_object("task", text, {"rows": rows}))

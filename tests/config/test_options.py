@@ -186,13 +186,13 @@ OUTPUTS = [  # field, another value, base, the file that it changes, or where a 
     ("eval_steps", 1, EVALUATED, "evaluations.jsonl"),
     ("data.eval_rows", 2, EVALUATED, "evaluations.jsonl"),
     ("data.eval_rewards", "[format]", EVALUATED, "evaluations.jsonl"),
-    ("data.eval_blind", "true", EVALUATED, "evaluations.jsonl"),
+    ("data.eval_without_images", "true", EVALUATED, "evaluations.jsonl"),
     ("data.eval_file", "{home}/other.jsonl", ["own", *EVALUATED], "evaluations.jsonl"),
-    ("keep_best", "loss", [*EVALUATED, "--eval_steps=1"], "best"),
+    ("best_metric", "loss", [*EVALUATED, "--eval_steps=1"], "best"),
     ("log_completions", 0, GRPO, "completions.jsonl"),
     ("save_steps", 1, SFT, "checkpoint"),
-    ("state_steps", 1, SFT, "states"),
-    ("state_minutes", 9, SFT, "states"),
+    ("checkpoint_steps", 1, SFT, "states"),
+    ("checkpoint_minutes", 9, SFT, "states"),
     ("report_to", "[tensorboard]", SFT, "tensorboard"),
     ("rollout.max_logp_mismatch", 0.1, DRIFT, "error"),
 ]  # fmt: skip
@@ -201,7 +201,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "num_threads": "run/test_loop.py: test_num_threads",
     "resume": "run/test_checkpoints.py: test_a_run_killed_anywhere_ends_like_one_that_was_not",
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
-    "page_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",  # noqa: E501
+    "report_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",  # noqa: E501
     "timeout": "run/test_checkpoints.py: test_timeout_is_how_long_a_rank_waits_for_another",
     "model.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
@@ -214,7 +214,7 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",  # noqa: E501
     "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
     "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_draw_the_same",
-    "sampling.max_tokens_at_once": "generation/test_sampler.py: test_keys_alone_decide",
+    "sampling.max_batch_tokens": "generation/test_sampler.py: test_keys_alone_decide",
     "sampling.graph": "generation/test_sampler.py: test_the_option_graph_chooses_how_a_step_is_run",
     "sampling.environment": "agents/test_environment.py: test_the_one_of_the_page",
     "sampling.history": "agents/test_trajectories.py: test_what_windows_show",

@@ -9,7 +9,7 @@ import pytest
 from minivlmrl.config import parsing
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import build, naming, parse_yaml, read_value, require, shortened
+from minivlmrl.config.parsing import build, check_field, error_context, parse_yaml, read_value, shortened
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Section(Base):
     high: float = 1.0  # at least low
 
     def __post_init__(self):
-        require(self.low <= self.high, "high", self.high, f"at least low ({self.low})")
+        check_field(self.low <= self.high, "high", self.high, f"at least low ({self.low})")
 
 
 @dataclass
@@ -151,5 +151,5 @@ def test_what_an_error_quotes_is_cut():
     assert shortened(repr("a word " * 40)).endswith("...'")
     for text in ("it's the reader's word " * 20, "/a/long/path" * 20 + ": no such file", "'short' and \"short\""):
         assert shortened(text) == text
-    with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), naming("rows.jsonl:3"):
+    with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), error_context("rows.jsonl:3"):
         raise ValueError(repr(picture))

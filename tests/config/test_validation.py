@@ -33,7 +33,7 @@ BOTH = {"stages": ["dpo", "grpo"], "grpo.beta": 0.1, "reference.path": "folder"}
 MOVING = {"reference.sync_ref_model": True}
 CASES = [  # option, a value, recipes in which it has no effect, and in which it has one
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
-    ("keep_best", "greedy", [FILES], [{}]),
+    ("best_metric", "greedy", [FILES], [{}]),
     ("adapter.path", "folder", [{}], [ADAPTER]),
     ("adapter.alpha", 8.0, [{}], [ADAPTER]),
     ("adapter.dropout", 0.1, [{}], [ADAPTER]),
@@ -44,7 +44,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("data.skip_unreadable", True, [{}], [FILES]),
     ("data.eval_file", "rows.jsonl", [{}], [FILES]),
     ("data.eval_rows", 3, [FILES], [{}]),
-    ("data.eval_blind", True, [FILES], [{}]),
+    ("data.eval_without_images", True, [FILES], [{}]),
     ("data.eval_rewards", ["iou"], [FILES], [{}]),
     ("sharding.replicas", 2, [{}], [SHARDED]),
     ("sharding.cpu_offload", True, [{}], [SHARDED]),

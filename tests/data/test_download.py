@@ -16,7 +16,7 @@ pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip instal
 import pyarrow.parquet as pq  # noqa: E402
 
 CONVERTED = "refs/convert/parquet"
-ASKED = []  # paths
+INFERENCE_CONFIG = []  # paths
 REPOSITORIES = {  # id: branch: its files
     "cats/own": {"main": ["README.md", "data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet",
                           "data/test-00000-of-00001-ab12.parquet"], CONVERTED: ["default/train/0000.parquet"]},
@@ -40,7 +40,7 @@ CONTENTS = {file: content(file) for branches in REPOSITORIES.values() for files 
 class Hub(Quiet):
     def do_GET(self):
         path = unquote(self.path.partition("?")[0]).removeprefix("/api").removeprefix("/datasets/")
-        ASKED.append(path)
+        INFERENCE_CONFIG.append(path)
         repository = "/".join(path.split("/")[:2])
         what, _, rest = path.removeprefix(f"{repository}/").partition("/")
         branches = REPOSITORIES.get(repository, {})
@@ -128,10 +128,10 @@ def test_a_row_of_others_names_no_file_of_ours(hub, monkeypatch, image):
 def test_a_path_is_not_asked_for(hub, tmp_path):
     """A mistyped one would go to the hub, with the user's token."""
     (tmp_path / "runs").mkdir()
-    ASKED.clear()
+    INFERENCE_CONFIG.clear()
     for name in ("rows/train.jsonl", "runs/train", "train", "/a/b", "a/b/c"):
         assert find_split(name) is None
-    assert not ASKED
+    assert not INFERENCE_CONFIG
     with pytest.raises(ValueError, match="404"):
         find_split("runs/train@main")
 
@@ -143,7 +143,7 @@ def test_the_split_of_a_file():
 
 def test_a_run_trains_on_a_split_and_is_resumed_without_a_network(hub, run, plain):
     options = ["--stages=[grpo]", "--data.task=null", "--data.train_file=cats/own", "--rewards={format: 1}"]
-    options += ["--state_steps=1", "--data.eval_rows=256"]
+    options += ["--checkpoint_steps=1", "--data.eval_rows=256"]
     run(*options, "--grpo.max_steps=1")
     hub.shutdown()
     hub.server_close()

@@ -36,7 +36,7 @@ def test_templates_with_tool_calls_render_as_in_transformers(load, name):
 
 
 THINK, OFF = "<think>\n", {"enable_thinking": False}
-ASKED = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *HI]
+INFERENCE_CONFIG = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *HI]
 
 
 @pytest.mark.parametrize(("name", "values", "opened"), [
@@ -54,9 +54,9 @@ def test_a_published_template_takes_named_values_as_in_transformers(
 
     write(tmp_path, {"chat_template.jinja": published(name)})
     template = with_values(ChatTemplate.from_folder(tmp_path), values)
-    rendered = (template.render if template else render)(ASKED)
+    rendered = (template.render if template else render)(INFERENCE_CONFIG)
     options = {"chat_template": published(name), "add_generation_prompt": True}
-    assert "".join(rendered) == render_jinja_template([ASKED], **options, **values)[0][0]
+    assert "".join(rendered) == render_jinja_template([INFERENCE_CONFIG], **options, **values)[0][0]
     assert (template.opened if template else "") == opened
     message = r"chat template: it reads no 'enable_thinkin' of data.template; there are: .*add_vision_id"
     with pytest.raises(ValueError, match=message):
@@ -78,7 +78,7 @@ def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, na
 LOOK = [{"function": {"name": "look", "arguments": {"at": "left", "times": 2}}}]
 ANSWERED, ODD = {"role": "tool", "content": "red"}, {"role": "user", "content": "<think>?</think>Why?"}
 TALKS = [  # of the assistant's turns the text and calls
-    [*ASKED[:1], ("Red.", []), ODD, ("Blue.", [])],
+    [*INFERENCE_CONFIG[:1], ("Red.", []), ODD, ("Blue.", [])],
     [{"role": "system", "content": "Be brief."}, *HI, ("", LOOK), ANSWERED, ("Red.", []), *HI, ("Blue.", [])],
     [*HI, ("I look.", LOOK * 2), ANSWERED, ANSWERED, ("Red.", [])],
 ]

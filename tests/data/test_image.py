@@ -106,7 +106,7 @@ def test_bounds_that_no_image_has_are_refused():
 
 
 def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path, transformers):
-    """As transformers has an image in hand; its load_image and premultiplied alpha differ, see docs/exact.md."""
+    """As transformers treats an image in hand; load_image and premultiplied alpha differ: docs/numerical_parity.md."""
     from transformers.image_transforms import convert_to_rgb
 
     image = noise("RGBA", (16, 8), 0)

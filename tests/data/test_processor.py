@@ -96,7 +96,7 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
     grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in said.pictures])])
     assert grids.tolist() == expected["image_grid_thw"].tolist()
     assert torch.equal(torch.cat([prompt.pixel_values, *(x for _, x, _ in said.pictures)]), expected["pixel_values"])
-    written = PROCESSOR.tokenizer.decode(said.ids[said.written].tolist())
+    written = PROCESSOR.tokenizer.decode(said.ids[said.policy_mask].tolist())
     assert written == "red<|im_end|>lookblue<|im_end|>"
     config = tiny.config()
     special = PROCESSOR.tokenizer.special_tokens
@@ -117,7 +117,7 @@ def test_prompt_and_completion_equal_transformers_whole_conversation(theirs, nam
     expected = theirs(messages + turns, images)["input_ids"][0].tolist()
     assert [*prompt.input_ids.tolist(), *said.ids.tolist(), *PROCESSOR.tokenizer.encode("\n")] == expected
     written = f"{answer}<|im_end|>'s fine<|im_end|>"
-    assert PROCESSOR.tokenizer.decode(said.ids[said.written].tolist()) == unicodedata.normalize("NFC", written)
+    assert PROCESSOR.tokenizer.decode(said.ids[said.policy_mask].tolist()) == unicodedata.normalize("NFC", written)
 
 
 def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
@@ -128,7 +128,7 @@ def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
         said = encode_completion(Processor(tokenizer, ImageProcessor()), [], turns)
         assert said.ids.tolist()[-len(last) :] == last
-        assert said.written[-len(last) :].all() and not said.written[: -len(last)][-1:].any()
+        assert said.policy_mask[-len(last) :].all() and not said.policy_mask[: -len(last)][-1:].any()
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>"])

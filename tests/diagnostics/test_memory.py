@@ -13,7 +13,15 @@ from minivlmrl.config.options import OptimizerOptions, RunConfig, SamplingOption
 from minivlmrl.config.parsing import read_json
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
-from minivlmrl.diagnostics.memory import GB, Costs, LiveBytes, MemoryCheck, TrainedModels, Work, plan
+from minivlmrl.diagnostics.memory import (
+    GB,
+    AllocationTracker,
+    BatchShape,
+    MemoryCheck,
+    MemoryEstimator,
+    TrainedModels,
+    plan,
+)
 from minivlmrl.distributed.micro_batching import pieces
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
@@ -43,7 +51,7 @@ CONFIGS = {
     "tied": MODEL | {"tie_word_embeddings": True, "vocab_size": 2000},
     "wider": {**MODEL, **WIDER, "vision_config": tiny.RUN_MODEL["vision_config"] | {"out_hidden_size": 64}},
 }
-WORK = Work(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
+WORK = BatchShape(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
 
 
 def run_config(**sections):
@@ -77,10 +85,10 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one way 
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
-    planned = plan(run, stage, Costs(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    planned = plan(run, stage, MemoryEstimator(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
-    model = Costs(config).build(run, "grpo").to_empty(device="cpu")
+    model = MemoryEstimator(config).build(run, "grpo").to_empty(device="cpu")
     if config.tie_word_embeddings:  # each of the two has got memory of its own
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
@@ -104,7 +112,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one way 
     optimizer = build_optimizer(models, run.grpo, run.optimizer)
     forward_and_backward()
     gradients = [p.grad for p in models.parameters() if p.grad is not None]
-    with LiveBytes([*weights, *gradients, batch.pixel_values]) as live:  # of a second micro-batch
+    with AllocationTracker([*weights, *gradients, batch.pixel_values]) as live:  # of a second micro-batch
         forward_and_backward()
     optimizer.step()
     moments = [x for state in optimizer.state.values() for x in state.values()]
@@ -127,14 +135,14 @@ def test_a_draw_takes_what_is_planned(options, rel):
     choose = make_token_sampler(
         sampling.temperature, [], sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64)), warp
     )
-    with LiveBytes([]) as live:
+    with AllocationTracker([]) as live:
         choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
 
 
 def test_what_an_option_saves():
     """By hand, at 1000 parameters a layer or so: what is cut into shards, and what is not there at all."""
-    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
     run = run_config(sharding=ShardingOptions(enabled=True))
     shared = plan(run, "grpo", costs, 4, *lengths)["train"]
@@ -155,7 +163,9 @@ def test_a_reference_takes_what_is_planned(option, stage, checkpoint):
     """Besides the policy; what both share has no gradients."""
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
-    planned = plan(run.trainer.run, "dpo", Costs(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    planned = plan(run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)[
+        "train"
+    ]
     trained = [p for p in run.model.parameters() if p.requires_grad]
     found = {"reference": run.trainer.reference.model.parameters(), "gradients": trained}
     assert {name: planned[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
@@ -163,7 +173,7 @@ def test_a_reference_takes_what_is_planned(option, stage, checkpoint):
 
 def test_a_second_plan_is_that_of_a_new_process():
     """What the tower keeps of grids counts in each: 43 MB of tables for 16 pictures of a 3B."""
-    costs = Costs(ModelConfig.from_dict(MODEL))
+    costs = MemoryEstimator(ModelConfig.from_dict(MODEL))
     plans = [plan(run_config(), "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens) for _ in range(3)]
     assert plans[1] == plans[2]
     for name, items in plans[0].items():
@@ -173,14 +183,14 @@ def test_a_second_plan_is_that_of_a_new_process():
 def test_a_reward_model_of_another_size_is_planned_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
-    costs = Costs(ModelConfig.from_dict(CONFIGS["wider"]))
+    costs = MemoryEstimator(ModelConfig.from_dict(CONFIGS["wider"]))
     planned = plan(run, "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens)["train"]["reward model"]
     assert planned == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
 @pytest.mark.parametrize("option", ["precompute_ref_log_probs", "reference_free"])
 def test_pairs_without_a_reference_are_planned_without_it(option):
-    costs, lengths = Costs(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     run = run_config()
     kept = plan(run, "dpo", costs, 1, *lengths)
     setattr(run.dpo, option, True)
@@ -198,7 +208,7 @@ def test_an_optimizer_of_a_file_is_planned_with_what_it_keeps(tmp_path, moments)
         "    return torch.optim.SGD(parameters, rate, momentum)\n"
     )
     run = run_config(optimizer=OptimizerOptions(f"{file}:sgd(momentum=0.{9 * moments})"))
-    phases = plan(run, "grpo", Costs(ModelConfig.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
+    phases = plan(run, "grpo", MemoryEstimator(ModelConfig.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
     assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
 
 
@@ -234,10 +244,10 @@ def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
 def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_path, monkeypatch):
     """Before the first step; as many bytes as a state has, the earlier ones' room is taken as free."""
     folder = tmp_path / "run"
-    given = ["--model.config=null", "--stages=[sft]", "--state_steps=2", f"--output_dir={folder}"]
+    given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
     run_training(run)
-    size = memory.state_bytes(run, "sft", Costs(ModelConfig.from_dict(read_json(checkpoint / "config.json"))))
+    size = memory.state_bytes(run, "sft", MemoryEstimator(ModelConfig.from_dict(read_json(checkpoint / "config.json"))))
     for state in folder.glob("states/*"):
         assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
     sizes = r"sft saves 3 states of \S+ GB, and \S+ GB are free for \S+/new/run: make room"
@@ -254,7 +264,7 @@ def test_what_the_balance_of_experts_keeps_is_planned(recomputed, monkeypatch):
     """The probabilities of all experts, here 256, of each token and layer, until the backward has come to them."""
     sizes = tiny.RUN_QWEN3_MOE["text_config"] | {"num_experts": 256, "mlp_only_layers": []}
     config = ModelConfig.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
-    costs, run = Costs(config), run_config()
+    costs, run = MemoryEstimator(config), run_config()
     run.model.activation_checkpointing = recomputed
     model = costs.build(run, "grpo").to_empty(device="cpu")
     initialize(model, torch.Generator().manual_seed(0))
@@ -272,7 +282,7 @@ def test_what_the_balance_of_experts_keeps_is_planned(recomputed, monkeypatch):
     planned, measured = [], []
     for weight in (1, 0):
         planned.append(costs.activations(run, TrainedModels(costs.build(run, "grpo")), WORK, train=True))
-        with LiveBytes(held) as live:
+        with AllocationTracker(held) as live:
             with chosen_experts(model) as chosen:
                 loss = per_token_logps(model, batch)[0].sum()
             (loss + load_balancing_loss(chosen().values()) if weight else loss).backward()

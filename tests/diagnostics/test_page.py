@@ -55,7 +55,7 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     lines[1]["prompt"] = lines[1]["completions"][0]["tokens"][0][0] = evil
     write_lines(trained / "completions.jsonl", lines)
     report.main([str(trained)])
-    html = browse(trained / "page.html", "grpo/2/1", tmp_path)
+    html = browse(trained / "report.html", "grpo/2/1", tmp_path)
     assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
     assert '<output id="step">grpo 2</output>' in html  # as the terminal counts: from 1
     rewards = [float(reward) for reward in re.findall(r'data-reward="([^"]*)"', html)]
@@ -78,7 +78,7 @@ def test_a_trajectory_is_a_strip(trained, tmp_path):
     completion["pictures"] = lines[1]["images"]
     write_lines(trained / "completions.jsonl", lines)
     report.main([str(trained)])
-    html = browse(trained / "page.html", "grpo/2/1", tmp_path)
+    html = browse(trained / "report.html", "grpo/2/1", tmp_path)
     turns = [re.sub("<[^>]*>", " ", turn).split() for turn in re.findall("<figcaption>(.*?)</figcaption>", html)]
     assert turns == [["&lt;think&gt;", "one"], ["two", "three"]]
     strip = html.partition('class="strip"')[2].partition('class="chips"')[0]
@@ -94,7 +94,7 @@ def test_experts_are_drawn_by_layer_and_kind_of_token(trained, tmp_path):
     lines = [line | earlier] * 2 + [line | tables] * 10
     write_lines(trained / "metrics.jsonl", lines)
     report.main([str(trained)])
-    html = browse(trained / "page.html", "", tmp_path)
+    html = browse(trained / "report.html", "", tmp_path)
     text, image = html.split('aria-label="share of ')[1:]
     assert re.findall("layer 0, expert .: (.*?) %", text) == ["75.0", "0.0", "25.0"]
     assert re.findall("layer 1, expert .: (.*?) %", image) == ["0.0"] * 3 and "7654321" not in json.dumps(
@@ -119,7 +119,7 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     write_lines(trained / "metrics.jsonl", sft + metrics(trained))
     assert collect_run(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
     report.main([str(trained)])
-    html = browse(trained / "page.html", "", tmp_path)
+    html = browse(trained / "report.html", "", tmp_path)
     assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
     assert re.search(r"grpo: 3 steps in \d+ s; at most [\d.]+ GiB", html)
     assert f"<summary>{home / 'recipe.yaml'}; evaluated on 4 rows</summary>" in html
@@ -175,23 +175,23 @@ def data_of(path):
 
 
 def test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it(watched, tmp_path, capsys):
-    report, seen = tmp_path / "run" / "page.html", []
+    report, seen = tmp_path / "run" / "report.html", []
     watched(lambda: seen.extend(shown(report)))
     assert seen == [(60, 0), (60, 1), (60, 2)] and shown(report) == [(0, 3)]
     assert data_of(report)[0]["summary"] == json.loads((report.parent / "summary.json").read_text())
-    assert capsys.readouterr().out.startswith(f"output: {report.parent}; open page.html there in a browser\n")
+    assert capsys.readouterr().out.startswith(f"output: {report.parent}; open report.html there in a browser\n")
     with pytest.raises(ZeroDivisionError):  # a run that fails has ended too
         watched(lambda: len(shown(report)) / (shown(report)[0][1] < 2))
     assert shown(report) == [(0, 2)]
     report.unlink()
-    watched(lambda: seen.append(report.exists()), "--page_minutes=0")
+    watched(lambda: seen.append(report.exists()), "--report_minutes=0")
     assert seen[3:] == [False] * 3 and shown(report) == [(0, 3)]
 
 
 @pytest.mark.slow
 def test_a_browser_sees_another_step_while_a_run_lives(watched, tmp_path):
     pages = []
-    watched(lambda: pages.append(browse(tmp_path / "run" / "page.html", "", tmp_path)))
+    watched(lambda: pages.append(browse(tmp_path / "run" / "report.html", "", tmp_path)))
     assert [re.findall(r"step (\d+)</text>", report)[:1] for report in pages] == [[], ["1"], ["2"]]
 
 
@@ -199,7 +199,7 @@ def test_a_browser_sees_another_step_while_a_run_lives(watched, tmp_path):
 def test_a_page_that_is_loaded_again_keeps_step_stage_folds_and_scroll(trained, tmp_path):
     """A script at its end changes all four and loads it again, and then writes them into the title."""
     write_lines(trained / "metrics.jsonl", [{"stage": "sft", "step": 0, "loss": 1.0}, *metrics(trained)])
-    report = trained / "page.html"
+    report = trained / "report.html"
     write_page([trained], report)
     script = """<script>
 const write = () => document.title = [scrollY, location.hash, byId("stage").value, folds.map((fold) => fold.open)];
@@ -218,7 +218,7 @@ if (sessionStorage.length) onload = write; else {
 def test_on_a_phone_a_path_breaks_and_a_wide_table_says_that_it_goes_on(trained, tmp_path, columns, says):
     (trained / "summary.json").write_text(json.dumps({"start": {f"reward {i}": 0.5 for i in range(columns)}}))
     (trained / "config.yaml").write_text(f"# /{'long_path/' * 20}own.yaml; evaluated on 4 rows\n")
-    report = trained / "page.html"
+    report = trained / "report.html"
     write_page([trained], report)
     phone = """<style>body { width: 400px; }</style>
 <script>document.title = document.querySelector("summary").scrollWidth <= 400;</script></body>"""

@@ -42,7 +42,7 @@ def table(lines):
 
 def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, replayed, monkeypatch):
     monkeypatch.setattr("minivlmrl.run.checkpoints.KEPT", 9)
-    folder = run("--stages=[sft,dpo,grpo]", "--state_steps=2", *LOUD)
+    folder = run("--stages=[sft,dpo,grpo]", "--checkpoint_steps=2", *LOUD)
     for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
         code, lines = replayed(folder, stage, step, "--prompt=3")
         began = folder / "states" / state if state else "the beginning"
@@ -62,7 +62,7 @@ def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_
     run, plain, lively, replayed
 ):
     """As a run leaves them that is killed in the middle of a step, or that goes on while it is read."""
-    folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", *LOUD)
+    folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--checkpoint_steps=1", *LOUD)
     metrics_file = folder / "metrics.jsonl"
     (folder / "completions.jsonl").write_text("")
     first, second, third = metrics_file.read_bytes().splitlines(keepends=True)
@@ -81,7 +81,7 @@ def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_
 def test_a_recipe_begins_anew_whatever_run_is_in_its_output_dir(run, plain, lively, replayed, home):
     """As the command of docs/walkthrough.md does after README's first one."""
     options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
-    folder = run(*options, "--state_steps=1", "--seed=1")
+    folder = run(*options, "--checkpoint_steps=1", "--seed=1")
     code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")
     assert (code, lines[0]) == (0, "grpo step 1, trained again from the beginning")
 

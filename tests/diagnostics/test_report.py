@@ -36,12 +36,12 @@ def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tm
     ):  # fmt: skip
         write_lines(tmp_path / "completions.jsonl", [line | change])
         with pytest.raises(ValueError, match=re.escape(message)):
-            report.write_page([tmp_path], tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
+            report.write_page([tmp_path], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_number_that_json_does_not_have_leaves_the_page_readable(tmp_path):
     """An older run may have written NaN, which no browser parses."""
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "loss": NaN}\n')
-    report.write_page([tmp_path], tmp_path / "page.html")
-    assert '"loss": null' in (tmp_path / "page.html").read_text()
+    report.write_page([tmp_path], tmp_path / "report.html")
+    assert '"loss": null' in (tmp_path / "report.html").read_text()

@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
-from minivlmrl.distributed.fsdp import Sharding, VisionInStep, in_lockstep, save_sharded
+from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep, save_sharded
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
@@ -296,7 +296,7 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     """If another rank has some: no state changes, and the gradients are 0. Else the tower has none."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(elsewhere))
-    model, vision = tiny.model(), VisionInStep()
+    model, vision = tiny.model(), DummyVisionForward()
     text = pack([tiny.prompt(torch.Generator().manual_seed(0), [])], [[]], model.config)
     hidden = model(text)
     vision.before(model, (text,))

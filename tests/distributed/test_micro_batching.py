@@ -49,7 +49,7 @@ def test_ranks_have_equally_many():
 def test_a_step_is_the_same(stage, name, budget):
     """Weights after two steps in float64; groups of prompts of about 30 tokens are divided by the smaller budget."""
     ends = []
-    for options in ([], [f"--{name}.max_tokens_per_micro_batch={budget}", "--sampling.max_tokens_at_once=100"]):
+    for options in ([], [f"--{name}.max_tokens_per_micro_batch={budget}", "--sampling.max_batch_tokens=100"]):
         run = stage(name, "--sampling.max_new_tokens=9", *options)
         first = run.next()
         metrics = [run.update(), *run.go()]

@@ -175,13 +175,13 @@ DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]  # not all of what it packs
 QUICK = {
     "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
-    "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_tokens_at_once=120"],
+    "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_batch_tokens=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
     "dropout": [*ADAPTED, *DROPOUT], "experts, sharded": [*EXPERTS, *SHARDED],
     "experts, layer by layer": [*EXPERTS, *ONE_BY_ONE], "experts, replicated": EXPERTS,
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
-    "trajectories, sharded": [*TURNS, *SHARDED, "--sampling.max_tokens_at_once=120"],
+    "trajectories, sharded": [*TURNS, *SHARDED, "--sampling.max_batch_tokens=120"],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
     "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
     "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
@@ -308,9 +308,13 @@ def test_two_ranks_evaluate_as_one_and_in_the_order_of_the_rows(quick_results, w
 def test_equal_shares():
     """Seven items for three ranks: three each, two of the first ones twice."""
     process_group = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
-    assert [rank.equal_share([*range(7)]) for rank in process_group] == [([0, 3, 6], 3), ([1, 4, 0], 2), ([2, 5, 0], 2)]
-    assert [rank.equal_share([8, 9]) for rank in process_group] == [([8], 1), ([9], 1), ([8], 0)]
-    assert [rank.equal_share([]) for rank in process_group] == [([], 0)] * 3
+    assert [rank.shard_evenly([*range(7)]) for rank in process_group] == [
+        ([0, 3, 6], 3),
+        ([1, 4, 0], 2),
+        ([2, 5, 0], 2),
+    ]
+    assert [rank.shard_evenly([8, 9]) for rank in process_group] == [([8], 1), ([9], 1), ([8], 0)]
+    assert [rank.shard_evenly([]) for rank in process_group] == [([], 0)] * 3
 
 
 def test_ranks_share_as_equally_as_they_can():

@@ -6,7 +6,7 @@ import torch
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import build
 from minivlmrl.generation.filters import filter_logits
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.packing import pack
 
@@ -92,7 +92,7 @@ def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting)
     def expected(rewards):
         trained = batch.pad(per_token_logps(model, batch, sampling.temperature)[0])
         given = chances.detach() * rewards, batch.completion_mask, GRPOLossOptions("dr_grpo")
-        return -gradient(grpo_loss(trained, *given, counts=Counts(1, 1, 1))[0])
+        return -gradient(grpo_loss(trained, *given, counts=LossNormalizer(1, 1, 1))[0])
 
     rewards = torch.rand(len(chances), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     exact = gradient(chances @ rewards)
@@ -104,7 +104,7 @@ def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting)
 def test_every_score_is_of_what_was_drawn_from(stage, samples, name, option):  # noqa: F811
     """Trainer and sampler agree, and so do policy and reference before the first step."""
     more = ["--grpo.beta=0.1"] if name == "grpo" else []
-    run = stage(name, "--sampling.top_p=0.5", "--sampling.max_tokens_at_once=200", *more, f"--{name}.{option}")
+    run = stage(name, "--sampling.top_p=0.5", "--sampling.max_batch_tokens=200", *more, f"--{name}.{option}")
     [metrics] = run.go()
     assert metrics["rollout/logp_mismatch"] < 1e-5 and metrics.get("kl", 0) == 0
     counts = torch.cat([c.sampling_mask[0] for c in drawn(samples[0])])

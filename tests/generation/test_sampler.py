@@ -48,7 +48,7 @@ def test_without_further_options_it_draws_what_the_plain_sampler_draws(sampler):
 
 
 @pytest.mark.parametrize("values", [
-    {"max_tokens_at_once": 60},
+    {"max_batch_tokens": 60},
     {"top_k": 20, "repetition_penalty": 1.3, "stop_strings": ["a"]},
     {"captured": True},
 ], ids=str)  # fmt: skip

@@ -67,7 +67,7 @@ def compare(*samplers):
 
 @pytest.mark.parametrize("values", [
     {}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
-    {"top_k": 5, "min_p": 0.1, "max_tokens_at_once": 60}, {"stop_strings": ["a", "e"], "stop_token_ids": []},
+    {"top_k": 5, "min_p": 0.1, "max_batch_tokens": 60}, {"stop_strings": ["a", "e"], "stop_token_ids": []},
     {"kind": "qwen2_vl"}, {"kind": "qwen3_vl"}, {"kind": "lora"}, {"kind": "nf4"},
 ], ids=str)  # fmt: skip
 def test_it_draws_what_the_policy_draws(samplers, values):

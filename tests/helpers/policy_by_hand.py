@@ -6,12 +6,12 @@ from math import log
 import torch
 from by_hand import tensor
 
-from minivlmrl.losses.grpo import TERMS, Counts, GRPOLossOptions, clipped, counts_of, grpo_loss
+from minivlmrl.losses.grpo import TERMS, GRPOLossOptions, LossNormalizer, clipped, counts_of, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
 OPTIONS = {field.name for field in fields(GRPOLossOptions)}
 TENSORS = "old_per_token_logps", "ref_per_token_logps"
-COUNTS = {field.name for field in fields(Counts)}
+COUNTS = {field.name for field in fields(LossNormalizer)}
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
@@ -29,7 +29,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
         options.kl_estimator += "+"
     own = counts_of(mask)
     counts = {"sequences": own.sequences, "tokens": own.tokens}
-    counts = Counts(**counts | {name: given.pop(name) for name in COUNTS & given.keys()})
+    counts = LossNormalizer(**counts | {name: given.pop(name) for name in COUNTS & given.keys()})
     entropies, coefficient = given.pop("entropies", None), given.pop("entropy_coef", 0.0)
     num_tokens = given.pop("num_entropy_tokens", None)
     quantile = given.pop("top_entropy_quantile", 1.0)

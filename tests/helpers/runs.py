@@ -122,9 +122,9 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
         assert not any(info.values())
         capsys.readouterr()
         image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
-        assert main(["ask", "--model", str(folder), "--prompt", "What?", *image]) == 0
+        assert main(["chat", "--model", str(folder), "--prompt", "What?", *image]) == 0
         assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
-        assert main(["plan", "--model", str(folder), str(home / "recipe.yaml")]) == 0
+        assert main(["memory", "--model", str(folder), str(home / "recipe.yaml")]) == 0
         assert "GB on each GPU" in capsys.readouterr().out
         return folder
 

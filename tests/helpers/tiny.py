@@ -67,7 +67,7 @@ RUN_QWEN35_MOE = {
 def recipe(stage: dict, **sections) -> dict:
     """A recipe of that model: the options `stage` for each stage, and sections that add to these or replace them."""
     base = {
-        "num_threads": 1, "state_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
+        "num_threads": 1, "checkpoint_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
         "sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "reward_model"), stage),
         "grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2},
     }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from minivlmrl.data.rows import Prompt
 from minivlmrl.losses import preference, sft
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.losses.parity import cases, check, distance, sees
 
 import tiny
@@ -25,7 +25,7 @@ def my_loss(batch, options):
         return preference.dpo_loss(**batch, options=chosen)[0]
     names = GRPOLossOptions.__dataclass_fields__
     chosen = GRPOLossOptions(**{name: options[name] for name in names if name in options})
-    counts = Counts(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    counts = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
     return grpo_loss(**batch, options=chosen, counts=counts)[0]
 
 

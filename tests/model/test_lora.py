@@ -9,7 +9,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import LoRALinear, adapter_parameters, adapters, draw_adapters, inject_adapters
 from minivlmrl.model.plain_weights import is_adapter
-from minivlmrl.trainers.reference import ParameterCopy
+from minivlmrl.trainers.reference import SwappedParameters
 
 import tiny
 from tiny import pack
@@ -95,7 +95,7 @@ def test_a_copy_of_adapters_computes_as_they_were():
     """As often as it is asked; the model has its own back afterwards, also after an error; older graphs stay."""
     model = adapted()
     before = loss(model).detach()
-    kept = ParameterCopy(model, [name for name, _ in model.named_parameters() if is_adapter(name)])
+    kept = SwappedParameters(model, [name for name, _ in model.named_parameters() if is_adapter(name)])
     assert len(list(kept.parameters())) == len(adapter_parameters(model)) > 0  # the base is no part of it
     assert not any(parameter.requires_grad for parameter in kept.parameters())
     for layer in adapters(model).values():
@@ -105,7 +105,7 @@ def test_a_copy_of_adapters_computes_as_they_were():
     expected = torch.autograd.grad(loss(model), adapter_parameters(model))
     assert after != before
     for _ in range(2):
-        with pytest.raises(KeyError), kept.computing() as used:
+        with pytest.raises(KeyError), kept.swapped_in() as used:
             assert used is model and torch.equal(loss(model), before)
             raise KeyError
         assert torch.equal(loss(model), after)

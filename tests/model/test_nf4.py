@@ -17,7 +17,7 @@ from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.lora import adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4, dynamic_code, pack_nf4, unpack_nf4
 from minivlmrl.model.peft import load_adapter
-from minivlmrl.model.plain_weights import full, packed_layers, part_of, plain_weights
+from minivlmrl.model.plain_weights import gather_full_tensor, packed_layers, part_of, plain_weights
 from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.model.value_head import ValueModel
 from tests.model.test_lora import adapted, batch, loss
@@ -53,11 +53,11 @@ def pair(request):
     """A quantized model in float64, and one whose weights are plain and the same numbers."""
     model = adapted(**request.param)
     plain = copy.deepcopy(model)
-    before = full(plain_weights(plain)[UP])
+    before = gather_full_tensor(plain_weights(plain)[UP])
     quantize_base(model)
     for name, layer in packed_layers(model).items():
         plain.get_submodule(name).weight = nn.Parameter(layer.weight, requires_grad=False)
-    assert not torch.equal(before, full(plain_weights(plain)[UP]))
+    assert not torch.equal(before, gather_full_tensor(plain_weights(plain)[UP]))
     return model, plain
 
 
@@ -97,7 +97,9 @@ def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
         torch.testing.assert_close(gradient, others[name], rtol=1e-12, atol=1e-14)
     merged, plain = (plain_weights(model) for model in pair)
     assert merged.keys() == plain.keys() and trainable_summary(pair[0]) == trainable_summary(pair[1])
-    assert all(torch.equal(full(weight), full(plain[name])) for name, weight in merged.items())
+    assert all(
+        torch.equal(gather_full_tensor(weight), gather_full_tensor(plain[name])) for name, weight in merged.items()
+    )
 
 
 def test_a_copy_shares_the_packed_base(pair):
@@ -123,7 +125,9 @@ def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpo
     load_adapter(model, folder / "checkpoint" / "adapter")
     quantize_base(model)
     written, computed = dict(load_model(folder / "checkpoint").named_parameters()), plain_weights(model)
-    assert adapters(model) and all(torch.equal(written[name], full(weight)) for name, weight in computed.items())
+    assert adapters(model) and all(
+        torch.equal(written[name], gather_full_tensor(weight)) for name, weight in computed.items()
+    )
     options = [f"--model={checkpoint}", f"--adapter={folder / 'checkpoint' / 'adapter'}", "--quantize=nf4"]
     assert main(["merge", *options, f"--out={tmp_path / 'merged'}"]) == 0
     merged = dict(load_model(tmp_path / "merged").named_parameters())

@@ -89,7 +89,7 @@ def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
 
 
 def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it_trains(run, plain, checkpoint, capsys):
-    adapter = [*ADAPTERS, "--model.freeze=vision", "--state_steps=3"]
+    adapter = [*ADAPTERS, "--model.freeze=vision", "--checkpoint_steps=3"]
     folder = run("--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", *adapter)
     out = capsys.readouterr().out
     assert "trained: " in out and "model.layers.*.mlp.up_proj" in out and "visual.merger.mlp.0" in out
@@ -121,10 +121,12 @@ def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, liv
     shared = [name for name, p in judge.backbone.named_parameters() if p is theirs[name]]
     assert len(shared) == sum(not is_adapter(name) for name in theirs)
     prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
-    packed = value_head.pack_to_end([prompt], tiny.written([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu")
+    packed = value_head.pack_with_last_token(
+        [prompt], tiny.policy_mask([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu"
+    )
     with torch.no_grad():
-        scores = judge.at_end(packed)
-        alone = value_head.load_value_model(folder / "reward_model").at_end(packed)
+        scores = judge.score_last_token(packed)
+        alone = value_head.load_value_model(folder / "reward_model").score_last_token(packed)
     assert scores.abs().min() > 1e-3
     torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
 

@@ -14,7 +14,7 @@ from minivlmrl.distributed.weights import copy_model
 from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end
+from minivlmrl.model.value_head import ValueModel, load_value_model, pack_with_last_token
 from minivlmrl.tasks import shapes
 
 import tiny
@@ -50,7 +50,9 @@ def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torc
 
 def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
     model, (prompts, completions) = value_model(), groups
-    found = model.at_end(pack_to_end(prompts, tiny.written(completions), model.backbone.config, "cpu"))
+    found = model.score_last_token(
+        pack_with_last_token(prompts, tiny.policy_mask(completions), model.backbone.config, "cpu")
+    )
     expected = [by_hand(model, p, c)[-1] for p, group in zip(prompts, completions, strict=True) for c in group]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
 
@@ -86,7 +88,9 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, tied):
     model, (prompts, completions) = value_model(tied), groups
-    model.at_end(pack_to_end(prompts, tiny.written(completions), model.backbone.config, "cpu")).sum().backward()
+    model.score_last_token(
+        pack_with_last_token(prompts, tiny.policy_mask(completions), model.backbone.config, "cpu")
+    ).sum().backward()
     assert model.backbone.lm_head.weight.requires_grad == tied
     without = {name for name, p in model.named_parameters() if p.grad is None}
     assert without == (set() if tied else {"backbone.lm_head.weight"})
@@ -102,8 +106,8 @@ def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
     model, (prompts, completions) = value_model(tied), groups
     save_value_model(tmp_path / "judge", model, processor, ONE)
     loaded = load_value_model(tmp_path / "judge")
-    batch = pack_to_end(prompts, tiny.written(completions), model.backbone.config, "cpu")
-    assert torch.equal(loaded.at_end(batch), model.at_end(batch))
+    batch = pack_with_last_token(prompts, tiny.policy_mask(completions), model.backbone.config, "cpu")
+    assert torch.equal(loaded.score_last_token(batch), model.score_last_token(batch))
     assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
     assert not list(tmp_path.glob("**/*.partial"))
 

@@ -67,7 +67,7 @@ def test_a_step_is_the_divergence_from_the_teacher(stage, samples, option):
 def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpoint):
     """It runs whole, is resumed, and the student comes nearer to it."""
     options = of_file("distill", STAGE | {"max_steps": 8, "learning_rate": 1e-2, "num_generations": 3})
-    options += ["--data.min_pixels=784", "--data.max_pixels=784", "--seed=3", "--state_steps=4"]
+    options += ["--data.min_pixels=784", "--data.max_pixels=784", "--seed=3", "--checkpoint_steps=4"]
     options += [f"--distill.teacher={checkpoint}", "--distill.teacher_prompt=teachers:larger"]
     folder = run(*options, "--rewards={letters: 1}")
     lines = metrics(folder)

@@ -10,7 +10,7 @@ from docs.scripts import bias
 from minivlmrl.data.rows import Completion
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import group_advantages, leave_one_out
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.losses.preference import DPOLossOptions
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
@@ -82,7 +82,7 @@ def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
         rewards = bias.BINARY[i]
         drawn = bias.logps_of(logits)[i]
         advantages = leave_one_out(rewards, G) if name == "rloo" else group_advantages(rewards, G, "none")
-        counts = Counts(G, bias.MASK[i].sum(), bias.T)
+        counts = LossNormalizer(G, bias.MASK[i].sum(), bias.T)
         return grpo_loss(drawn, advantages, bias.MASK[i], options, counts=counts)[0] / length
 
     found = torch.vmap(torch.func.grad(loss), (None, 0))(bias.POLICY, groups).flatten(1)

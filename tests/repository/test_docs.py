@@ -21,7 +21,7 @@ from reading_list import reading_list
 from runs import metrics
 
 from docs.scripts import held_out, make_pages
-from minivlmrl.__main__ import TOOLS
+from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import TrainingOptions
@@ -109,8 +109,8 @@ def test_commands_use_real_tools_recipes_and_options(command):
     words = [word for word in shlex.split(command) if word != "..."]
     if "-m" in words and "minivlmrl" in words:
         tool = words[words.index("-m") + 2 :][:1]
-        assert not tool or tool[0] in TOOLS or tool == ["TOOL"]
-        if tool not in (["plan"], ["train"]):
+        assert not tool or tool[0] in COMMAND_NAMES or tool == ["COMMAND"]
+        if tool not in (["memory"], ["train"]):
             return
     recipes = [word for word in words if word.startswith("recipes/")] or ["recipes/shapes.yaml"]
     options = [word for word in words if re.match(r"--\w+(\.\w+)*=", word)]

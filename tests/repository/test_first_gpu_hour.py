@@ -14,7 +14,7 @@ from first_gpu_hour import PARTS, Part
 def write(monkeypatch, tmp_path, *arguments):
     monkeypatch.setattr(sys, "argv", ["first_gpu_hour.py", "--out", str(tmp_path), *arguments])
     failed = first_gpu_hour.main()
-    return failed, (tmp_path / "gpu.md").read_text()
+    return failed, (tmp_path / "gpu_status.md").read_text()
 
 
 def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ import pytest
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
-from tests.repository.test_carry_on import DIFFS, apply
+from tests.repository.test_developer_guide import DIFFS, apply
 
 ROOT = Path(__file__).parents[2]
 STEP = """
@@ -46,8 +46,8 @@ from minivlmrl.commands.train import train_recipe
 model, picture = ["--model", "runs/shapes/checkpoint"], glob.glob("runs/shapes/images/*.webp")[0]
 zoom = load_config("zoom.yaml")
 assert zoom.data.eval_rewards[1] == held_out_rewards(zoom)[1].name == "recipes/zoom.py:looks", zoom.data
-assert main(["plan", *model]) == 0
-assert main(["ask", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
+assert main(["memory", *model]) == 0
+assert main(["chat", *model, "--image", picture, "--prompt", "What?", "--max_new_tokens", "2"]) == 0
 assert main(["check", "localisation.yaml"]) == 0
 assert train_recipe(["localisation.yaml", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=4"]) == 0
 stages = ["--stages=[sft, recipes/kto.py:KTO]", "--kto.max_steps=1", "--sft.max_steps=1", "--data.eval_rows=4"]
@@ -131,7 +131,7 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert status == 0 and "held-out" in out, out
     lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
-    assert (tmp_path / "runs" / "shapes" / "page.html").is_file()
+    assert (tmp_path / "runs" / "shapes" / "report.html").is_file()
     status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
     said = "1 GPUs of 80 GB, (cut after 2 tokens), nothing found that, constant box, answered: 0.00 0.00, right: start"
     said = said.split(", ")
@@ -186,16 +186,16 @@ def test_what_a_new_user_does_first(python, tmp_path):
     short = "--sft.max_steps=1", "--grpo.max_steps=3", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     folder = tmp_path / "runs" / "shapes"
     assert "nothing found that will go wrong" in minivlmrl("check", "shapes.yaml")
-    minivlmrl("train", *short, "--state_steps=2")
+    minivlmrl("train", *short, "--checkpoint_steps=2")
     # drawn again
-    (folder / "page.html").unlink()
-    minivlmrl("page", "runs/shapes")
-    assert "</html>" in (folder / "page.html").read_text()
+    (folder / "report.html").unlink()
+    minivlmrl("report", "runs/shapes")
+    assert "</html>" in (folder / "report.html").read_text()
     # resumed before the last step, it ends with the same bytes
     written = {name: (folder / name).read_bytes() for name in ("checkpoint/model.safetensors", "completions.jsonl")}
     shutil.rmtree(folder / "states" / "000004")
     assert "resumes from runs/shapes/states/000002: 1 steps of grpo are done" in minivlmrl(
-        "train", *short, "--state_steps=2", "--resume=auto"
+        "train", *short, "--checkpoint_steps=2", "--resume=auto"
     )
     assert {name: (folder / name).read_bytes() for name in written} == written
     # rows and a reward of one's own, as README has them
@@ -228,7 +228,7 @@ output_dir: run
 
 @pytest.mark.slow
 def test_a_recipe_and_four_files_of_a_new_user(python, tmp_path):
-    """A stage, a loss, an engine and a tracker as docs/carry_on.md writes them, in a folder with nothing else."""
+    """A stage, a loss, an engine and a tracker as docs/developer_guide.md writes them, in an empty folder."""
     (tmp_path / "mine.yaml").write_text(MINE)
     for title in ("A stage", "A loss", "A rollout engine", "A tracker"):
         apply(tmp_path, DIFFS[title])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from minivlmrl.data.rows import Completion, Row
-from minivlmrl.rewards.columns import ask_rewards, reward_columns
+from minivlmrl.rewards.columns import call_rewards, reward_columns
 
 
 def test_each_value_of_a_row_is_there_once_per_completion():
@@ -27,7 +27,7 @@ def test_rewards_are_a_tensor_with_nan_where_a_reward_gives_none():
     def judged(completions, solution, **columns):
         return [None if answer is None else 1.0 for answer in solution]
 
-    rewards = ask_rewards([length, judged], {"completions": ["a", "bcd", ""], "solution": ["x", None, "y"]})
+    rewards = call_rewards([length, judged], {"completions": ["a", "bcd", ""], "solution": ["x", None, "y"]})
     expected = torch.tensor([[1.0, 1.0], [3.0, torch.nan], [0.0, 1.0]])
     torch.testing.assert_close(rewards, expected, rtol=0, atol=0, equal_nan=True)
-    assert rewards.dtype == torch.float32 and ask_rewards([length], {"completions": []}).shape == (0, 1)
+    assert rewards.dtype == torch.float32 and call_rewards([length], {"completions": []}).shape == (0, 1)

@@ -54,7 +54,9 @@ def replicas(folder, _, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = distribute_tensor(TENSORS["matrix"], mesh, [Replicate(), Shard(0)])
     (folder / "state").mkdir(exist_ok=True)
-    world.together(lambda: write_tensors(folder / "state", {"matrix": sharded, "vector": TENSORS["vector"]}, world))
+    world.run_on_all_ranks(
+        lambda: write_tensors(folder / "state", {"matrix": sharded, "vector": TENSORS["vector"]}, world)
+    )
     back = torch.zeros_like(sharded)
     read_into(back, "matrix", find_pieces(folder / "state")["matrix"])
     return torch.equal(back.full_tensor(), TENSORS["matrix"])

@@ -169,11 +169,11 @@ def straight(recipe):
     return straight
 
 
-STATES = ["--state_steps=2", "--resume=auto"]
+STATES = ["--checkpoint_steps=2", "--resume=auto"]
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
 KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its state comes with the last
     "grpo": (["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
-    "sft": (["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", "--keep_best=sampled"], [
+    "sft": (["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", "--best_metric=sampled"], [
         ("before the tensors of a state", 1), ("after the tensors of a state", 1), ("before the rename", 1),
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
@@ -212,7 +212,7 @@ def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, att
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     options += ["--dpo.precompute_ref_log_probs=true"] * (stages == "dpo")
     for ranks, steps in attempts:
-        more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--state_steps=1", "--resume=auto"]
+        more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--checkpoint_steps=1", "--resume=auto"]
         die = "when metrics are written"
         assert -signal.SIGKILL in attempt(recipe, tmp_path, *options, *more, ranks=ranks, die=die, number=steps)
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
@@ -242,12 +242,12 @@ def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
             return save(*arguments, **options)
 
         monkeypatch.setattr(owner, "save_tensors", slow)
-    options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3", "--state_steps=1"]
+    options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3", "--checkpoint_steps=1"]
     assert attempt(recipe, tmp_path, *options, ranks=2) == [0, 0]
 
 
 def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, tmp_path):
-    """One rank is signalled in the second step, twice within a second; a rollout is four steps; without state_steps."""
+    """One rank is signalled in the second step, twice within a second; a rollout is four steps, checkpoint_steps is 0."""
     PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), signal.SIGTERM) for _ in "12"]})
     assert attempt(recipe, tmp_path, ranks=2, die="signal", number=2, rank=1) == [PREEMPTED] * 2
     assert states(tmp_path) == ["000004"]
@@ -256,7 +256,7 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
 
 
 @pytest.mark.parametrize(("options", "backward", "kept"), [
-    (["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", "--keep_best=sampled"], 5, "000002"),
+    (["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", "--best_metric=sampled"], 5, "000002"),
     (["--grpo.micro_batch_size=1"], 9, "000004"),
     (["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"], 3, "000002"),
 ], ids=["sft", "a rollout of four steps", "the first of a stage"])  # fmt: skip
@@ -270,13 +270,13 @@ def test_a_signal_within_a_step_is_obeyed_after_its_micro_batch(recipe, straight
     assert outcome(tmp_path) == straight(*options, ranks=2)
 
 
-ASKED = []
+INFERENCE_CONFIG = []
 
 
 def fails_on_the_second_rank(completions, completion_ids, **columns):
     """Fail in the call of a run that FAILS_AT names; the first one tries the reward."""
-    ASKED.append(1)
-    if os.environ["RANK"] == "1" and os.environ["FAILS_AT"] == str(len(ASKED)):
+    INFERENCE_CONFIG.append(1)
+    if os.environ["RANK"] == "1" and os.environ["FAILS_AT"] == str(len(INFERENCE_CONFIG)):
         raise KeyError("rank 1")
     return [float(sum(ids) % 7) for ids in completion_ids]
 
@@ -285,19 +285,19 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight,
     """In the second rollout."""
     monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
     monkeypatch.setenv("FAILS_AT", "never")
-    expected = straight("--state_minutes=0", ranks=2)
+    expected = straight("--checkpoint_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
-    assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]  # run_training without the line
+    assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]  # run_training without the line
     assert capfd.readouterr().err.count("states/000004: mend it, then --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
     monkeypatch.setenv("FAILS_AT", "never")
-    assert attempt(recipe, tmp_path, "--state_minutes=0", "--resume=auto", ranks=2) == [0, 0]
+    assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", "--resume=auto", ranks=2) == [0, 0]
     assert outcome(tmp_path) == expected
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_at_once_and_loses_nothing(recipe, straight, tmp_path):
     PLACES["signal"] = (evaluate_file, "answer_and_score", {"before": lambda *_: os.kill(os.getpid(), signal.SIGTERM)})
-    options = ["--stages=[sft]", "--sft.max_steps=2", "--state_minutes=10", "--data.eval_rows=2"]
+    options = ["--stages=[sft]", "--sft.max_steps=2", "--checkpoint_minutes=10", "--data.eval_rows=2"]
     assert attempt(recipe, tmp_path, *options, die="signal") == [PREEMPTED]
     assert not (tmp_path / "summary.json").exists()
     assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
@@ -311,7 +311,7 @@ SHORT = ["--grpo.max_steps=3", "--grpo.num_iterations=1", "--grpo.steps_per_gene
 def finished(recipe):
     """A short run with its states of steps 2 and 3: each rollout feeds one step."""
     output = recipe.parent / "finished"
-    assert attempt(recipe, output, "--state_steps=1", *SHORT) == [0]
+    assert attempt(recipe, output, "--checkpoint_steps=1", *SHORT) == [0]
     assert states(output) == ["000002", "000003"]
     return output
 
@@ -406,9 +406,9 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
         patch.setattr(owner, name, full)
         said = r"000003 could not be written .*No space left.*earlier ones are whole"
         with pytest.raises(ValueError, match=said):
-            resume(recipe, copy, "--resume=auto", "--state_steps=1")
+            resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert states(copy) == ["000002"]
-    resume(recipe, copy, "--resume=auto", "--state_steps=1")
+    resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert outcome(copy) == outcome(finished)
 
 
@@ -467,10 +467,10 @@ def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, fi
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
     monkeypatch.setattr(resume_file, "KEPT", 9)
-    options = ["--state_minutes=10", "--grpo.max_steps=7"]
+    options = ["--checkpoint_minutes=10", "--grpo.max_steps=7"]
     resume(recipe, tmp_path, *options)
     assert states(tmp_path) == ["000003", "000006", "000007"]
-    assert RunConfig().state_minutes == 10
+    assert RunConfig().checkpoint_minutes == 10
 
 
 def test_two_runs_do_not_write_into_one_folder(recipe, copy):
@@ -494,7 +494,7 @@ def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
     """Its weights are in no state; that of a random model is drawn by config.json."""
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     base = tmp_path / "start" / "checkpoint"
-    options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--state_steps=1"]
+    options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--checkpoint_steps=1"]
     resume(recipe, tmp_path / "run", *options)
     file = base / "model.safetensors"
     before, weights = file.read_bytes(), load_file(file)
@@ -509,9 +509,11 @@ def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
 
 def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys):
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
-    resume(recipe, copy, "--resume=auto", "--state_steps=1")
+    resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert " from here on " not in capsys.readouterr().out
-    resume(recipe, copy, "--resume=auto", "--state_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}")
+    resume(
+        recipe, copy, "--resume=auto", "--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"
+    )
     said = ["grpo.learning_rate was 0.003, from here on 1e-05", "rewards.letters was 1.0, from here on 2.0"]
     assert [line for line in capsys.readouterr().out.splitlines() if " from here on " in line] == said
     with pytest.raises(ValueError, match=r"grpo.prompts_per_step was 4, from here on 2: rows would be left out or"):
@@ -521,7 +523,7 @@ def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys)
 
 def test_stages_may_be_added_and_states_keep_their_beat(recipe, copy):
     """Every third step of all stages, also after the resumption, and at the end of the stage."""
-    options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--state_steps=3"]
+    options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--checkpoint_steps=3"]
     resume(recipe, copy, "--resume=auto", *options)
     assert states(copy) == ["000003", "000005"]
 
@@ -540,7 +542,7 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
         "--data.eval_rows=256",
         f"--data.train_file={tmp_path / 'rows.jsonl'}", "--sft.prompts_per_step=2", "--sft.max_steps=4",
     ]  # fmt: skip
-    codes = attempt(recipe, tmp_path / "run", *options, "--state_steps=1", die="in backward", number=3)
+    codes = attempt(recipe, tmp_path / "run", *options, "--checkpoint_steps=1", die="in backward", number=3)
     assert codes == [-signal.SIGKILL]
     keys = find_pieces(tmp_path / "run" / "states" / "000002")
     assert "optimizer.model.norm.weight/exp_avg" in keys

@@ -23,7 +23,7 @@ NAN = float("nan")
 
 
 def config(rewards=("accuracy", "format"), sampling=None, blind=False):
-    data = DataOptions(eval_rewards=list(rewards), eval_blind=blind)
+    data = DataOptions(eval_rewards=list(rewards), eval_without_images=blind)
     return RunConfig(data=data, sampling=sampling or SamplingOptions(max_new_tokens=6))
 
 

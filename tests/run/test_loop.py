@@ -37,7 +37,7 @@ def test_the_files_and_the_numbers_of_a_run(run, capsys):
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images",
-        "metrics.jsonl", "page.html", "summary.json", "timings.jsonl", "warnings.jsonl",
+        "metrics.jsonl", "report.html", "summary.json", "timings.jsonl", "warnings.jsonl",
     ]  # fmt: skip
     load_model(folder / "checkpoint")
     assert "after grpo" in capsys.readouterr().out
@@ -180,7 +180,7 @@ class Recorder(Callback):
 
 
 def test_callbacks_are_called_in_order_and_are_not_needed(run, home, tmp_path, plain):
-    options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--state_steps=2"]
+    options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--checkpoint_steps=2"]
     config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'a'}", *options])
     recorder = Recorder()
     assert run_training(config, [recorder]) == 0
@@ -191,7 +191,7 @@ def test_callbacks_are_called_in_order_and_are_not_needed(run, home, tmp_path, p
     ]  # fmt: skip
     saved = json.loads((tmp_path / "a" / "states" / "000002" / "run.json").read_text())
     assert saved["logs"]["recorder"] == "9" and "alarms" not in saved["logs"]
-    assert not (tmp_path / "a" / "page.html").exists() and not (tmp_path / "a" / "warnings.jsonl").read_text()
+    assert not (tmp_path / "a" / "report.html").exists() and not (tmp_path / "a" / "warnings.jsonl").read_text()
     usual = run(*options, name="b")
     for name in ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (usual / name).read_bytes()

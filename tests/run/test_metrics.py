@@ -153,7 +153,7 @@ def expected(folder):
 @pytest.mark.usefixtures("plain", "lively")
 def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
     """From a state after whose step held-out rows were answered, which is done again."""
-    options = *OPTIONS, "--report_to=[tensorboard]", "--state_steps=1", "--eval_steps=1"
+    options = *OPTIONS, "--report_to=[tensorboard]", "--checkpoint_steps=1", "--eval_steps=1"
     folder = run(*options)
     assert curves(folder) == expected(folder)
     assert [step for step, _ in curves(folder)["eval/sampled"]] == [0, 1, 2, 3, 4]
@@ -221,7 +221,7 @@ def failing(config, steps, closing):
 @pytest.mark.usefixtures("plain", "lively")
 def test_a_tracker_of_a_file_has_what_the_files_say_also_of_a_resumed_run(run, tmp_path):
     (tmp_path / "my_tracker.py").write_text(TRACKER)
-    options = *OPTIONS, "--state_steps=1"
+    options = *OPTIONS, "--checkpoint_steps=1"
     folder = run(*options, f"--report_to=[\"{tmp_path}/my_tracker.py:csv(sign=';')\"]")
     found = {}
     for line in (folder / "said.csv").read_text().splitlines():

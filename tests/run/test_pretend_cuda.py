@@ -75,7 +75,7 @@ def test_scores_and_gradients_are_those_of_the_cpu():
 
 
 SMALL = [
-    "--data.eval_rows=2", "--state_steps=1", "--rewards={letters: 1, format: 0.5}", "--grpo.beta=0.1",
+    "--data.eval_rows=2", "--checkpoint_steps=1", "--rewards={letters: 1, format: 0.5}", "--grpo.beta=0.1",
     "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1",
 ]  # fmt: skip
 

@@ -122,7 +122,7 @@ def test_evaluations_on_the_way_change_nothing_else(run, capsys):
 def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
     """The first evaluation is of the model as it came: it is on the disk already."""
     monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": values[len(done)] or 0})
-    found, done, kept = results(f"--keep_best={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
+    found, done, kept = results(f"--best_metric={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
     trainer = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
     trainer.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
     found.measure("start")

@@ -64,15 +64,15 @@ def test_a_lost_terminal_does_not_fail_what_is_printed():
 def test_long_work_ends_at_once_if_nothing_is_lost():
     world = World()
     with StopSignals(world) as stop:
-        stop.world.leave()
+        stop.world.stop_if_preempted()
         os.kill(os.getpid(), signal.SIGTERM)
         stop.save = lambda: None
-        stop.world.leave()
+        stop.world.stop_if_preempted()
         stop.save = lambda: "states/000004"
-        stop.world.leave()
+        stop.world.stop_if_preempted()
         raise AssertionError
     assert stop.exit_code == PREEMPTED
-    world.leave()  # another run of this process is not ended
+    world.stop_if_preempted()  # another run of this process is not ended
 
 
 def test_a_later_signal_ends_the_process(monkeypatch):

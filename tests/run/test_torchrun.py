@@ -60,7 +60,10 @@ def torchrun(tmp_path):
 
 def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     process = torchrun(
-        "--state_steps=1", "--resume=auto", action="os.kill(os.getpid(), signal.SIGKILL)", launcher=["--max-restarts=1"]
+        "--checkpoint_steps=1",
+        "--resume=auto",
+        action="os.kill(os.getpid(), signal.SIGKILL)",
+        launcher=["--max-restarts=1"],
     )
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors[-3000:]

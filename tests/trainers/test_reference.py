@@ -194,7 +194,7 @@ def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, plain, live
     moving = ["sync_ref_model", "ref_model_sync_steps=2", "ref_model_mixup_alpha=0.5"]
     options = [f"--reference.{option}" for option in moving]
     options += [f"--reference.path={checkpoint}"] if form == "path" else FORMS[form]
-    options += ["--stages=[dpo]", "--dpo.max_steps=5", "--state_steps=3"]
+    options += ["--stages=[dpo]", "--dpo.max_steps=5", "--checkpoint_steps=3"]
     straight = run(*options, name="straight")
     resumed = run(*options, f"--resume={straight / 'states' / '000003'}", name="resumed")
     for name in ("metrics.jsonl", "checkpoint/model.safetensors"):

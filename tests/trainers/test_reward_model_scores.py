@@ -12,7 +12,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_processor
-from minivlmrl.model.value_head import ValueModel, load_value_model, pack_to_end
+from minivlmrl.model.value_head import ValueModel, load_value_model, pack_with_last_token
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import reward_model as file
 from minivlmrl.trainers.reward_model import RewardModelScores, check_stage_order
@@ -40,7 +40,7 @@ def test_each_completion_gets_the_number_after_its_last_token(stage, samples, ju
     [rollout], model = samples, load_value_model(judge)
     with torch.no_grad():
         numbers = [
-            model.at_end(pack_to_end([prompt], [[c]], model.backbone.config, "cpu")).item()
+            model.score_last_token(pack_with_last_token([prompt], [[c]], model.backbone.config, "cpu")).item()
             for prompt, group in zip(rollout.prompts, rollout.completions, strict=True)
             for c in group
         ]

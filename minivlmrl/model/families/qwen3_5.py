@@ -76,13 +76,13 @@ class GatedAttention(SelfAttention):
         q, gate = q_and_gate.chunk(2, dim=-1)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, key heads, D)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q = turn_first(self.q_norm(q), cos, sin)
-        k = turn_first(self.k_norm(k), cos, sin)
+        q = apply_partial_rotary(self.q_norm(q), cos, sin)
+        k = apply_partial_rotary(self.k_norm(k), cos, sin)
         out = attention(self.index, q, k, v) * gate.sigmoid()  # (N, H, D)
         return self.o_proj(out.flatten(1))
 
 
-def turn_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first numbers of each head, as many as cos and sin have; the others stay."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)

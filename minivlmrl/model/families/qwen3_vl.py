@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import build, require
+from minivlmrl.config.parsing import build, check_field
 from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
@@ -254,7 +254,7 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
     for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
         value = settings.get(name)
         same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
-        require(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
+        check_field(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
     return build(Videos, settings.get("size") or {}, where, "size.", json=True)
 
 

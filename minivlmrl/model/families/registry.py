@@ -1,4 +1,4 @@
-"""All that differs between two model families, in one record each; docs/carry_on.md adds one.
+"""All that differs between two model families, in one record each; docs/developer_guide.md adds one.
 
 config.json names a `model_type`; the module that MODULES has for it is imported then, and its SPECS
 have the ModelSpec. So a run of Qwen2.5-VL imports no other family.

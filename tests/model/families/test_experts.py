@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.config.options import GRPOOptions, LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.diagnostics.memory import Costs
-from minivlmrl.losses.grpo import Counts, grpo_loss
+from minivlmrl.diagnostics.memory import MemoryEstimator
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.checkpoint import load_model, save_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.experts import Experts, split_experts
@@ -57,7 +57,7 @@ def loss_of(logps, mask, seed):
     """GRPO's, of (R, T) log-probabilities."""
     advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
     options = GRPOOptions(loss_type="grpo")
-    counts = Counts(len(logps), int(mask.sum()), 9)
+    counts = LossNormalizer(len(logps), int(mask.sum()), 9)
     return grpo_loss(logps, advantages, mask, options, counts=counts)[0]
 
 
@@ -291,6 +291,6 @@ def test_experts_in_4_bits_compute_as_their_unpacked_weights(model_type, tmp_pat
 def test_the_plan_counts_what_is_active_for_a_token():
     """Of the sizes that people run: 31.1e9 and 35.1e9 parameters, 3e9 of them active; experts are most of the model."""
     for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
-        costs = Costs(ModelConfig.from_dict(real_config(size)))
+        costs = MemoryEstimator(ModelConfig.from_dict(real_config(size)))
         assert costs.parameters == pytest.approx(held, rel=1e-3), size
         assert costs.active_parameters == pytest.approx(active, rel=0.1), (size, costs.active_parameters)

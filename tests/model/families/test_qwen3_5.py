@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.commands import merge
 from minivlmrl.config.options import LoRAOptions, SamplingOptions
 from minivlmrl.data.rows import uniform_numbers
-from minivlmrl.diagnostics.memory import Costs, Work
+from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator
 from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
 from minivlmrl.generation.sampler import Sampler
@@ -128,8 +128,8 @@ def test_sampler_and_trainer_agree_about_every_token():
 def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
     """A prompt once and each completion, whatever they are long."""
     config = tiny.config(model_type="qwen3_5")
-    costs, sizes = Costs(config), []
-    for work in (Work(2, 3, 10, 4, 5), Work(2, 3, 10, 4, 50)):
+    costs, sizes = MemoryEstimator(config), []
+    for work in (BatchShape(2, 3, 10, 4, 5), BatchShape(2, 3, 10, 4, 50)):
         model = tiny.model_of(config)
         packing = pack([tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 4)], text=4)] * 2, [[], []], config)
         assert packing.layout.prompt_lengths == [14] * 2

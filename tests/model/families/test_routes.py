@@ -14,7 +14,7 @@ from tiny import pack
 MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 WAYS = {
     "tools": ["--sampling.environment=on_ranks:Eye", "--sampling.top_p=0.9"],
-    "filters": ["--sampling.top_k=50", "--sampling.max_tokens_at_once=3000"],
+    "filters": ["--sampling.top_k=50", "--sampling.max_batch_tokens=3000"],
     "sampled again": ["--grpo.max_num_gen_batches=2"],
 }
 
@@ -43,7 +43,7 @@ def test_no_token_has_other_experts_in_training_than_in_sampling(stage, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MOE)
 def test_0_of_100000_tokens_have_other_experts(stage, monkeypatch, model):
-    options = ["--grpo.prompts_per_step=8", "--grpo.max_steps=4", "--sampling.max_tokens_at_once=20000"]
+    options = ["--grpo.prompts_per_step=8", "--grpo.max_steps=4", "--sampling.max_batch_tokens=20000"]
     run = many_tokens(stage, monkeypatch, model, "filters", 64, *options)
     drawn = 0
     for number in range(4):

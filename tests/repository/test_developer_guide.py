@@ -1,4 +1,4 @@
-"""docs/carry_on.md: every diff of the page is applied to a copy of the package, and what it adds is called.
+"""docs/developer_guide.md: every diff of the page is applied to a copy of the package, and what it adds is called.
 
 So is recipes/fluent.py, which the page says to copy.
 """
@@ -13,7 +13,7 @@ import sys
 import pytest
 from links import ROOT
 
-PAGE = (ROOT / "docs" / "carry_on.md").read_text()
+PAGE = (ROOT / "docs" / "developer_guide.md").read_text()
 DIFFS = dict(re.findall(r"\n\*\*(.+?)\*\*(?:(?!\n\*\*).)*?\n```diff\n(.*?)```", PAGE, re.DOTALL))  # title -> diff
 CALLS = """
 import contextlib, io, json, math
