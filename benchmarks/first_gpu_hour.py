@@ -3,8 +3,8 @@
 python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # again until no part is left for later
 python benchmarks/first_gpu_hour.py --toy                   # every part at toy size, on a CPU too: that it runs
 
-Each part is a process with a limit of minutes; its output is in DIR/PART.txt. After each part the page DIR/gpu_status.md
-is written again. A part with a section DIR/PART.md is done, failed or not, and a later call begins with the next. With
+Each part is a process with a limit of minutes; its output is in DIR/PART.txt. After each part DIR/gpu_status.md is
+written again. A part with a section DIR/PART.md is done, failed or not, and a later call begins with the next. With
 --minutes no part begins whose limit no longer fits. Nothing is downloaded: weights are random, of the real size.
 """
 

@@ -2,8 +2,8 @@ TASK = """
 Lay out one prompt and its completions: make `spans`, a Span of each, whose fields are in model/packing.py. The ids,
 position_ids and grids of the prompt are there. A completion's ids are completion.ids, its position_ids are (3, n).
 image_ids are the ids too, except -1 for tokens that the policy wrote (completion.policy_mask, bool for each token of
-completion.ids), because image tokens are searched there. The last token of a completion predicts nothing, so it is left out. You may
-leave out the pictures of completions.
+completion.ids), because image tokens are searched there. The last token of a completion predicts nothing, so it is left
+out. You may leave out the pictures of completions.
 """
 
 HINT = """

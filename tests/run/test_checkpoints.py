@@ -247,7 +247,7 @@ def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
 
 
 def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, tmp_path):
-    """One rank is signalled in the second step, twice within a second; a rollout is four steps, checkpoint_steps is 0."""
+    """One rank gets two signals in the second step; a rollout is four steps and checkpoint_steps is 0."""
     PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), signal.SIGTERM) for _ in "12"]})
     assert attempt(recipe, tmp_path, ranks=2, die="signal", number=2, rank=1) == [PREEMPTED] * 2
     assert states(tmp_path) == ["000004"]
