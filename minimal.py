@@ -111,8 +111,8 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
         group = pack([row.prompt(processor) for row in batch], answers, model.config)
         logps, _ = per_token_logps(model, group)  # (M,) of all answer tokens
         mask = group.completion_mask  # (R, T)
-        counts = LossNormalizer(len(mask), mask.sum().item())
-        loss = sft_loss(group.pad(logps), mask, "nll", counts=counts)
+        normalizer = LossNormalizer(len(mask), mask.sum().item())
+        loss = sft_loss(group.pad(logps), mask, "nll", normalizer=normalizer)
         update(model, optimizer, loss, schedule.at(step))
 
 
@@ -140,8 +140,8 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
         logps = group.pad(per_token_logps(model, group)[0])
         # 6. The loss; the ratio to the policy that sampled is 1, as each rollout has one update.
         mask = group.completion_mask
-        counts = LossNormalizer(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
-        loss, _ = grpo_loss(logps, advantages, mask, LOSS, ref_per_token_logps=ref_logps, counts=counts)
+        normalizer = LossNormalizer(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
+        loss, _ = grpo_loss(logps, advantages, mask, LOSS, ref_per_token_logps=ref_logps, normalizer=normalizer)
         # 7. The update.
         update(model, optimizer, loss, schedule.at(step))
         if step % 10 == 0 or step == max_steps - 1:

@@ -192,7 +192,7 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
         logps.append(way(model, case, rows))
         advantages = case.advantages[rows.start : rows.stop]
         mask = torch.ones(len(rows), C, device=CARD)
-        grpo_loss(logps[-1], advantages, mask, counts=LossNormalizer(G, G * C))[0].backward()
+        grpo_loss(logps[-1], advantages, mask, normalizer=LossNormalizer(G, G * C))[0].backward()
     return torch.cat(logps).detach()
 
 

@@ -138,7 +138,7 @@ class Distill(GRPOTrainer):
             head,
             batch.teacher_states,
             teacher_head,
-            weights / batch.counts.tokens,
+            weights / batch.normalizer.tokens,
             self.config.teacher_beta,
             self.temperature,
         )

@@ -101,7 +101,7 @@ class KTO(OfflineTrainer):
             self.config,
             ref_per_token_logps=batch.ref_per_token_logps,
             kl=batch.kl,
-            counts=batch.counts,
+            normalizer=batch.normalizer,
         )
         good = batch.labels.float().mean()
         shares = {"rewards/chosen": good, "rewards/rejected": 1 - good}

@@ -289,7 +289,7 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
     )
 
 
-def counts(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
+def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
@@ -421,8 +421,8 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     selection = (pieces.part,)
     names = {"mask": pieces.kept, "per_token_logps": pieces.per_token_logps}
     entropies = change("entropies", pieces.entropies, selection=selection, **names)
-    count = counts(pieces.part, mask_in(change, "the count"), change)
-    mean = mean_entropy(entropies, pieces.kept, count)
+    normalizer = normalizer_of(pieces.part, mask_in(change, "the count"), change)
+    mean = mean_entropy(entropies, pieces.kept, normalizer)
     return -mean, mean.detach()
 
 
@@ -443,13 +443,13 @@ def averaged(
     mask = mask_in(change, "the sum")
     divided = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
-    count = counts(part, divided, change)
+    normalizer = normalizer_of(part, divided, change)
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)[part]
-    value = average(terms, divided[part], count)
+    value = average(terms, divided[part], normalizer)
     value = change("mean", value, selection=(part,), terms=terms, mask=divided[part])
-    return value, average(terms.detach().abs() + rounding, divided[part], count)
+    return value, average(terms.detach().abs() + rounding, divided[part], normalizer)
 
 
 def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change) -> Tensor:
@@ -476,7 +476,9 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
         mask[index],
         options,
         ref_logps=policy_logps - log_ratio,
-        counts=counts(part, mask * d["chosen"][:, None], change),  # TRL's sft counts these
+        normalizer=normalizer_of(
+            part, mask * d["chosen"][:, None], change
+        ),  # TRL's sft counts these
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
     )

@@ -399,7 +399,7 @@ BUGS = {
     ),
     "mean_of_means": Bug(  # of the tokens of each micro-batch, in our sft
         "https://arxiv.org/abs/2604.23747",
-        around(sft, "sft_loss", lambda function, logps, mask, kind, counts: function(logps, mask, kind) / 8),
+        around(sft, "sft_loss", lambda function, logps, mask, kind, normalizer: function(logps, mask, kind) / 8),
         ["--sft.micro_batch_size=4"],
         loss("mean of means", SUM + " / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
     ),

@@ -10,7 +10,7 @@ HINT = """
 Present and old log-probabilities are equal at first, but only the present ones have a gradient: that is what detach is
 for. A term takes TermInputs and returns losses of tokens, and metrics; the loss is a number to minimise, and the KL is
 a cost too. The averages take
-per-token losses that are 0 outside the mask, the mask, and the counts of the whole step.
+per-token losses that are 0 outside the mask, the mask, and the normalizer (the totals of the whole step).
 """
 
 WRONG = {
@@ -33,8 +33,8 @@ WRONG = {
         "old_per_token_logps - per_token_logps",
     ),
     "tokens that do not count are in the sum: multiply by the mask": ("(per_token_loss * mask,", "(per_token_loss,"),
-    "you divide by all columns, padding too: a mean over what the mask leaves, by the counts": (
-        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
+    "you divide by all columns, padding too: average over the tokens of the mask with `normalizer`": (
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
         "(per_token_loss * mask).mean()",
     ),
     "the KL's arguments are exchanged: the policy comes first, then the reference": (
@@ -64,12 +64,12 @@ WRONG = {
         "kl",
     ),
     "you divide by the tokens of the step for every loss_type: that is dapo's average": (
-        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
-        "(per_token_loss * mask).sum() / counts.tokens",
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
+        "(per_token_loss * mask).sum() / normalizer.tokens",
     ),
-    "you divide by the counts of this batch; a step may have several, and counts are the step's": (
-        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
-        "AVERAGES[options.loss_type](per_token_loss * mask, mask, Counts(len(mask), mask.sum(), 8))",
+    "you divide by the totals of this batch, but a step may have several: use `normalizer`": (
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, LossNormalizer(len(mask), mask.sum(), 8))",
     ),
     "the ratio is not clipped": (
         "per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)",
@@ -87,9 +87,9 @@ WRONG = {
         "per_token_loss, metrics = -clip * advantages, TERMS[options.loss_type](inputs, options)[1]",
     ),
     "you divide by the batch's longest completion: dr_grpo's constant, max_completion_length, is missing": (
-        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)",
-        "AVERAGES[options.loss_type](per_token_loss * mask, mask, counts) * (\n"
-        '    counts.max_completion_length / mask.shape[1] if options.loss_type == "dr_grpo" else 1\n)',
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
+        "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer) * (\n"
+        '    normalizer.max_completion_length / mask.shape[1] if options.loss_type == "dr_grpo" else 1\n)',
     ),
     "the metrics are missing: those of the term, and kl": ("loss = AVERAGES", "metrics = {}\nloss = AVERAGES"),
     'metrics has no "kl"': ('    metrics["kl"] = kl\n', ""),
@@ -119,7 +119,7 @@ def tries(grpo_loss):
         tensors = given.get(what, {})
         options = GRPOLossOptions(*loss_type.split(), beta=0.3 if "ref_per_token_logps" in tensors else 0.0)
         leaf = logps.clone().requires_grad_()
-        loss, metrics = grpo_loss(leaf, advantages, mask, options, **tensors, counts=LossNormalizer(4, 11, 8))
+        loss, metrics = grpo_loss(leaf, advantages, mask, options, **tensors, normalizer=LossNormalizer(4, 11, 8))
         gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
         yield (
             f"{loss_type}, {what}",

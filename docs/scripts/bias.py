@@ -71,30 +71,30 @@ def expected_policy_loss(
         if options.loss_type == "rloo":
             advantages = leave_one_out(rewards[i], G)
         constants = {"old_per_token_logps": sampler[i], "ref_per_token_logps": None if ref is None else ref[i]}
-        counts = LossNormalizer(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
-        return grpo_loss(logps[i], advantages, MASK[i], options, counts=counts, **constants)[0]
+        normalizer = LossNormalizer(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
+        return grpo_loss(logps[i], advantages, MASK[i], options, normalizer=normalizer, **constants)[0]
 
     return expect(loss, sampler, G)
 
 
 def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLossOptions, old: Tensor) -> Tensor:
     """Mean of ppo_loss over all completions, with GAE on graded rewards and the values (7,) of prefixes."""
-    values, counts = values[PREFIX] * MASK, LossNormalizer(1, (chances(old) @ MASK.sum(1)).item())
+    values, normalizer = values[PREFIX] * MASK, LossNormalizer(1, (chances(old) @ MASK.sum(1)).item())
     advantages, returns = gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
     fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
 
     def loss(i: Tensor) -> Tensor:
         drawn = {name: x[i] for name, x in fixed.items()}
-        return ppo_loss(logps[i], values[i], MASK[i], options, **drawn, counts=counts)[0]
+        return ppo_loss(logps[i], values[i], MASK[i], options, **drawn, normalizer=normalizer)[0]
 
     return expect(loss, old)
 
 
 def expected_dpo_loss(logps: Tensor, options: DPOLossOptions) -> Tensor:
     """Mean of dpo_loss over pairs that the reference draws and the graded rewards label, by Bradley and Terry."""
-    counts = LossNormalizer(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
+    normalizer = LossNormalizer(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
     given = [(logps[p], MASK[p], options, REF[p]) for p in torch.cartesian_prod(ALL, ALL)[:, None]]
-    losses = [dpo_loss(*pair, ref_per_token_logps=ref, counts=counts)[0] for *pair, ref in given]
+    losses = [dpo_loss(*pair, ref_per_token_logps=ref, normalizer=normalizer)[0] for *pair, ref in given]
     return PAIRS.flatten() @ torch.stack(losses)
 
 

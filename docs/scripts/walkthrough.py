@@ -142,7 +142,7 @@ class Walk:
         self.policy, self.temperature = trainer.policy, trainer.run.sampling.temperature
         self.row, [batch] = rows[PROMPT], step.micro_batches
         [self.batch] = trainer.micro_batches(step.rollout, range(PROMPT, PROMPT + 1), batch.advantages)
-        self.batch.counts, self.group = batch.counts, self.batch.group
+        self.batch.normalizer, self.group = batch.normalizer, self.batch.group
         [self.prompt], self.ids = self.group.prompts, self.group.completion_ids.split(self.group.layout.row_lengths)
 
     def stops(self) -> Iterator[Stop]:

@@ -83,7 +83,7 @@ def grpo_loss(
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
     token_weights: Tensor | None = None,
-    counts: LossNormalizer | None = None,
+    normalizer: LossNormalizer | None = None,
     **term_options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy-gradient loss of a batch of completions.
@@ -99,7 +99,7 @@ def grpo_loss(
         ref_per_token_logps: (B, T), of the reference; needed with beta.
         token_weights: (B, T) or (B, 1), factors of the policy's term, but not of the KL: a mask of
             high-entropy tokens, a correction of the sampler's mismatch; None: 1 for all.
-        counts: of the whole step; None: this batch is the step.
+        normalizer: of the whole step; None: this batch is the step.
         term_options: keywords of the loss_type's entry in TERMS.
     Returns:
         loss, a scalar; and metrics without gradient: clip_ratio/..., kl (nats per token), and
@@ -111,7 +111,7 @@ def grpo_loss(
         raise ValueError(f"{len(advantages)} advantages for {len(mask)} rows: one for each row")
     options = options or GRPOLossOptions()
     check_known("loss_type", options.loss_type, AVERAGES)
-    counts = counts or counts_of(mask)
+    normalizer = normalizer or batch_normalizer(mask)
     if advantages.dim() == 1:
         advantages = advantages[:, None]  # (B, 1), else (B, T)
     if old_per_token_logps is None:
@@ -127,7 +127,7 @@ def grpo_loss(
         kl = correct_kl(kl, ratio, options)
         metrics["kl"] = kl
         per_token_loss = per_token_loss + options.beta * kl
-    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, counts)
+    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)
     return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
 
 
@@ -236,24 +236,26 @@ def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
 # loss_type: (per-token terms, 0 outside the mask; mask; Counts) -> scalar
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # each row by its own length, then by the number of rows
-    "grpo": lambda terms, mask, counts: (
-        (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / counts.sequences
+    "grpo": lambda terms, mask, normalizer: (
+        (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences
     ),
     # all tokens of the step weigh the same
-    "dapo": lambda terms, mask, counts: terms.sum() / counts.tokens,
+    "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
     # no length bias: the divisor does not depend on what was written
-    "dr_grpo": lambda terms, mask, counts: terms.sum() / (counts.sequences * max_length(counts)),
+    "dr_grpo": lambda terms, mask, normalizer: (
+        terms.sum() / (normalizer.sequences * max_length(normalizer))
+    ),
 }
 
 
-def max_length(counts: LossNormalizer) -> int:
+def max_length(normalizer: LossNormalizer) -> int:
     """Return the constant of dr_grpo, which the caller must give."""
-    if counts.max_completion_length is None:
-        raise ValueError("loss_type dr_grpo divides by counts.max_completion_length; give it")
-    return counts.max_completion_length
+    if normalizer.max_completion_length is None:
+        raise ValueError("loss_type dr_grpo divides by normalizer.max_completion_length; give it")
+    return normalizer.max_completion_length
 
 
-def counts_of(mask: Tensor) -> LossNormalizer:
+def batch_normalizer(mask: Tensor) -> LossNormalizer:
     """Return the counts of a batch that is a whole optimizer step."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 

@@ -113,11 +113,11 @@ TERMS |= {
 }
 AVERAGES |= {
     # token mean of this micro-batch, by its share of rows: depends on the split, in TRL too
-    "bnpo": lambda terms, mask, counts: (
-        terms.sum() / mask.sum().clamp(min=1) * (len(mask) / counts.sequences)
+    "bnpo": lambda terms, mask, normalizer: (
+        terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences)
     ),
     # rows' sums: a long row weighs more (arXiv 2602.05261)
-    "luspo": lambda terms, mask, counts: terms.sum() / counts.sequences,
+    "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
     "rloo": AVERAGES["grpo"],
     "cispo": AVERAGES["dapo"],
     "sapo": AVERAGES["grpo"],
@@ -155,7 +155,7 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 def mean_entropy(
     entropies: Tensor,
     kept: Tensor,
-    counts: LossNormalizer,
+    normalizer: LossNormalizer,
     num_tokens: float | Tensor | None = None,
 ) -> Tensor:
     """Average the entropy over so many kept tokens; None: this batch's, by its share of rows.
@@ -163,7 +163,7 @@ def mean_entropy(
     Times entropy_coef it is subtracted from the loss, so that the entropy grows.
     """
     if num_tokens is None:  # as in TRL
-        num_tokens = kept.sum().clamp(min=1) * counts.sequences / len(kept)
+        num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
     return (entropies * kept).sum() / num_tokens
 
 

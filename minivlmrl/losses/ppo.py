@@ -111,7 +111,7 @@ def ppo_loss(
     old_values: Tensor,
     advantages: Tensor,
     returns: Tensor,
-    counts=None,
+    normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the clipped policy loss plus vf_coef times the clipped value loss.
 
@@ -126,7 +126,7 @@ def ppo_loss(
         mask: (B, T), 1 for tokens that are trained on.
         old_per_token_logps, old_values: (B, T), of the policy and the critic that sampled.
         advantages, returns: (B, T), see gae.
-        counts: an object with `tokens` of the optimizer step, by default those of the mask.
+        normalizer: an object with `tokens` of the optimizer step, by default those of the mask.
     Returns:
         loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/...
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last with one.
@@ -144,7 +144,7 @@ def ppo_loss(
     squared_clipped = (clipped_values - returns).square()
     per_token_value = 0.5 * torch.max(squared, squared_clipped)
 
-    num_tokens = mask.sum().clamp(min=1) if counts is None else max(counts.tokens, 1)
+    num_tokens = mask.sum().clamp(min=1) if normalizer is None else max(normalizer.tokens, 1)
     policy_loss = (per_token_policy * mask).sum() / num_tokens
     value_loss = (per_token_value * mask).sum() / num_tokens
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Losses of judged answers: DPO's family, KTO, reward models. It imports torch alone: copy it out.
 
 B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected.
-`per_token_logps` carries the gradient. Each loss divides by `counts`, an object with `sequences`
+`per_token_logps` carries the gradient. Each loss divides by `normalizer`, an object with `sequences`
 (answers: two for each pair) and `tokens` of the whole optimizer step, by default the batch's own:
 gradients of micro-batches add up to the step's. (Exceptions: aot and aot_unpaired sort the pairs of
 a micro-batch, as in TRL; WPO's weights multiply its mean of sft.)
@@ -147,7 +147,7 @@ def dpo_loss(
     ref_logps: Tensor | None = None,
     log_sum_sq_probs: Tensor | None = None,
     discopop_tau: float = 0.05,
-    counts=None,
+    normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Optimize preferences directly, with any of 15 losses or a weighted sum of several.
 
@@ -161,7 +161,7 @@ def dpo_loss(
         log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for
             use_weighting.
         discopop_tau: temperature of discopop, over 0.
-        counts: `tokens` are the chosen ones, for sft.
+        normalizer: `tokens` are the chosen ones, for sft.
     Returns:
         loss; metrics: rewards/chosen, rewards/rejected (beta times the log ratio, nats),
         rewards/margins, rewards/accuracies (share of pairs with a positive margin), logps/chosen,
@@ -180,9 +180,9 @@ def dpo_loss(
     B = len(mask)
     num_pairs = B
     num_tokens = lengths[:, 0].sum()
-    if counts is not None:
-        num_pairs = counts.sequences / 2
-        num_tokens = counts.tokens
+    if normalizer is not None:
+        num_pairs = normalizer.sequences / 2
+        num_tokens = normalizer.tokens
     logps = answer_logps(per_token_logps, mask, options.ld_alpha)
     log_ratio = logps - ref_logps  # (B, 2)
     u, v = log_ratio.unbind(1)
@@ -269,7 +269,7 @@ def kto_loss(
     *,
     ref_per_token_logps: Tensor,
     kl: Tensor | None = None,
-    counts=None,
+    normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Learn from single answers that are marked good or bad.
 
@@ -304,7 +304,7 @@ def kto_loss(
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
     if options.loss_type == "kto":
         metrics["kl"] = zero_point
-    num_answers = len(labels) if counts is None else counts.sequences
+    num_answers = len(labels) if normalizer is None else normalizer.sequences
     return per_answer_loss.sum() / num_answers, metrics
 
 
@@ -337,7 +337,7 @@ def reward_loss(
     options: RewardLossFields | None = None,
     *,
     margin: Tensor | None = None,
-    counts=None,
+    normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute -log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of preferences.
 
@@ -358,7 +358,7 @@ def reward_loss(
     if options.center_rewards_coefficient is not None:
         center = (chosen + rejected).square()
         per_pair_loss = per_pair_loss + options.center_rewards_coefficient * center
-    num_pairs = len(difference) if counts is None else counts.sequences / 2
+    num_pairs = len(difference) if normalizer is None else normalizer.sequences / 2
     return per_pair_loss.sum() / num_pairs, _reward_metrics(chosen.detach(), rejected.detach())
 
 

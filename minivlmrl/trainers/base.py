@@ -27,7 +27,7 @@ class MicroBatch:
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
     # of the whole optimizer step: what its loss divides by; set when its micro-batches are packed
-    counts: LossNormalizer = field(init=False)
+    normalizer: LossNormalizer = field(init=False)
     ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
 
     @property
@@ -176,7 +176,7 @@ class Trainer:
                 )
                 metrics["rollout/route_mismatch"] = batch.mean(differs)
         if self.config.router_aux_loss_coef:
-            share = len(batch.loss_mask) / batch.counts.sequences
+            share = len(batch.loss_mask) / batch.normalizer.sequences
             loss = loss + self.config.router_aux_loss_coef * share * metrics["aux_loss"]
         return loss, metrics
 

@@ -126,7 +126,7 @@ class DPOTrainer(PairTrainer):
             self.config,
             ref_logps=batch.ref_logps.to(logps.dtype),
             log_sum_sq_probs=log_sum_sq_probs,
-            counts=batch.counts,
+            normalizer=batch.normalizer,
         )
         return loss, metrics | {"entropy": batch.mean(entropies)}
 

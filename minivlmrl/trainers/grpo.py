@@ -252,12 +252,12 @@ class GRPOTrainer(Trainer):
     ) -> list[Batch]:
         """Pack these prompts of a rollout into micro-batches of a type."""
         batches = []
-        counts = self.count_tokens(rollout, part)
+        normalizer = self.count_tokens(rollout, part)
         for rows in self.split(rollout, part):
             if advantages is not None:
                 rows = self.rows_with_signal(rows, advantages)
             batch = self.micro_batch(rollout, rows, batch_type)
-            batch.counts = counts
+            batch.normalizer = normalizer
             if advantages is not None:
                 batch.advantages = advantages[rows].to(self.world.device)
             batches.append(batch)
@@ -376,13 +376,13 @@ class GRPOTrainer(Trainer):
             options,
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
-            counts=batch.counts,
+            normalizer=batch.normalizer,
             **(self.weights(batch, padded_entropies) if is_ours else {}),
         )
         if self.config.entropy_coef and is_ours:
-            num_tokens = batch.num_entropy_tokens or batch.counts.tokens
+            num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             kept = self.kept_tokens(batch, padded_entropies)
-            bonus = mean_entropy(padded_entropies, kept, batch.counts, num_tokens)
+            bonus = mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
             loss = loss - self.config.entropy_coef * bonus
         return loss, metrics | self.token_metrics(batch, logps, entropies)
 
@@ -456,7 +456,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
         config,
         old_per_token_logps=None,
         ref_per_token_logps=torch.zeros(1, 2),
-        counts=LossNormalizer(1, 2, 2),
+        normalizer=LossNormalizer(1, 2, 2),
     )
     value.backward()
     for metric in metrics.values():
@@ -500,17 +500,17 @@ def mask_completions(
     """Train on some completions only, (n,) bool, of the micro-batches of the prompts `part`.
 
     The others still count as sequences of the step, but contribute no tokens. Changes loss_mask
-    and counts.
+    and normalizer.
     """
     lengths = torch.tensor(
         [[int(c.policy_mask.sum()) for c in group] for group in rollout.completions]
     )
     tokens = (lengths * counted.view_as(lengths))[part.start : part.stop].sum().item()
-    counts = replace(batches[0].counts, tokens=max(world.sum(tokens)[0], 1))
+    normalizer = replace(batches[0].normalizer, tokens=max(world.sum(tokens)[0], 1))
     for batch in batches:
         kept = counted[batch.completion_index].to(batch.loss_mask.device)
         batch.loss_mask = batch.loss_mask * kept[:, None]
-        batch.counts = counts
+        batch.normalizer = normalizer
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

@@ -89,9 +89,9 @@ class OfflineTrainer(Trainer):
         tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
-        counts = LossNormalizer(sequences, tokens)
+        normalizer = LossNormalizer(sequences, tokens)
         for batch in batches:
-            batch.counts = counts
+            batch.normalizer = normalizer
         return Step(batches)
 
 

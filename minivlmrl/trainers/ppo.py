@@ -145,6 +145,6 @@ class PPOTrainer(GRPOTrainer):
             old_values=batch.old_values,
             advantages=batch.advantages,
             returns=batch.returns,
-            counts=batch.counts,
+            normalizer=batch.normalizer,
         )
         return loss, metrics | self.token_metrics(batch, logps, entropies)

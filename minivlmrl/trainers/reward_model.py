@@ -80,7 +80,9 @@ class RewardTrainer(PairTrainer):
     def loss(self, batch: RewardBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.rewards(batch)
         margin = batch.margin.to(chosen.dtype)
-        return reward_loss(chosen, rejected, self.config, margin=margin, counts=batch.counts)
+        return reward_loss(
+            chosen, rejected, self.config, margin=margin, normalizer=batch.normalizer
+        )
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         chosen, rejected = self.rewards(self.micro_batch(rows))

@@ -25,7 +25,9 @@ class SFTTrainer(OfflineTrainer):
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logps, entropies = per_token_logps(self.policy, batch.group)
         loss_type = self.config.loss_type
-        loss = sft_loss(batch.group.pad(logps), batch.loss_mask, loss_type, counts=batch.counts)
+        loss = sft_loss(
+            batch.group.pad(logps), batch.loss_mask, loss_type, normalizer=batch.normalizer
+        )
         return loss, {"entropy": batch.mean(entropies)}
 
     @torch.no_grad()
@@ -42,7 +44,7 @@ class SFTTrainer(OfflineTrainer):
             mask[max(0, count - start) :] = 0  # a row that another rank has too
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
-            total = sft_loss(padded, mask, self.config.loss_type, counts=LossNormalizer(1, 1))
+            total = sft_loss(padded, mask, self.config.loss_type, normalizer=LossNormalizer(1, 1))
             sums += torch.stack([total, mask.sum().double()]).cpu()
         reshard(self.policy)
         total, tokens = self.world.sum(*sums.tolist())

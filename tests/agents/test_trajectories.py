@@ -188,7 +188,7 @@ def expected_loss(logps, mask, rewards, probabilities, group, way=None):
         if way == "windows as rows of the group":
             counts = torch.tensor([len(group[index].turns) for index in pair])
             advantages = rewards[pair] - (rewards[pair] * counts).sum() / counts.sum()
-        loss, _ = grpo_loss(logps[pair], advantages, weights, options, counts=LossNormalizer(2, 1, 1))
+        loss, _ = grpo_loss(logps[pair], advantages, weights, options, normalizer=LossNormalizer(2, 1, 1))
         orders = 1 if i == j else 2
         total = total + orders * probabilities[i] * probabilities[j] * loss
     return total
@@ -256,8 +256,10 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         losses = []
         for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
             options = GRPOLossOptions(loss_type=average, importance_sampling_level=level)
-            counts = LossNormalizer(len(mask), mask.sum(), 40)
-            losses.append(grpo_loss(logps, advantages, mask, options, old_per_token_logps=old, counts=counts)[0])
+            normalizer = LossNormalizer(len(mask), mask.sum(), 40)
+            losses.append(
+                grpo_loss(logps, advantages, mask, options, old_per_token_logps=old, normalizer=normalizer)[0]
+            )
         found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
     (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found
     assert len({len(some) for some in turns}) > 1

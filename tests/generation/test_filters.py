@@ -92,7 +92,7 @@ def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting)
     def expected(rewards):
         trained = batch.pad(per_token_logps(model, batch, sampling.temperature)[0])
         given = chances.detach() * rewards, batch.completion_mask, GRPOLossOptions("dr_grpo")
-        return -gradient(grpo_loss(trained, *given, counts=LossNormalizer(1, 1, 1))[0])
+        return -gradient(grpo_loss(trained, *given, normalizer=LossNormalizer(1, 1, 1))[0])
 
     rewards = torch.rand(len(chances), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     exact = gradient(chances @ rewards)

@@ -6,7 +6,7 @@ from math import log
 import torch
 from by_hand import tensor
 
-from minivlmrl.losses.grpo import TERMS, GRPOLossOptions, LossNormalizer, clipped, counts_of, grpo_loss
+from minivlmrl.losses.grpo import TERMS, GRPOLossOptions, LossNormalizer, batch_normalizer, clipped, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
 OPTIONS = {field.name for field in fields(GRPOLossOptions)}
@@ -18,7 +18,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
     """Loss and metrics of grpo_loss, with the token weights and the entropy bonus that options of TRL ask for.
 
     Args:
-        given: fields of GRPOLossOptions and Counts, keywords of grpo_loss and of TERMS, and `entropies`,
+        given: fields of GRPOLossOptions and LossNormalizer, keywords of grpo_loss and of TERMS, and `entropies`,
             `entropy_threshold`, `num_entropy_tokens`, `top_entropy_quantile`, `entropy_coef`,
             `sampling_per_token_logps`, `off_policy_mask_threshold`, `importance_sampling_ratio`,
             `kl_straight_through`; what is None is left out.
@@ -27,9 +27,9 @@ def loss_of(per_token_logps, advantages, mask, **given):
     options = GRPOLossOptions(**{name: given.pop(name) for name in OPTIONS & given.keys()})
     if given.pop("kl_straight_through", False):
         options.kl_estimator += "+"
-    own = counts_of(mask)
-    counts = {"sequences": own.sequences, "tokens": own.tokens}
-    counts = LossNormalizer(**counts | {name: given.pop(name) for name in COUNTS & given.keys()})
+    own = batch_normalizer(mask)
+    totals = {"sequences": own.sequences, "tokens": own.tokens}
+    normalizer = LossNormalizer(**totals | {name: given.pop(name) for name in COUNTS & given.keys()})
     entropies, coefficient = given.pop("entropies", None), given.pop("entropy_coef", 0.0)
     num_tokens = given.pop("num_entropy_tokens", None)
     quantile = given.pop("top_entropy_quantile", 1.0)
@@ -44,9 +44,11 @@ def loss_of(per_token_logps, advantages, mask, **given):
         weights = weights * given.pop("importance_sampling_ratio", 1)
     takes = {*TENSORS, *(TERMS.get(options.loss_type, clipped).__kwdefaults__ or {})}
     given = {name: value for name, value in given.items() if name in takes}  # as TRL, which ignores the others
-    loss, metrics = grpo_loss(per_token_logps, advantages, mask, options, counts=counts, token_weights=weights, **given)
+    loss, metrics = grpo_loss(
+        per_token_logps, advantages, mask, options, normalizer=normalizer, token_weights=weights, **given
+    )
     if coefficient:
-        loss = loss - coefficient * mean_entropy(entropies, kept, counts, num_tokens)
+        loss = loss - coefficient * mean_entropy(entropies, kept, normalizer, num_tokens)
     return loss, metrics
 
 
@@ -70,4 +72,4 @@ OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 def reinforce(logps, advantages, mask, options, **step):
     """A user's loss: REINFORCE, over the tokens of the step."""
-    return -(advantages[:, None] * logps * mask).sum() / step["counts"].tokens, {}
+    return -(advantages[:, None] * logps * mask).sum() / step["normalizer"].tokens, {}

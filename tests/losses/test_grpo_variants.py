@@ -107,9 +107,9 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
     """Entropies 1 | 0, 0, 0 in rows of 1 and 3 tokens: their mean is 1 / 4, but that of the rows' means 1 / 2."""
     rows, mask = tensor([1.0, 0.0, 0.0], [0.0, 0.0, 0.0]), tensor([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])
 
-    def bonus(part, **counts):
+    def bonus(part, **totals):
         zeros = torch.zeros_like(rows[part])
-        return -loss_of(zeros, zeros[:, 0], mask[part], entropies=rows[part], entropy_coef=1.0, **counts)[0].item()
+        return -loss_of(zeros, zeros[:, 0], mask[part], entropies=rows[part], entropy_coef=1.0, **totals)[0].item()
 
     first, second = slice(0, 1), slice(1, 2)
     assert bonus(slice(0, 2)) == 1 / 4
@@ -120,7 +120,7 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
 @pytest.mark.parametrize("options, says", [
     ({"beta": 0.1}, "with beta over 0 the KL term needs ref_per_token_logps"),
     ({"top_entropy_quantile": 0.2}, "top_entropy_quantile below 1 needs entropies"),
-    ({"loss_type": "dr_grpo"}, "divides by counts.max_completion_length; give it"),
+    ({"loss_type": "dr_grpo"}, "divides by normalizer.max_completion_length; give it"),
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_is_refused(options, says):
     with pytest.raises(ValueError, match=says):

@@ -25,8 +25,8 @@ def my_loss(batch, options):
         return preference.dpo_loss(**batch, options=chosen)[0]
     names = GRPOLossOptions.__dataclass_fields__
     chosen = GRPOLossOptions(**{name: options[name] for name in names if name in options})
-    counts = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return grpo_loss(**batch, options=chosen, counts=counts)[0]
+    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    return grpo_loss(**batch, options=chosen, normalizer=normalizer)[0]
 
 
 def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):

@@ -104,11 +104,11 @@ def test_metrics_by_hand():
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("counts", [None, SimpleNamespace(tokens=0)])
-def test_no_token_is_no_loss(counts):
+@pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=0)])
+def test_no_token_is_no_loss(normalizer):
     """Of rows that are all left out, as of a step without any: loss, gradients and metrics are 0 and not NaN."""
     logps, values = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
     fixed = dict.fromkeys(("old_per_token_logps", "old_values", "advantages", "returns"), torch.ones(2, 3))
-    loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), **fixed, counts=counts)
+    loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), **fixed, normalizer=normalizer)
     assert [loss.item(), *(value.item() for value in metrics.values())] == [0.0] * 7
     assert not any(gradient.any() for gradient in torch.autograd.grad(loss, (logps, values)))

@@ -51,8 +51,8 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
     TRL averages gradients over processes and adds them up over accumulation steps, so its divisors are shares of ours.
     """
     share = accumulation / (steps_per_generation or accumulation) / processes
-    counts = {"sequences": B * accumulation, "tokens": ITEMS * share, "max_completion_length": MAX_LENGTH}
-    return loss_of(**batch, **options, **counts)
+    totals = {"sequences": B * accumulation, "tokens": ITEMS * share, "max_completion_length": MAX_LENGTH}
+    return loss_of(**batch, **options, **totals)
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:

@@ -74,10 +74,10 @@ def sft_cell(q: Question) -> Cell:
     """SFTTrainer.compute_loss with and without num_items_in_batch, the tokens of the step on all processes."""
     items, processes = q.options["items"], q.options["num_processes"]
     kind = q.options["loss_type"].removeprefix("chunked_")
-    counts = None if items is None else SimpleNamespace(tokens=items / processes)
+    normalizer = None if items is None else SimpleNamespace(tokens=items / processes)
 
     def ours(batch: dict):
-        return sft.sft_loss(batch["per_token_logps"], batch["mask"], kind, counts=counts), {}
+        return sft.sft_loss(batch["per_token_logps"], batch["mask"], kind, normalizer=normalizer), {}
 
     return loss_cell(q, policy_batch(q.seed), ours, partial(trl, "sft_loss", **q.options))
 

@@ -82,8 +82,8 @@ def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
         rewards = bias.BINARY[i]
         drawn = bias.logps_of(logits)[i]
         advantages = leave_one_out(rewards, G) if name == "rloo" else group_advantages(rewards, G, "none")
-        counts = LossNormalizer(G, bias.MASK[i].sum(), bias.T)
-        return grpo_loss(drawn, advantages, bias.MASK[i], options, counts=counts)[0] / length
+        normalizer = LossNormalizer(G, bias.MASK[i].sum(), bias.T)
+        return grpo_loss(drawn, advantages, bias.MASK[i], options, normalizer=normalizer)[0] / length
 
     found = torch.vmap(torch.func.grad(loss), (None, 0))(bias.POLICY, groups).flatten(1)
     mean = bias.reward_gradient(bias.POLICY, bias.BINARY)

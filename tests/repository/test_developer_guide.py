@@ -36,7 +36,7 @@ from minivlmrl.data.formats import to_columns
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.kernels import dense_attention as kernel_file
-from minivlmrl.losses.grpo import Counts
+from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.config.loading import load_config
 from minivlmrl.model.checkpoint import load_model
@@ -52,8 +52,9 @@ with contextlib.redirect_stdout(out):
     main(["count", "run/metrics.jsonl"])
 lines = [json.loads(line) for line in open("run/metrics.jsonl")]
 found["A stage"] = [line["stage"] for line in lines] == ["again", "again", "grpo"]
+normalizer = LossNormalizer(1, 2)
 loss, _ = load_name("my_loss.py:reinforce")(
-    -3 * one, torch.tensor([0.5]), one, None, old_per_token_logps=None, ref_per_token_logps=None, counts=Counts(1, 2)
+    -3 * one, torch.tensor([0.5]), one, None, old_per_token_logps=None, ref_per_token_logps=None, normalizer=normalizer
 )
 found["A loss"] = loss.item() == 1.5 and math.isfinite(lines[-1]["loss"])
 weight = torch.nn.Parameter(torch.ones(1))

@@ -153,7 +153,7 @@ import dataclasses, sys
 
 sys.modules["trl"] = None  # the numbers are recorded
 from minivlmrl.losses import parity
-from minivlmrl.losses.grpo import Counts, GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
 
 
@@ -162,8 +162,8 @@ def chosen(kind, options):
 
 
 def grpo(batch, options):
-    counts = Counts(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return grpo_loss(**batch, options=chosen(GRPOLossOptions, options), counts=counts)[0]
+    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    return grpo_loss(**batch, options=chosen(GRPOLossOptions, options), normalizer=normalizer)[0]
 
 
 def dpo(batch, options):

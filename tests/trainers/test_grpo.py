@@ -53,8 +53,8 @@ def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
     both = [run.next()[0] for _ in range(2)]
     lengths = [[len(c.ids) for group in samples[0].completions[i : i + 4] for c in group] for i in (0, 4)]
     assert [batch.group.layout.row_lengths for batch in both] == lengths
-    assert [(b.counts.sequences, b.counts.tokens) for b in both] == [(12, sum(own)) for own in lengths]
-    assert [b.counts.max_completion_length for b in both] == [6, 6]
+    assert [(b.normalizer.sequences, b.normalizer.tokens) for b in both] == [(12, sum(own)) for own in lengths]
+    assert [b.normalizer.max_completion_length for b in both] == [6, 6]
 
 
 def test_a_step_is_its_rows_in_order(stage, samples):
@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_all_completions(stage, script, options):
     some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)
     assert some.completion_index.tolist() == TEACHING and len(some.group.prompts) == 2
     assert all_rows.completion_index.tolist() == [*range(16)]
-    assert some.counts == all_rows.counts
+    assert some.normalizer == all_rows.normalizer
 
 
 def test_without_anything_to_learn_one_completion_stays(stage, script):

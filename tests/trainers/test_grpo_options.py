@@ -106,15 +106,15 @@ def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
     )  # fmt: skip
     run.go(2)
     for rollout, given in zip(samples, asked, strict=True):
-        counts = given.counts
+        normalizer = given.normalizer
         stopped = torch.tensor([c.stopped for c in drawn(rollout)])
         assert 0 < stopped.sum() < len(stopped)
         assert torch.equal(given.mask.bool().any(1), stopped)
         grad = given.logps.grad
         assert not grad[~stopped].any()
         assert (grad[stopped].abs().sum(1) > 0).any()
-        assert counts.tokens == sum(len(c.ids) for c in drawn(rollout) if c.stopped)
-        assert counts.sequences == 12
+        assert normalizer.tokens == sum(len(c.ids) for c in drawn(rollout) if c.stopped)
+        assert normalizer.sequences == 12
 
 
 def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
@@ -213,7 +213,7 @@ def same(logps, advantages, mask, options, **step):
 
 
 def all_rows(logps, advantages, mask, options, scale=1.0, **step):
-    return scale * (logps * mask).sum() / step["counts"].tokens, {"rows": torch.tensor(float(len(mask)))}
+    return scale * (logps * mask).sum() / step["normalizer"].tokens, {"rows": torch.tensor(float(len(mask)))}
 
 
 def flat(logps, advantages, mask, options, **step):

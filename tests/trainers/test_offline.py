@@ -87,5 +87,5 @@ def test_of_several_turns_only_the_assistants_are_trained_on(stage, name):
     tokens = sum(sum(b.group.layout.row_lengths[::every]) for b in batches)
     assert trained < tokens
     if name != "kto":
-        assert batches[0].counts.tokens == trained
+        assert batches[0].normalizer.tokens == trained
     assert math.isfinite(run.update()["grad_norm"]) and run.number == 1

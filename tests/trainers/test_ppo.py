@@ -64,7 +64,7 @@ def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
     [batch] = run.next()
     assert batch.loss_mask.any(1).tolist() == [True, False, True, True, False, False, True, True]
     lengths = [len(c.ids) for c in drawn(samples[0])]
-    assert batch.counts.tokens == sum(n for n, kept in zip(lengths, batch.loss_mask.any(1), strict=True) if kept)
+    assert batch.normalizer.tokens == sum(n for n, kept in zip(lengths, batch.loss_mask.any(1), strict=True) if kept)
     assert not batch.advantages[~batch.loss_mask.bool()].any()
     line = run.update()
     assert line["reward"] == 0.5 and math.isfinite(line["loss"])

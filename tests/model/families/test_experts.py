@@ -57,8 +57,8 @@ def loss_of(logps, mask, seed):
     """GRPO's, of (R, T) log-probabilities."""
     advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
     options = GRPOOptions(loss_type="grpo")
-    counts = LossNormalizer(len(logps), int(mask.sum()), 9)
-    return grpo_loss(logps, advantages, mask, options, counts=counts)[0]
+    normalizer = LossNormalizer(len(logps), int(mask.sum()), 9)
+    return grpo_loss(logps, advantages, mask, options, normalizer=normalizer)[0]
 
 
 def single_rows(theirs, rows, groups):

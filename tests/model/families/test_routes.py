@@ -48,7 +48,7 @@ def test_0_of_100000_tokens_have_other_experts(stage, monkeypatch, model):
     drawn = 0
     for number in range(4):
         batches = run.next()
-        drawn += int(batches[0].counts.tokens)
+        drawn += int(batches[0].normalizer.tokens)
         if number == 0:  # the other rollouts are by the weights after this step
             assert run.update()["rollout/route_mismatch"] == 0
             continue
