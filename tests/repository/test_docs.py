@@ -141,12 +141,12 @@ def test_the_band_of_the_default_run():
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
             assert f"{run['results']['after_grpo']['sampled']:.3f}".lstrip("0") in shown
-    assert f"ended between {min(shown)} and {max(shown)} sampled" in README
+    assert f"between 0{min(shown)} and 0{max(shown)} on" in README
     [table] = blocks(README, "text")
     assert re.search(r"after grpo +0(\S+)", table)[1] in shown
 
 
-LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "distill"))
+LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "distillation"))
 CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
 WITH_FILES = load_config("shapes.yaml", [f"--stages=[{', '.join([*TRAINERS, *FILES.values()])}]"])  # every stage
 ALL_OPTIONS = {option.path for option in options_of(type(WITH_FILES))}
