@@ -1,4 +1,4 @@
-"""Losses as pure functions. The package registers the variants, so that grpo_loss knows them all."""
+"""Losses as pure functions. Importing the package registers all variants of `grpo_loss`."""
 
 from minivlmrl.losses import grpo_variants
 

@@ -1,33 +1,45 @@
-"""Rewards -> advantages: how much better a completion is than the others of its group."""
+"""Compute advantages from rewards: compare each completion with the other ones of its group."""
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # TRL's, added to a standard deviation
+EPSILON = 1e-4  # added to standard deviations, so that no division is by 0; TRL's value
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over rewards: (n, K), (K,) -> (n,). NaN adds nothing; NaN if all are NaN."""
+    """Compute the weighted sum of K rewards of each completion.
+
+    Args:
+        rewards: (n, K); NaN where a reward function could not judge the completion.
+        weights: (K,).
+    Returns:
+        (n,) sums in which NaN counts as 0; NaN where all K rewards are NaN.
+    """
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """Subtract the mean of the group, then divide by a standard deviation.
+    """Compute GRPO's advantages: reward minus the group's mean, over a standard deviation.
 
     Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (with n - 1
     in its denominator), so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
 
     Args:
-        rewards: (n,) float32, groups of num_generations in order; NaN where nothing could judge.
-        scale_rewards: divide by the standard deviation of the "group", of the whole "batch", or
-            by nothing ("none"); the mean is the group's in all three.
+        rewards: (n,) float32, one group of num_generations completions after the other; NaN where
+            no reward function could judge the completion.
+        scale_rewards: "group" divides by the standard deviation of the group, "batch" by the
+            standard deviation of all n rewards, "none" by nothing. All three subtract the mean of
+            the group.
     Returns:
         (n,) advantages; 0 where the reward is NaN.
     Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
     """
     if num_generations == 1 and scale_rewards != "none":
-        raise ValueError("num_generations is 1: one completion has no standard deviation; use 2")
+        raise ValueError(
+            "num_generations is 1, and a single completion has no standard deviation; "
+            "set it to 2 or more"
+        )
     group_mean = to_groups(rewards, num_generations).nanmean(1)  # (n / num_generations,)
     centred = rewards - group_mean.repeat_interleave(num_generations)  # (n,)
     if scale_rewards == "none":
@@ -37,15 +49,26 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     elif scale_rewards == "batch":
         std = nanstd(rewards)  # one number
     else:
-        raise ValueError(f"scale_rewards is {scale_rewards!r}; known are group, batch, none")
+        raise ValueError(
+            f"scale_rewards is {scale_rewards!r}, it must be one of group, batch, none"
+        )
     return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Normalise each of (n, K) rewards within its group, add them, normalise over the batch: (n,).
+    """Compute GDPO's advantages: normalise each reward in its group, then sum, then normalise.
 
-    Example: rewards (0, 0), (1, 100) of a group of two become (-0.71, -0.71), (0.71, 0.71) before
-    they are added. Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
+    The last step normalises the sums over the whole batch.
+
+    Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards
+    (-0.71, -0.71) and (0.71, 0.71), so that the large reward does not drown the small one.
+
+    Args:
+        rewards: (n, K), one group of num_generations completions after the other.
+        weights: (K,).
+    Returns:
+        (n,) advantages.
+    Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
     """
     columns = [group_advantages(column, num_generations) for column in rewards.unbind(1)]
     total = (torch.stack(columns, 1) * weights).nansum(1)
@@ -54,38 +77,53 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Measure (n,) rewards against the mean of a group's others; `normalize` over the batch.
+    """Compute RLOO's advantages: reward minus the mean reward of the group's other completions.
 
-    Example: a group with rewards 1, 0, 0: 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5. NaN counts in no
-    mean. Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
+    Example: a group with rewards 1, 0, 0 has the advantages 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
+
+    Args:
+        rewards: (n,); NaN is left out of all means, and its advantage is 0.
+        normalize: bring the advantages of the batch to mean 0 and standard deviation 1.
+    Returns:
+        (n,) advantages.
+    Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
     groups = to_groups(rewards, num_generations)
-    others = (~groups.isnan()).sum(1, keepdim=True) - 1
-    advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / others).flatten()
+    num_others = (~groups.isnan()).sum(1, keepdim=True) - 1
+    advantages = (groups - (groups.nansum(1, keepdim=True) - groups) / num_others).flatten()
     if normalize:
         advantages = standardize(advantages)
     return advantages.nan_to_num(0.0)
 
 
 def standardize(values: Tensor) -> Tensor:
-    """Bring (n,) values to mean 0 and standard deviation 1; NaN counts in neither and stays."""
+    """Bring values (n,) to mean 0 and standard deviation 1. NaN is ignored and stays NaN."""
     return (values - values.nanmean()) / (nanstd(values) + EPSILON)
 
 
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
-    """Standard deviation of each group, (n,) -> (n / num_generations,); 0: it teaches nothing."""
+    """Compute the standard deviation of each group's rewards: (n,) -> (n / num_generations,).
+
+    A group with standard deviation 0 has no gradient, because all its advantages are 0.
+    """
     return nanstd(to_groups(rewards, num_generations))
 
 
 def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
-    """(n,) -> (n / num_generations, num_generations)."""
+    """Reshape rewards (n,) to one row for each group: (n / num_generations, num_generations)."""
     if len(rewards) % num_generations:
-        raise ValueError(f"{len(rewards)} rewards are no groups of {num_generations}")
+        raise ValueError(
+            f"{len(rewards)} rewards cannot be split into groups of {num_generations}; "
+            "give a multiple of num_generations"
+        )
     return rewards.view(-1, num_generations)
 
 
 def nanstd(x: Tensor) -> Tensor:
-    """Standard deviation over the last axis, with n - 1, without NaN; of one value it is NaN."""
+    """Compute the standard deviation over the last axis with denominator n - 1, ignoring NaN.
+
+    The standard deviation of a single value is NaN.
+    """
     count = (~x.isnan()).sum(-1)
     variance = (x - x.nanmean(-1, keepdim=True)).square().nansum(-1) / (count - 1)
     return torch.where(count > 1, variance.sqrt(), float("nan"))

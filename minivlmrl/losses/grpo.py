@@ -1,15 +1,18 @@
-"""GRPO's loss as one pure function of log-probabilities. It imports torch alone: copy it out.
+"""The GRPO loss as one pure function of log-probabilities.
 
-B completions, T tokens of the longest; rows are filled up on the right.
+The file imports only torch, so that you can copy it into your own project.
 
-    ratio      r_t = pi(o_t) / pi_old(o_t), by token or for a whole row       RATIOS
+B is the number of completions and T the length of the longest one; shorter rows are padded on the
+right. The loss is computed in four steps, and three of them are looked up in a table:
+
+    ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
-    KL         + beta * KL(pi || pi_ref) of tokens, from the drawn one        kl_term
-    average    over tokens and rows: all in which GRPO, DAPO and Dr. GRPO differ   AVERAGES
+    KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
+    average    over tokens and rows                                           AVERAGES
 
-Every average divides by counts of the whole optimizer step, so the gradients of micro-batches,
-however the step is split, add up to the gradient of the step. The rest of the family (RLOO, CISPO,
-SAPO, ...) is in grpo_variants.py, which adds entries to the three tables.
+GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals of the whole
+optimizer step, so that the gradients of its micro-batches add up to the gradient of the step,
+however the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses to the tables.
 """
 
 from collections.abc import Callable
@@ -21,7 +24,7 @@ from torch import Tensor
 
 
 class LossOptions(Protocol):
-    """What grpo_loss reads of its options: GRPOLossOptions, or the section `grpo` of a recipe."""
+    """Options that `grpo_loss` reads: a GRPOLossOptions or the section `grpo` of a recipe."""
 
     @property
     def loss_type(self) -> str: ...
@@ -41,19 +44,19 @@ class LossOptions(Protocol):
 
 @dataclass
 class GRPOLossOptions:
-    """Options of grpo_loss for its callers in Python.
+    """Options of `grpo_loss` for callers in Python.
 
-    A recipe sets the section `grpo`, GRPOOptions in config/options.py, with the same names and
-    defaults; a test compares the two.
+    Recipes use GRPOOptions of config/options.py (section `grpo`) instead. A test checks that names
+    and defaults are the same.
     """
 
-    loss_type: str = "dapo"  # the term and the average, see TERMS and AVERAGES
-    importance_sampling_level: str = "token"  # see RATIOS; "sequence" is GSPO
+    loss_type: str = "dapo"  # selects the term and the average, see TERMS and AVERAGES
+    importance_sampling_level: str = "token"  # selects the ratio, see RATIOS; "sequence" is GSPO
     epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped at 1 - epsilon_low
     epsilon_high: Annotated[float, ">= 0"] = 0.2  # and at 1 + epsilon_high
-    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0: there is no reference model
+    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0 needs no reference model
     kl_estimator: str = "k3"  # see kl_term
-    use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
+    use_bias_correction_kl: bool = True  # multiply the KL by the ratio, see correct_kl
 
     def __post_init__(self):
         if not 0 <= self.epsilon_low <= self.epsilon_high:  # refuses NaN too
@@ -67,11 +70,11 @@ class GRPOLossOptions:
 
 @dataclass
 class LossNormalizer:
-    """What losses divide by: totals of an optimizer step, over its micro-batches and ranks."""
+    """Totals by which losses divide: sums over all micro-batches and ranks of an optimizer step."""
 
-    sequences: float  # completions
-    tokens: float | Tensor  # completion tokens that count
-    max_completion_length: int | None = None  # the constant of dr_grpo
+    sequences: float  # number of completions
+    tokens: float | Tensor  # number of completion tokens whose mask is 1 (num_items_in_batch)
+    max_completion_length: int | None = None  # constant length by which dr_grpo divides
 
 
 def grpo_loss(
@@ -86,29 +89,35 @@ def grpo_loss(
     normalizer: LossNormalizer | None = None,
     **term_options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy-gradient loss of a batch of completions.
+    """Compute the policy-gradient loss of a batch of completions.
 
-    Example: one row of two tokens, on-policy (ratio 1), advantage 0.5, beta 0: each term is -0.5,
-    and so are the losses "grpo" and "dapo"; "dr_grpo" with max_completion_length 4 gives -0.25.
+    Example: one row has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0. The term
+    of each token is -0.5, so the losses "grpo" and "dapo" are -0.5 too; "dr_grpo" with
+    max_completion_length 4 gives -0.25.
 
     Args:
-        per_token_logps: (B, T) float, nats, of the policy that is trained, with gradient.
+        per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with
+            gradient.
         advantages: (B,) or (B, T).
-        mask: (B, T), 1 for tokens that count. A row of zeros still counts as a sequence.
-        old_per_token_logps: (B, T), of the policy that sampled; None: the present one (ratio 1).
-        ref_per_token_logps: (B, T), of the reference; needed with beta.
-        token_weights: (B, T) or (B, 1), factors of the policy's term, but not of the KL: a mask of
-            high-entropy tokens, a correction of the sampler's mismatch; None: 1 for all.
-        normalizer: of the whole step; None: this batch is the step.
-        term_options: keywords of the loss_type's entry in TERMS.
+        mask: (B, T), 1 for tokens that are trained on. A row of zeros still counts as a sequence.
+        old_per_token_logps: (B, T), log-probabilities under the policy that sampled. None means
+            that the trained policy sampled, so that the ratio is 1.
+        ref_per_token_logps: (B, T), log-probabilities under the reference; needed if beta is not 0.
+        token_weights: (B, T) or (B, 1), factors of the policy term (the KL is not multiplied), for
+            example a mask of high-entropy tokens or a correction of the sampler's mismatch.
+            None means 1.
+        normalizer: totals of the whole optimizer step. None means that this batch is the step.
+        term_options: keyword arguments for the entry of TERMS.
     Returns:
-        loss, a scalar; and metrics without gradient: clip_ratio/..., kl (nats per token), and
-        those of the term.
+        The loss, a scalar, and metrics without gradient: clip_ratio/..., kl (nats per token), and
+        the metrics of the entry of TERMS.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
         (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient.
     """
     if len(advantages) != len(mask):
-        raise ValueError(f"{len(advantages)} advantages for {len(mask)} rows: one for each row")
+        raise ValueError(
+            f"There are {len(advantages)} advantages for {len(mask)} rows; give one for each row"
+        )
     options = options or GRPOLossOptions()
     check_known("loss_type", options.loss_type, AVERAGES)
     normalizer = normalizer or batch_normalizer(mask)
@@ -132,7 +141,12 @@ def grpo_loss(
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Compute pi / pi_old of tokens, (B, T), or of whole rows, (B, 1), from log-ratios (B, T)."""
+    """Compute the ratio pi / pi_old per token (B, T) or per completion (B, 1).
+
+    Args:
+        log_ratio: (B, T), log pi - log pi_old of each token, in nats.
+        level: key of RATIOS, for example "token" or "sequence".
+    """
     check_known("importance_sampling_level", level, RATIOS)
     return RATIOS[level](log_ratio, mask)
 
@@ -141,18 +155,18 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
-    # (prod_t r_t)^(1 / |o|), GSPO eq. 7
+    # (prod_t r_t)^(1 / |o|), the geometric mean over the tokens of a completion: GSPO eq. 7
     "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
 }
 
 
 @dataclass
 class TermInputs:
-    """What a term is computed from; (B, T) unless a shape is given."""
+    """Tensors from which an entry of TERMS is computed; their shape is (B, T) unless given."""
 
-    logps: Tensor  # nats, with gradient
-    log_ratio: Tensor  # of tokens, whatever importance_sampling_level is
-    ratio: Tensor  # (B, T) or (B, 1), by importance_sampling_level
+    logps: Tensor  # log-probabilities in nats, with gradient
+    log_ratio: Tensor  # log pi - log pi_old of each token, for any importance_sampling_level
+    ratio: Tensor  # (B, T) or (B, 1), depending on importance_sampling_level
     advantages: Tensor  # (B, 1) or (B, T)
     mask: Tensor
 
@@ -160,10 +174,11 @@ class TermInputs:
 def clipped(
     inputs: TermInputs, options: LossOptions, *, delta: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(r A, clip(r) A): no gain from moving further than the clip range (PPO eq. 7).
+    """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
-    delta: upper bound of the unclipped ratio too, over 1 + epsilon_high (INTELLECT-2, arXiv
-    2505.07291); None: there is none.
+    Args:
+        delta: upper bound of the unclipped ratio, larger than 1 + epsilon_high (INTELLECT-2, arXiv
+            2505.07291). None means no bound.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     low = 1 - options.epsilon_low
@@ -179,7 +194,7 @@ def clipped(
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# loss_type: (TermInputs, options, **term_options) -> loss of tokens (B, T), metrics
+# loss_type: (TermInputs, options, **term_options) -> per-token loss (B, T), metrics
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -188,25 +203,30 @@ TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
 
 
 def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
-    """Estimate the token KL(pi || pi_ref), prefixes held fixed, from the drawn token: (B, T) nats.
+    """Estimate KL(pi || pi_ref) of each token's distribution from the sampled token: (B, T) nats.
 
-                                                 value                     expected gradient
-        k1   log pi - log pi_ref                 unbiased                  0
-        k2   (log pi - log pi_ref)^2 / 2         biased                    the token KL's
-        k3   pi_ref/pi - log(pi_ref/pi) - 1      unbiased, not negative    that of KL(pi_ref || pi)
-        k1+, k2+, k3+   as without the plus      as without the plus       the token KL's, as k2
+                                              value                    expected gradient is that of
+        k1   log pi - log pi_ref              unbiased                 0
+        k2   (log pi - log pi_ref)^2 / 2      biased                   KL(pi || pi_ref)
+        k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   KL(pi_ref || pi)
+        k1+, k2+, k3+                         as without the plus      KL(pi || pi_ref), as k2
 
-    A recipe chooses k1, k2 or k3 with grpo.kl_estimator; names with a plus are for callers of
-    grpo_loss. A new estimator is a branch here and a name in GRPOOptions.kl_estimator
-    (config/options.py); correct_kl decides whether its gradient goes through the ratio.
-    The table is for sums over tokens and without correct_kl, which gives k1 and k3 the gradient of
-    the token KL and is on by default. No estimator has the gradient of whole completions' KL, in which a
-    token also changes what follows: a KL in the reward has it (docs/bias.md).
-    Source: Schulman, "Approximating KL divergence" (2020); gradients: arXiv 2506.09477; with a
-        plus: verl's straight-through estimators.
+    The table holds for sums over tokens and without correct_kl. By default correct_kl is on and
+    gives k1 and k3 the gradient of KL(pi || pi_ref), too. All these gradients hold the prefix
+    fixed. The KL of whole completions also depends on how a token changes the tokens after it;
+    only a KL in the reward has that gradient (docs/bias.md).
+
+    Recipes choose k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of
+    grpo_loss. To add an estimator, write a branch here, add its name to GRPOOptions.kl_estimator
+    (config/options.py), and let correct_kl decide whether its gradient flows through the ratio.
+
+    Source: Schulman, "Approximating KL divergence" (2020) for the values; arXiv 2506.09477 for the
+        gradients; verl's straight-through estimators for the names with a plus.
     """
     if ref_logps is None:
-        raise ValueError("with beta over 0 the KL term needs ref_per_token_logps")
+        raise ValueError(
+            "The KL term needs ref_per_token_logps if beta is not 0; give it, or set beta to 0"
+        )
     if estimator in ("k1+", "k2+", "k3+"):
         k2 = kl_term(logps, ref_logps, "k2")
         return kl_term(logps, ref_logps, estimator[:2]).detach() + k2 - k2.detach()
@@ -217,14 +237,15 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         return 0.5 * d.square()
     if estimator == "k3":
         return d.exp() - d - 1
-    raise ValueError(f"kl_estimator is {estimator!r}; known are k1, k2, k3, k1+, k2+ and k3+")
+    raise ValueError(f"kl_estimator is {estimator!r}, it must be one of k1, k2, k3, k1+, k2+, k3+")
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
-    """Multiply the KL term by the ratio, so that its gradient is the token KL's, off-policy too.
+    """Multiply the KL estimate by the ratio, so that its expected gradient is KL(pi || pi_ref)'s.
 
-    k1 and k3 get that gradient through the ratio. The ratio is detached for k2 and for names with a
-    plus, because they have it already: the ratio only weighs tokens that an older policy sampled.
+    The correction also holds off-policy. For k1 and k3 the missing gradient flows through the
+    ratio. For k2 and the names with a plus the ratio is detached, because their gradient is already
+    right: here the ratio only reweights tokens that an older policy sampled.
     """
     if not options.use_bias_correction_kl:
         return kl
@@ -233,15 +254,15 @@ def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
     return kl * ratio
 
 
-# loss_type: (per-token terms, 0 outside the mask; mask; Counts) -> scalar
+# loss_type: (per-token terms (B, T), 0 outside the mask; mask; LossNormalizer) -> scalar
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
-    # each row by its own length, then by the number of rows
+    # mean over the tokens of each row, then mean over rows
     "grpo": lambda terms, mask, normalizer: (
         (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences
     ),
-    # all tokens of the step weigh the same
+    # mean over all tokens of the step, so that all tokens have the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
-    # no length bias: the divisor does not depend on what was written
+    # no length bias, because the divisor does not depend on the lengths of the completions
     "dr_grpo": lambda terms, mask, normalizer: (
         terms.sum() / (normalizer.sequences * max_length(normalizer))
     ),
@@ -249,32 +270,34 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
 
 
 def max_length(normalizer: LossNormalizer) -> int:
-    """Return the constant of dr_grpo, which the caller must give."""
+    """Return the constant length by which dr_grpo divides; raise ValueError if it is None."""
     if normalizer.max_completion_length is None:
-        raise ValueError("loss_type dr_grpo divides by normalizer.max_completion_length; give it")
+        raise ValueError(
+            "loss_type dr_grpo divides by normalizer.max_completion_length, which is None; set it"
+        )
     return normalizer.max_completion_length
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Return the counts of a batch that is a whole optimizer step."""
+    """Return the LossNormalizer of a batch that is a whole optimizer step."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) -> (B, 1): mean over the tokens of each row that count."""
+    """Average each row over the tokens whose mask is 1: (B, T) -> (B, 1)."""
     return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
-    """Average over tokens that count of a (B, T) tensor, over rows of a (B, 1) one."""
+    """Average a per-token metric (B, T) over the mask, or a per-row metric (B, 1) over the rows."""
     if x.dtype == torch.bool:
-        x = x.double()  # shares of micro-batches add up exactly
+        x = x.double()  # float64, so that shares of micro-batches add up exactly
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):
-    """Refuse a value of an option (ValueError) that its table does not have."""
+    """Raise ValueError if the value `name` of an option is not a key of its table."""
     if name not in table:
-        raise ValueError(f"{option} is {name!r}; known are {', '.join(table)}")
+        raise ValueError(f"{option} is {name!r}, it must be one of {', '.join(table)}")

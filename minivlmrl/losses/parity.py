@@ -1,9 +1,11 @@
-"""For other people's tests: hold a loss against values and gradients that were recorded from TRL
-1.16, and name its mistake; needs no TRL. docs/audit.md says what `batch` and `options` have.
-`sees` says whether a trainer's log-probabilities come from the pictures of their row.
+"""Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
 
-`pytest tests/parity`, in a clone, holds every loss and option of ours against the TRL that is
-installed.
+`check` compares a loss with the recorded cases and names known mistakes that explain a difference;
+docs/audit.md describes the keys of `batch` and `options`. `check_images` checks that a trainer's
+log-probabilities depend on the images of their row.
+
+In a clone, `pytest tests/parity` compares all losses and options of minivlmrl with the installed
+TRL.
 """
 
 import importlib
@@ -17,32 +19,36 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# of TRL 1.16 and transformers 5.23; tests/record/record_fixtures.py of commit cfba8c8 wrote them
+# losses of TRL 1.16 with transformers 5.23, written by tests/record/record_fixtures.py of commit
+# cfba8c8
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
-    """Hold a loss against TRL's recorded values and gradients; returns the number of cases.
+    """Compare a loss with values and gradients recorded from TRL; return the number of cases.
 
     Args:
-        my_loss: (batch, options) -> scalar; tensors are float64 (B, T), of dpo (B, 2, T).
-        tolerance: of the value and of the gradient, relative to the larger of 1 and TRL's largest.
+        my_loss: function (batch, options) -> scalar loss. The tensors of the batch are float64
+            with shape (B, T), or (B, 2, T) for dpo.
+        tolerance: largest error of value and gradient, relative to TRL's largest absolute value or
+            to 1, whichever is larger.
         kind: grpo, dpo or sft.
-        only: options that a case must have, such as loss_type="dapo", whole_step=True.
+        only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
     Raises:
-        ValueError: no case has these options; it lists what there is.
+        ValueError: no case has these options; the message lists the recorded values.
         AssertionError: names each case that differs, and the known mistakes that explain it.
     """
     count = 0
-    differences = []  # a line for each case that differs
-    steps = []  # and what `known_mistakes` needs of it
+    differences = []  # one line for each case that differs
+    steps = []  # arguments of `known_mistakes` for the same cases
     for case, options, batch, value, slope in cases(kind=kind, **only):
         logps = batch["per_token_logps"].requires_grad_()
         loss = my_loss(batch, options)
         if not isinstance(loss, Tensor) or loss.dim():
-            raise ValueError(f"my_loss gave {loss!r:.60}, not one number: a tensor of shape ()")
-        [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)  # 0 of a detached loss
+            raise ValueError(f"my_loss returned {loss!r:.60}; it must return a tensor of shape ()")
+        # 0 * sum, so that a detached loss has the gradient 0 instead of an error
+        [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
         value_error = distance(loss.detach(), value)
         gradient_error = distance(gradient, slope)
         count += 1
@@ -59,9 +65,10 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Read recorded cases with these options: name, options, batch, value, gradient.
+    """Yield the recorded cases with these options: name, options, batch, value, gradient.
 
-    ValueError: there is none, and what there is.
+    Raises:
+        ValueError: no case has these options; the message lists the recorded values.
     """
     with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
         tensor_names = list(file.keys())
@@ -73,7 +80,7 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
             for key in only:
                 values = [str(options.get(key)) for options in kind or recorded.values()]
                 recorded_values[key] = list(dict.fromkeys(values))
-            raise ValueError(f"no recorded case has {only}; there are {recorded_values}")
+            raise ValueError(f"No recorded case has {only}; choose from {recorded_values}")
         for case, options in chosen.items():
             batch = {}
             for name in tensor_names:
@@ -83,34 +90,39 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Tell whether a case has these options; of dpo loss_type is a list of one."""
+    """Return whether a case has these options; the loss_type of a dpo case is a list of one."""
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())
 
 
 def known_mistakes(steps: list[tuple]) -> list[str]:
-    """Name the known mistakes that give these losses, in lines, or say what has to be installed.
+    """Return lines that name the known mistakes which reproduce the differing losses.
+
+    Without the package minivlmrl-audit, the only line explains how to install it.
 
     Args:
         steps: (batch, options, loss, gradient) of each case that differs.
     """
-    if importlib.util.find_spec("minivlmrl_audit") is None:  # a distribution of its own
-        return ["minivlmrl-audit names the mistake: pip install ./audit, in a clone"]
+    if importlib.util.find_spec("minivlmrl_audit") is None:  # a separate distribution
+        return ["To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"]
     return importlib.import_module("minivlmrl_audit.losses").mistakes(steps)
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Measure the largest difference, relative to the larger of 1 and |theirs|; inf for NaN."""
-    ours, theirs = ours.double(), theirs.double()
-    if ours.shape != theirs.shape or not torch.equal(ours.isnan(), theirs.isnan()):
+def distance(ours: Tensor, expected: Tensor) -> float:
+    """Compute the largest difference of two tensors, relative to max(1, largest |expected|).
+
+    The result is inf if the shapes differ or if NaN are at other positions.
+    """
+    ours, expected = ours.double(), expected.double()
+    if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):
         return math.inf
-    if not theirs.numel():
+    if not expected.numel():
         return 0.0
-    difference = (ours - theirs).nan_to_num(0.0).abs().max()
-    scale = theirs.nan_to_num(0.0).abs().max().clamp(min=1)
+    difference = (ours - expected).nan_to_num(0.0).abs().max()
+    scale = expected.nan_to_num(0.0).abs().max().clamp(min=1)
     return (difference / scale).item()
 
 
-def sees(
+def check_images(
     my_logps,
     input_ids: Tensor,
     pixel_values: Tensor,
@@ -118,48 +130,60 @@ def sees(
     image_token_id: int,
     tolerance: float = 1e-3,
 ) -> str:
-    """Say which picture of a row does not reach a trainer's log-probabilities, or in another order.
+    """Check that a trainer's log-probabilities depend on the images of their row, in their order.
 
-    Each picture in turn is replaced by its negative. That changes what comes after the picture and
-    nothing before it; and rows that differ in one picture give the same in one batch as alone.
+    Each image in turn is replaced by its negative. This must change the log-probabilities after
+    the image and none before it. In addition, rows that differ in one image must have the same
+    log-probabilities in one batch as in batches of one row.
 
     Args:
-        my_logps: (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3)) -> (B, T),
-            log-probabilities of each row's last T tokens; with T = L - 1 the order is seen too.
-        input_ids: (L,), a row as a processor of Qwen's gives it, with N pictures.
-        pixel_values: (P, D), the patches of one picture after the other.
-        image_grid_thw: (N, 3); wrong orders show where pictures differ in size.
-        tolerance: nats, the rounding of my_logps; about 0.1 in bfloat16.
+        my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3))
+            -> (B, T), log-probabilities of each row's last T tokens. With T = L - 1, a wrong order
+            of the images is found, too.
+        input_ids: (L,), ids of one row with N images, as a Qwen processor returns them.
+        pixel_values: (P, D), the patches of one image after the other.
+        image_grid_thw: (N, 3); use images of different sizes, so that a wrong order can be found.
+        tolerance: rounding error of my_logps in nats; about 0.1 in bfloat16.
 
     Returns:
-        What is wrong and by how many nats; "" if each picture is seen where it belongs.
+        A description of the fault with its size in nats; "" if all images are used correctly.
 
     Raises:
-        ValueError: the row has no picture, or another number than image_grid_thw has.
+        ValueError: the row has no image, or not as many as image_grid_thw.
     """
-    starts = 1 + ((input_ids == image_token_id).int().diff() == 1).nonzero()  # of placeholders
+    # index of each image's first placeholder
+    starts = 1 + ((input_ids == image_token_id).int().diff() == 1).nonzero()
     N = len(image_grid_thw)
     if not len(starts) == N > 0:
-        raise ValueError(f"input_ids have {len(starts)} pictures, image_grid_thw has {N}")
-    signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row is as it was
+        raise ValueError(
+            f"input_ids contain {len(starts)} images but image_grid_thw {N}; both must agree, "
+            "and there must be at least one image"
+        )
+    signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row keeps all images
     rows = pixel_values * signs.repeat_interleave(image_grid_thw.prod(1), 1)[:, :, None]
     alone = torch.cat([my_logps(input_ids[None], row, image_grid_thw) for row in rows])
     batch = my_logps(
         input_ids.repeat(N + 1, 1), rows.flatten(0, 1), image_grid_thw.repeat(N + 1, 1)
     )
-    changes = (alone[:-1] - alone[-1]).abs()  # (N, T) by each picture
-    for picture in range(N):
-        change = changes[picture]
+    changes = (alone[:-1] - alone[-1]).abs()  # (N, T), effect of negating each image
+    for image in range(N):
+        change = changes[image]
         largest_change = change.max()
         if not largest_change > tolerance:
-            return f"does not see picture {picture}: its negative changes {largest_change:.1e} nats"
-        early_change = change[: starts[picture] + 1 - len(input_ids)].sum()
+            return (
+                f"image {image} has no effect: "
+                f"negating it changes log-probabilities by {largest_change:.1e} nats"
+            )
+        early_change = change[: starts[image] + 1 - len(input_ids)].sum()
         if early_change > tolerance:
             return (
-                f"sees pictures in another order: picture {picture} "
-                f"changes what comes before it by {early_change:.1e} nats"
+                f"images are used in a wrong order: negating image {image} "
+                f"changes tokens before it by {early_change:.1e} nats"
             )
     difference = (batch - alone).abs().max()
     if difference > changes.amax(1).min() / 2:
-        return f"sees another row's pictures: a batch is {difference:.1e} nats from its rows alone"
+        return (
+            "rows use the images of other rows: "
+            f"a batch differs from its single rows by {difference:.1e} nats"
+        )
     return ""

@@ -1,4 +1,4 @@
-"""PPO: rewards of tokens, advantages by a critic (GAE), and the loss. It imports torch alone."""
+"""PPO: per-token rewards, advantages from a critic (GAE), and the loss. Imports only torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -15,16 +15,25 @@ def token_rewards(
     kl_coef: float = 0.05,
     kl_estimator: str = "k1",
 ) -> Tensor:
-    """Reward each token in PPO: minus kl_coef times its KL to the reference, a score at the end.
+    """Compute PPO's reward of each token: a KL penalty, plus the score at the last token.
+
+    The penalty is -kl_coef times the estimated KL between policy and reference at that token.
 
     Args:
-        scores: (B,), of whole completions; logps, ref_logps, mask: (B, T).
+        scores: (B,), rewards of whole completions.
+        logps, ref_logps: (B, T), log-probabilities under policy and reference, in nats.
+        mask: (B, T), 1 for the tokens of the completions.
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
-    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which scores a token later.
+    Returns:
+        (B, T) rewards.
+    Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which adds the score one
+        token later.
     """
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):
-        raise ValueError(f"kl_estimator is {kl_estimator!r}; PPO's rewards know k1 and k3")
+        raise ValueError(
+            f"kl_estimator is {kl_estimator!r}, it must be k1 or k3 in the rewards of PPO"
+        )
     kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.exp() - 1 - log_ref_ratio
     last_token = mask.sum(1, keepdim=True).long() - 1  # (B, 1) index
     return (-kl_coef * kl).scatter_add(1, last_token, scores[:, None].to(kl.dtype))
@@ -33,17 +42,18 @@ def token_rewards(
 def gae(
     rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages from values, generalised advantage estimation.
+    """Compute advantages and returns with generalised advantage estimation (GAE).
 
         delta_t = r_t + gamma V_{t+1} - V_t             A_t = delta_t + gamma lam A_{t+1}
 
-    Example: rewards 0, 1, values 0.5, 0.5, gamma = lam = 1: advantages 0.5, 0.5, returns 1, 1.
+    Example: rewards 0, 1 and values 0.5, 0.5 with gamma = lam = 1 give the advantages 0.5, 0.5 and
+    the returns 1, 1.
 
     Args:
-        rewards, values: (B, T), 0 after the end of a row; values[:, t] is the forecast before token
-            t.
+        rewards, values: (B, T), 0 after the end of a row. values[:, t] is the critic's prediction
+            before token t is sampled.
     Returns:
-        advantages and returns (advantages + values), (B, T) each.
+        Advantages and returns (advantages + values), each (B, T).
     Source: arXiv 1506.02438 eq. 16; TRL 1.12's PPOTrainer.
     """
     advantages = []
@@ -60,11 +70,11 @@ def gae(
 def whiten(
     parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None
 ) -> list[Tensor]:
-    """Bring the tokens of a rollout to mean 0 (if shift_mean) and variance 1.
+    """Whiten per-token values over a whole rollout: variance 1, and mean 0 if shift_mean.
 
     Args:
-        parts, masks: of the micro-batches, (B, T) each.
-        all_ranks: World.sum, which adds numbers over the ranks; None: there is one.
+        parts, masks: one tensor (B, T) for each micro-batch of the rollout.
+        all_ranks: World.sum, which sums numbers over all ranks; None if there is only one rank.
     Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
     """
     add = all_ranks or (lambda *values: values)
@@ -84,7 +94,7 @@ def whiten(
 
 
 class PPOLossFields(Protocol):
-    """What ppo_loss reads of its options: PPOLossOptions, or the section `ppo` of a recipe."""
+    """Options that `ppo_loss` reads: a PPOLossOptions or the section `ppo` of a recipe."""
 
     @property
     def cliprange(self) -> float: ...
@@ -94,9 +104,9 @@ class PPOLossFields(Protocol):
 
 @dataclass
 class PPOLossOptions:
-    """Options of ppo_loss, and of the section `ppo` of a recipe."""
+    """Options of `ppo_loss`, also part of the section `ppo` of a recipe."""
 
-    # the ratio is clipped to [1 - cliprange, 1 + cliprange], a value to old value -+ cliprange
+    # the ratio is clipped to [1 - cliprange, 1 + cliprange], values to old value -+ cliprange
     cliprange: Annotated[float, ">= 0"] = 0.2
     vf_coef: Annotated[float, ">= 0"] = 0.1  # weight of the value loss
 
@@ -113,27 +123,31 @@ def ppo_loss(
     returns: Tensor,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the clipped policy loss plus vf_coef times the clipped value loss.
+    """Compute the PPO loss: the clipped policy loss plus vf_coef times the clipped value loss.
 
         policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))             r = pi(o_t) / pi_old(o_t)
         value    max((V - R)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R)^2) / 2
 
-    Example: one token with ratio 1, advantage 2, value 1, old value 1, return 3: policy -2, value
-    2; with vf_coef 0.1 the loss is -1.8.
+    Example: one token has ratio 1, advantage 2, value 1, old value 1 and return 3. The policy loss
+    is -2 and the value loss 2, so the loss with vf_coef 0.1 is -1.8.
 
     Args:
-        per_token_logps, values: (B, T), nats and reward; they carry the gradient.
+        per_token_logps, values: (B, T), log-probabilities of the policy in nats and predictions of
+            the critic, both with gradient.
         mask: (B, T), 1 for tokens that are trained on.
-        old_per_token_logps, old_values: (B, T), of the policy and the critic that sampled.
+        old_per_token_logps, old_values: (B, T), the same at the time of sampling.
         advantages, returns: (B, T), see gae.
-        normalizer: an object with `tokens` of the optimizer step, by default those of the mask.
+        normalizer: LossNormalizer whose `tokens` is the divisor; by default the sum of the mask.
     Returns:
-        loss; metrics: policy_loss, value_loss, approx_kl (nats per token), ratio, clip_ratio/...
-    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last with one.
+        The loss, and the metrics policy_loss, value_loss, approx_kl (nats per token), ratio and
+        clip_ratio/...
+    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last release that
+        has one.
     """
     options = options or PPOLossOptions()
     eps = options.cliprange
-    log_ratio = (per_token_logps - old_per_token_logps) * mask  # 0 for padding: exp stays finite
+    # 0 for padding, so that the exponential stays finite
+    log_ratio = (per_token_logps - old_per_token_logps) * mask
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - eps, 1 + eps)

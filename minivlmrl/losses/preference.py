@@ -1,10 +1,15 @@
-"""Losses of judged answers: DPO's family, KTO, reward models. It imports torch alone: copy it out.
+"""Losses on preference data: DPO and its variants, KTO, and reward models.
 
-B pairs, T tokens of the longest answer. In (B, 2, T) tensors [:, 0] is chosen, [:, 1] rejected.
-`per_token_logps` carries the gradient. Each loss divides by `normalizer`, an object with `sequences`
-(answers: two for each pair) and `tokens` of the whole optimizer step, by default the batch's own:
-gradients of micro-batches add up to the step's. (Exceptions: aot and aot_unpaired sort the pairs of
-a micro-batch, as in TRL; WPO's weights multiply its mean of sft.)
+The file imports only torch, so that you can copy it into your own project.
+
+B is the number of pairs and T the length of the longest answer. In tensors (B, 2, T), [:, 0] is the
+chosen answer and [:, 1] the rejected one. Only `per_token_logps` has a gradient.
+
+Each loss divides by totals of the whole optimizer step, the argument `normalizer` (its `sequences`
+counts two answers for each pair; by default the batch is the step), so that the gradients of
+micro-batches add up to the gradient of the step. There are two exceptions: aot and aot_unpaired
+sort the pairs of a micro-batch, as in TRL, and use_weighting (WPO) multiplies the micro-batch's
+mean of sft.
 """
 
 import math
@@ -19,13 +24,13 @@ from torch.nn.functional import logsigmoid
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 KTOType = Literal["kto", "apo_zero_unpaired"]
 KTO_LOSS_TYPES = get_args(KTOType)
-# of DPO_LOSSES, those that are defined for every divergence; sft is the same for all
+# losses that are defined for every f-divergence (sft does not depend on the divergence)
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # those with label_smoothing
+SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses with label_smoothing
 
 
 class DPOLossFields(Protocol):
-    """What dpo_loss reads of its options: DPOLossOptions, or the section `dpo` of a recipe."""
+    """Options that `dpo_loss` reads: a DPOLossOptions or the section `dpo` of a recipe."""
 
     @property
     def loss_type(self) -> list[str]: ...
@@ -47,17 +52,20 @@ class DPOLossFields(Protocol):
 
 @dataclass
 class DPOLossOptions:
-    """Options of dpo_loss, and of the section `dpo` of a recipe."""
+    """Options of `dpo_loss`, also part of the section `dpo` of a recipe."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES
-    loss_weights: list[float] | None = None  # None: 1 each; of MPO [0.8, 0.2, 1.0]
-    beta: Annotated[float, "> 0"] = 0.1  # weight of a log ratio; large: near the reference
-    # share of wrong labels, for sigmoid, exo_pair, robust, aot, aot_unpaired
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys of DPO_LOSSES
+    # weight of each loss_type; None gives each the weight 1; MPO uses [0.8, 0.2, 1.0]
+    loss_weights: list[float] | None = None
+    # factor of the log-ratios; a large value keeps the policy near the reference
+    beta: Annotated[float, "> 0"] = 0.1
+    # assumed share of flipped labels, for sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: float = 0.0
-    f_divergence_type: Divergence = "reverse_kl"  # what is bounded, see f_score
+    f_divergence_type: Divergence = "reverse_kl"  # divergence from the reference, see f_score
     f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
-    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight beyond the shorter answer
-    use_weighting: bool = False  # WPO: weight pairs by the policy's own probability of them
+    # LD-DPO: weight of the tokens beyond the length of the pair's shorter answer
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None
+    use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
 
     def __post_init__(self):
         if isinstance(self.loss_type, str):
@@ -67,28 +75,30 @@ class DPOLossOptions:
 
 @dataclass
 class Pairs:
-    """What the losses below are made of; (B,) unless a shape is given. f' is that of f_score."""
+    """Quantities from which DPO_LOSSES are computed; shape (B,) unless given. f' is f_score."""
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
-    ref_logps: Tensor  # (B, 2)
-    u: Tensor  # log pi(y_c) - log pi_ref(y_c)
-    v: Tensor  # the same of the rejected answer
-    z: Tensor  # beta d; d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r): u - v for the reverse KL
-    mean_margin: Tensor  # d per token of each answer
-    sft_loss: Tensor  # the mean negative log-probability of chosen tokens, the same for every pair
-    beta: float  # of DPOLossOptions
+    ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
+    u: Tensor  # log-ratio of the chosen answer, log pi(y_c) - log pi_ref(y_c)
+    v: Tensor  # log-ratio of the rejected answer, log pi(y_r) - log pi_ref(y_r)
+    # beta d, with the margin d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), or u - v for the
+    # reverse KL
+    z: Tensor
+    mean_margin: Tensor  # d with both scores divided by the lengths of their answers
+    sft_loss: Tensor  # mean negative log-probability of chosen tokens, the same for every pair
+    beta: float  # see DPOLossOptions
     e: float  # label_smoothing of DPOLossOptions
-    discopop_tau: float  # a temperature
+    discopop_tau: float  # temperature of DiscoPOP's mixture
 
 
-# name: Pairs -> (B,); s is the sigmoid, b beta, e label_smoothing
+# loss_type: Pairs -> loss of each pair (B,). Comments: s is the sigmoid, b beta, e label_smoothing
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    # -log s(b d). DPO eq. 7 (arXiv 2305.18290); for a share e of flipped labels -log s(-b d): cDPO,
-    # eq. 3 of E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL has ignored e here since 0.29
+    # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
+    # e: cDPO, eq. 3 of E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
-    # (d - 1 / (2 b))^2, d per token. IPO eq. 17 (2310.12036), length-normalised by its authors
+    # (d - 1 / (2 b))^2 with d per token. IPO eq. 17 (2310.12036); its authors normalise by length
     "ipo": lambda pairs: (pairs.mean_margin - 1 / (2 * pairs.beta)).square(),
     # KL between (s(b d), s(-b d)) and the labels (1 - e, e). EXO eq. 16 (arXiv 2402.00856)
     "exo_pair": lambda pairs: (
@@ -105,7 +115,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "robust": lambda pairs: (
         (-(1 - pairs.e) * logsigmoid(pairs.z) + pairs.e * logsigmoid(-pairs.z)) / (1 - 2 * pairs.e)
     ),
-    # -log s(b u) - log s(-b v): both answers apart. BCO (arXiv 2404.04656), no running mean
+    # -log s(b u) - log s(-b v), without BCO's running mean of rewards. BCO (arXiv 2404.04656)
     "bco_pair": lambda pairs: -logsigmoid(pairs.beta * pairs.u) - logsigmoid(-pairs.beta * pairs.v),
     # (u - 1 / (2 b))^2 + (v + 1 / (2 b))^2. SPPO eq. 4.7, win probabilities 1 and 0 (2405.00675)
     "sppo_hard": lambda pairs: (
@@ -119,11 +129,11 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "aot_unpaired": lambda pairs: smoothed(
         pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e
     ),
-    # 1 - s(b u) + s(b v): chosen up, rejected down. APO eq. 7 (arXiv 2408.06266)
+    # 1 - s(b u) + s(b v) raises chosen answers and lowers rejected ones. APO eq. 7 (2408.06266)
     "apo_zero": lambda pairs: (
         1 - (pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid()
     ),
-    # s(b u) + 1 - s(b (u - v)): chosen down, rejected further down. APO eq. 8 (arXiv 2408.06266)
+    # s(b u) + 1 - s(b (u - v)) lowers both answers, the rejected one more. APO eq. 8 (2408.06266)
     "apo_down": lambda pairs: (
         (pairs.beta * pairs.u).sigmoid() + 1 - (pairs.beta * (pairs.u - pairs.v)).sigmoid()
     ),
@@ -131,9 +141,9 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "discopop": lambda pairs: torch.lerp(
         -logsigmoid(pairs.z), (-pairs.z).exp(), (pairs.z / pairs.discopop_tau).sigmoid()
     ),
-    # token mean of -log pi of chosen answers, equal for all pairs. Third part of MPO (2411.10442)
+    # mean of -log pi over chosen tokens, equal for all pairs. Third loss of MPO (2411.10442)
     "sft": lambda pairs: pairs.sft_loss,
-    # -log s(b d) with d per token. Length-normalised DPO of Tulu 3 (arXiv 2411.15124)
+    # -log s(b d) with d per token: length-normalised DPO of Tulu 3 (arXiv 2411.15124)
     "sigmoid_norm": lambda pairs: -logsigmoid(pairs.beta * pairs.mean_margin),
 }
 
@@ -149,34 +159,38 @@ def dpo_loss(
     discopop_tau: float = 0.05,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Optimize preferences directly, with any of 15 losses or a weighted sum of several.
+    """Compute a DPO loss: one of the 15 losses of DPO_LOSSES, or a weighted sum of several.
 
-    Example: policy and reference alike (u = v = 0): sigmoid 0.693, hinge 1, ipo of beta 0.1 25.
+    Example: if policy and reference are equal (u = v = 0), sigmoid is 0.693, hinge is 1, and ipo
+    with beta 0.1 is 25.
 
     Args:
-        per_token_logps: (B, 2, T) float, nats.
+        per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
         mask: (B, 2, T), 1 for tokens of the answers.
-        ref_per_token_logps: (B, 2, T), a constant.
-        ref_logps: (B, 2), instead: the answer_logps of ref_per_token_logps.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, a constant; for
-            use_weighting.
-        discopop_tau: temperature of discopop, over 0.
-        normalizer: `tokens` are the chosen ones, for sft.
+        ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
+        ref_logps: (B, 2), answer_logps of ref_per_token_logps, which may be given instead of them.
+        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, without
+            gradient; needed for use_weighting.
+        discopop_tau: temperature of discopop, > 0.
+        normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages
+            over them.
     Returns:
-        loss; metrics: rewards/chosen, rewards/rejected (beta times the log ratio, nats),
-        rewards/margins, rewards/accuracies (share of pairs with a positive margin), logps/chosen,
-        logps/rejected.
+        The loss, and the metrics rewards/chosen and rewards/rejected (beta times the log-ratio,
+        nats), rewards/margins, rewards/accuracies (share of pairs with a positive margin),
+        logps/chosen and logps/rejected.
+    Raises:
+        ValueError: a needed tensor is missing, or an answer has no tokens.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
-        equals DPOTrainer._compute_loss of TRL 1.16, but for label_smoothing of sigmoid.
+        equals DPOTrainer._compute_loss of TRL 1.16, except for label_smoothing of sigmoid.
     """
     options = options or DPOLossOptions()
     if ref_logps is None:
         if ref_per_token_logps is None:
-            raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps")
+            raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps; give one of them")
         ref_logps = answer_logps(ref_per_token_logps, mask, options.ld_alpha)
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
-        raise ValueError("an answer has no tokens: drop the pair, or cut less")
+        raise ValueError("An answer has no tokens; drop its pair, or truncate less")
     B = len(mask)
     num_pairs = B
     num_tokens = lengths[:, 0].sum()
@@ -188,7 +202,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, options.f_divergence_type, options.f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # summed over pairs and divided by num_pairs this is -sum(logps of chosen tokens) / num_tokens
+    # The sum over pairs, divided by num_pairs, is -sum(logps of chosen tokens) / num_tokens
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -205,7 +219,7 @@ def dpo_loss(
     per_pair_loss = sum(weighted, start=u.new_zeros(()))
     if options.use_weighting:
         if log_sum_sq_probs is None:
-            raise ValueError("use_weighting needs log_sum_sq_probs")
+            raise ValueError("use_weighting needs log_sum_sq_probs; give them to dpo_loss")
         pair_weights = wpo_weights(per_token_logps.detach(), log_sum_sq_probs, mask)
         per_pair_loss = per_pair_loss * pair_weights
     metrics = _reward_metrics(options.beta * u.detach(), options.beta * v.detach())
@@ -214,7 +228,10 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Weigh pairs (B,) by w_c w_r, w = exp(mean_t(log pi - log sum_j p_j^2)) of an answer."""
+    """Compute WPO's weight w_c w_r of each pair, (B,).
+
+    The weight of an answer is w = exp(mean_t(log pi - log sum_j p_j^2)).
+    """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
 
@@ -222,7 +239,7 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
     """Sum log-probabilities (B, 2, T) over the tokens of each answer: (B, 2), nats.
 
-    Tokens beyond the length of the pair's shorter answer count ld_alpha times.
+    With ld_alpha, tokens beyond the length of the pair's shorter answer have the weight ld_alpha.
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs of TRL 1.16.
     """
     weights = mask
@@ -236,8 +253,10 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
     """Compute f'(t) of the likelihood ratio t = pi / pi_ref, given log t.
 
-    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t));
-    alpha_divergence (t^(a-1) - 1) / (a - 1).
+    reverse_kl           log t
+    forward_kl           1 - 1/t
+    js_divergence        log(2t / (1 + t))
+    alpha_divergence     (t^(alpha - 1) - 1) / (alpha - 1)
     """
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
@@ -250,12 +269,12 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
 
 @dataclass
 class KTOLossOptions:
-    """Options of kto_loss, and of the section `kto` of a recipe."""
+    """Options of `kto_loss`, also part of the section `kto` of a recipe."""
 
     loss_type: KTOType = "kto"  # see kto_loss
-    beta: Annotated[float, "> 0"] = 0.1  # how much a log ratio counts
-    desirable_weight: Annotated[float, ">= 0"] = 1.0  # of answers with the label true
-    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # of answers with the label false
+    beta: Annotated[float, "> 0"] = 0.1  # factor of the log-ratio
+    desirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of answers with the label true
+    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of answers with the label false
 
     def __post_init__(self):
         _check_known("loss_type", self.loss_type, KTO_LOSS_TYPES)
@@ -271,21 +290,24 @@ def kto_loss(
     kl: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Learn from single answers that are marked good or bad.
+    """Compute the KTO loss of single answers that are labelled good or bad.
 
         kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
         apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
 
-    Example: policy and reference alike and kl 0: every answer has loss 0.5.
+    Here u is the log-ratio of an answer, log pi - log pi_ref, and s is the sigmoid.
+
+    Example: if policy and reference are equal and kl is 0, every answer has the loss 0.5.
 
     Args:
-        per_token_logps, mask: (B, T), nats, and 1 for tokens of the answers.
-        labels: (B,) bool, True for good.
-        ref_per_token_logps: (B, T), a constant.
-        kl: a scalar without gradient, see kto_kl; needed for kto.
+        per_token_logps: (B, T), log-probabilities under the policy in nats, with gradient.
+        mask: (B, T), 1 for tokens of the answers.
+        labels: (B,) bool, True for good answers.
+        ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
+        kl: scalar without gradient, see kto_kl; needed for loss_type kto.
     Returns:
-        loss; metrics: rewards/chosen and rewards/rejected, means over the good and the bad (NaN:
-        there are none), kl.
+        The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad
+        answers, NaN if the batch has none) and kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
     """
     options = options or KTOLossOptions()
@@ -293,7 +315,7 @@ def kto_loss(
     zero_point = u.new_zeros(())
     if options.loss_type == "kto":
         if kl is None:
-            raise ValueError("loss_type kto needs kl; see kto_kl")
+            raise ValueError("loss_type kto needs the argument kl; compute it with kto_kl")
         zero_point = kl
     good = labels.bool()
     z = options.beta * torch.where(good, u - zero_point, zero_point - u)
@@ -309,9 +331,11 @@ def kto_loss(
 
 
 def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -> Tensor:
-    """Estimate how far the policy has moved, in nats: a scalar, never negative, without gradient.
+    """Estimate KL(pi || pi_ref) for KTO: a scalar in nats, at least 0, without gradient.
 
-    All (B, T), of prompts with answers to *other* prompts, as in z_0 of KTO; TRL: the row before's.
+    Args:
+        per_token_logps, ref_per_token_logps, mask: (B, T), for prompts that are paired with answers
+            to *other* prompts, as in KTO's z_0. TRL takes the answer of the preceding row.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)
@@ -319,13 +343,14 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
 
 @dataclass
 class RewardLossOptions:
-    """Options of reward_loss, and of the section `reward_model` of a recipe."""
+    """Options of `reward_loss`, also part of the section `reward_model` of a recipe."""
 
-    center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2
+    # weight of (chosen + rejected)^2, which keeps the mean reward near 0
+    center_rewards_coefficient: float | None = None
 
 
 class RewardLossFields(Protocol):
-    """What reward_loss reads: RewardLossOptions, or the section `reward_model` of a recipe."""
+    """Options that `reward_loss` reads: a RewardLossOptions or a recipe's `reward_model`."""
 
     @property
     def center_rewards_coefficient(self) -> float | None: ...
@@ -339,15 +364,16 @@ def reward_loss(
     margin: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute -log sigmoid(r_c - r_r - margin), the Bradley-Terry likelihood of preferences.
+    """Compute the Bradley-Terry loss of reward models, -log sigmoid(r_c - r_r - margin).
 
-    Example: rewards 2 and 1: log(1 + e^-1) = 0.313.
+    Example: the rewards 2 and 1 have the loss log(1 + e^-1) = 0.313.
 
     Args:
         chosen, rejected: (B,) rewards.
-        margin: (B,), by how much the chosen answer is to win.
+        margin: (B,), wanted difference of the rewards.
     Returns:
-        loss; metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies.
+        The loss, and the metrics rewards/chosen, rewards/rejected, rewards/margins and
+        rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
     options = options or RewardLossOptions()
@@ -363,51 +389,59 @@ def reward_loss(
 
 
 def check_dpo_options(options: DPOLossFields, prefix: str = ""):
-    """Refuse options of dpo_loss that do not fit together (ValueError).
+    """Raise ValueError if options of `dpo_loss` do not fit together.
 
     Args:
-        prefix: the section in a recipe, with its dot, in front of the names in messages.
+        prefix: section of a recipe with a dot, for example "dpo.", for option names in messages.
     """
     names = options.loss_type
     weights = options.loss_weights
     divergence = options.f_divergence_type
     if not names or (weights is not None and len(names) != len(weights)):
-        raise ValueError(f"{prefix}loss_type is {names}, loss_weights {weights}: give one for each")
+        raise ValueError(
+            f"{prefix}loss_type is {names} and loss_weights is {weights}; "
+            "name at least one loss, and give one weight for each"
+        )
     _check_known(f"{prefix}f_divergence_type", divergence, get_args(Divergence))
     for name in names:
         _check_known(f"{prefix}loss_type", name, DPO_LOSSES)
         if divergence != "reverse_kl" and name not in F_LOSSES:
             raise ValueError(
-                f"{prefix}loss_type {name} is made for reverse_kl; {divergence}: {', '.join(F_LOSSES)}"
+                f"{prefix}loss_type {name} is only defined for f_divergence_type reverse_kl; "
+                f"with {divergence} use one of {', '.join(F_LOSSES)}"
             )
         if options.use_weighting and name in ("aot", "aot_unpaired"):
             raise ValueError(
-                f"{prefix}loss_type {name} sorts the pairs: use_weighting has no meaning"
+                f"{prefix}use_weighting does not fit loss_type {name}, which sorts the pairs; "
+                "set it to false"
             )
     if "exo_pair" in names and not options.label_smoothing:
-        raise ValueError(f"{prefix}loss_type exo_pair takes log(label_smoothing): give one over 0")
+        raise ValueError(
+            f"{prefix}loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"
+        )
     if not 0 <= options.label_smoothing < 0.5:
         raise ValueError(
             f"{prefix}label_smoothing is {options.label_smoothing}, it must be in [0, 0.5)"
         )
     if options.label_smoothing and not set(names) & set(SMOOTHED):
         raise ValueError(
-            f"{prefix}label_smoothing has no effect on {names}; it is for {', '.join(SMOOTHED)}"
+            f"{prefix}label_smoothing has no effect on loss_type {names}; it is only used by "
+            f"{', '.join(SMOOTHED)}"
         )
 
 
 def _check_known(name: str, value: str, known_names):
     if value not in known_names:
-        raise ValueError(f"{name} is {value!r}; known are {', '.join(known_names)}")
+        raise ValueError(f"{name} is {value!r}, it must be one of {', '.join(known_names)}")
 
 
 def sorted_margins(logps: Tensor) -> Tensor:
-    """Sort the margins of (B, 2) log-probabilities: (B,)."""
+    """Compute chosen minus rejected log-probabilities (B, 2) and sort them: (B,)."""
     return (logps[:, 0] - logps[:, 1]).sort().values
 
 
 def smoothed(z: Tensor, label_smoothing: float) -> Tensor:
-    """Take -log s(z), for a share of flipped labels -log s(-z)."""
+    """Compute -log s(z), mixed with -log s(-z) for a share label_smoothing of flipped labels."""
     return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
 
 

@@ -1,4 +1,4 @@
-"""The loss of supervised fine-tuning. It imports torch alone: copy it out."""
+"""The loss of supervised fine-tuning. The file imports only torch, so that you can copy it."""
 
 from typing import Literal, get_args
 
@@ -11,21 +11,23 @@ SFT_LOSS_TYPES = get_args(SFTType)
 def sft_loss(
     per_token_logps: Tensor, mask: Tensor, loss_type: SFTType = "nll", *, normalizer=None
 ) -> Tensor:
-    """Average the negative log-probability of the demonstrated tokens.
+    """Compute the mean negative log-probability of the demonstrated tokens.
 
-    Example: two rows of 1 and 3 tokens, all with log-probability -2: loss 2.0 (4 tokens share the
-    mean, not 2 rows); with dft each token counts p = e^-2 = 0.135 of that, so 0.271.
+    Example: two rows have 1 and 3 tokens, all with log-probability -2. The loss is 2.0, a mean over
+    the 4 tokens. With "dft" each token has the weight e^-2 = 0.135, so the loss is 0.271.
 
     Args:
         per_token_logps: (B, T) float, nats.
         mask: (B, T), 1 for tokens that are trained on.
-        loss_type: "nll"; or "dft", which weighs each token with its own probability, a constant for
-            the gradient: then an unlikely demonstration pulls no harder than a likely one.
-        normalizer: an object with `tokens` of the optimizer step, by default those of the mask.
+        loss_type: "nll", or "dft", which multiplies the loss of each token by the token's own
+            probability (detached), so that an unlikely token has no larger gradient than a likely
+            one.
+        normalizer: LossNormalizer whose `tokens` is the divisor; by default the sum of the mask.
     Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = normalizer.tokens.
     """
     if loss_type not in SFT_LOSS_TYPES:
-        raise ValueError(f"loss_type is {loss_type!r}; known are {', '.join(SFT_LOSS_TYPES)}")
+        known = ", ".join(SFT_LOSS_TYPES)
+        raise ValueError(f"loss_type is {loss_type!r}, it must be one of {known}")
     per_token_loss = -per_token_logps
     if loss_type == "dft":
         per_token_loss = per_token_loss * per_token_logps.detach().exp()  # -sg(p) log p

@@ -10,7 +10,7 @@ import torch
 from minivlmrl.data.rows import Prompt
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
-from minivlmrl.losses.parity import cases, check, distance, sees
+from minivlmrl.losses.parity import cases, check, check_images, distance
 
 import tiny
 
@@ -55,7 +55,7 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     ({"colour": 1}, "'colour': ['None']"),
 ])  # fmt: skip
 def test_a_check_of_no_case_is_an_error_that_lists_what_there_is(only, known):
-    with pytest.raises(ValueError, match="no recorded case has .*; there are .*" + re.escape(known)):
+    with pytest.raises(ValueError, match="No recorded case has .*; choose from .*" + re.escape(known)):
         check(my_loss, **only)
 
 
@@ -67,7 +67,7 @@ def test_without_the_audit_a_wrong_loss_has_no_name(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(AssertionError) as error:
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
-    last = "minivlmrl-audit names the mistake: pip install ./audit, in a clone"
+    last = "To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"
     head, first, second, says = str(error.value).splitlines()
     assert (head, says) == ("2 of 2 cases differ from TRL", last)
     assert all(re.match(r"sft\d+ .*: value differs by .*, gradient by 5", line) for line in (first, second))
@@ -83,7 +83,7 @@ def test_the_audit_names_a_wrong_mask():
 
 
 def test_what_trl_says_of_ones_own_tensors(trl):
-    """TRL's value and gradient are those that were recorded."""
+    """The installed TRL gives the recorded values and gradients."""
     from tests.parity.trl_oracle import what_trl_says
 
     for only in ({"kind": "grpo", "loss_type": "cispo", "beta": 0.1}, {"kind": "dpo", "beta": 0.3}, {"kind": "sft"}):
@@ -93,12 +93,12 @@ def test_what_trl_says_of_ones_own_tensors(trl):
 
 
 def chosen(logits, ids):
-    """(B, L, V), (B, L) -> (B, L - 1)"""
+    """Compute the log-probability of each next token: (B, L, V), (B, L) -> (B, L - 1)."""
     return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
 def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids, rows: grids, with_pictures=True):
-    """transformers' log-probabilities, of a list of pictures that `change` makes of the batch's."""
+    """Return a my_logps with transformers' model, whose list of images is replaced by `change`."""
 
     def my_logps(ids, pixels, grids):
         inputs = {}
@@ -113,16 +113,19 @@ def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids
 
 
 def by_row(change):
-    """A change of each row's pictures."""
+    """Apply `change` to the images of each row."""
     return lambda x, rows: [y for r in range(rows) for y in change(x[r * len(x) // rows :][: len(x) // rows])]
 
 
-NOTHING, ORDER, OTHER = "does not see picture", "sees pictures in another order", "sees another row's pictures"
+ORDER, OTHER = "images are used in a wrong order", "rows use the images of other rows"
 FAULTS = {  # as docs/audit.md has them
-    "pixel_values are not passed on": ({"with_pictures": False}, f"{NOTHING} 0"),
-    "placeholders keep their embeddings": ({}, f"{NOTHING} 0"),
-    "all pixels are 0": ({"change": lambda x, rows: [0 * picture for picture in x]}, f"{NOTHING} 0"),
-    "the last picture is the one before it again": ({"change": by_row(lambda x: [*x[:-1], x[-2]])}, f"{NOTHING} 2"),
+    "pixel_values are not passed on": ({"with_pictures": False}, "image 0 has no effect"),
+    "placeholders keep their embeddings": ({}, "image 0 has no effect"),
+    "all pixels are 0": ({"change": lambda x, rows: [0 * picture for picture in x]}, "image 0 has no effect"),
+    "the last picture is the one before it again": (
+        {"change": by_row(lambda x: [*x[:-1], x[-2]])},
+        "image 2 has no effect",
+    ),
     "each row has its pictures in turned order": ({"change": by_row(lambda x: x[::-1])}, ORDER),
     "grids are in turned order": ({"grids_of": lambda x, rows: x.view(rows, -1, 3).flip(1).flatten(0, 1)}, ORDER),
     "the batch's pictures are shifted by one": ({"change": lambda x, rows: x[1:] + x[:1]}, ORDER),
@@ -133,8 +136,8 @@ FAULTS = {  # as docs/audit.md has them
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
-def test_sees_says_what_is_wrong_with_pictures_and_nothing_else(model_type, tmp_path, monkeypatch):
-    """No word of our models and transformers'; of each planted fault the one that docs/audit.md has."""
+def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch):
+    """Correct models (ours and transformers') pass; each planted fault has the message of docs/audit.md."""
     oracle = pytest.importorskip("oracle")
     theirs, ours = oracle.saved_pair(tmp_path, model_type)
 
@@ -146,18 +149,18 @@ def test_sees_says_what_is_wrong_with_pictures_and_nothing_else(model_type, tmp_
     for grids in ([(1, 4, 6)], [(1, 4, 6), (1, 8, 4), (1, 8, 4)]):
         prompt = tiny.prompt(torch.Generator().manual_seed(0), grids)
         row = prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw, tiny.IMAGE
-        assert sees(our_logps, *row) == sees(trainer(theirs), *row) == ""
+        assert check_images(our_logps, *row) == check_images(trainer(theirs), *row) == ""
     for fault, (options, verdict) in FAULTS.items():
         with monkeypatch.context() as patch:
             if "embeddings" in fault:
                 patch.setattr(torch.Tensor, "masked_scatter", lambda embeddings, *_: embeddings)
                 verdict = "" if model_type == "qwen3_vl" else verdict  # its deeper layers see features too
-            sentence = sees(trainer(theirs, **options), *row)
+            sentence = check_images(trainer(theirs, **options), *row)
             assert sentence.startswith(verdict) and bool(sentence) == bool(verdict), (fault, sentence)
 
 
-def test_sees_asks_for_as_many_pictures_as_grids():
+def test_check_images_refuses_another_number_of_grids():
     ids, pixels = torch.tensor([5, 9, 9, 6]), torch.ones(8, 2)
     for token, grids in ((7, torch.tensor([[1, 2, 4]])), (7, torch.ones(0, 3)), (9, torch.ones(2, 3))):
-        with pytest.raises(ValueError, match=r"input_ids have \d pictures, image_grid_thw has \d"):
-            sees(None, ids, pixels, grids, token)
+        with pytest.raises(ValueError, match=r"input_ids contain \d images but image_grid_thw \d"):
+            check_images(None, ids, pixels, grids, token)
