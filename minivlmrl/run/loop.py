@@ -92,7 +92,7 @@ def train_stage(
     batches = Batches(rows, trainer, state.draws)
     optimizer = build_optimizer(trainer.trained, config, trainer.run.optimizer)
     checkpoints.restore(trainer, optimizer)
-    state.kept = trainer.begin(batches, results.held_out, state.kept)
+    state.kept = trainer.on_stage_begin(batches, results.held_out, state.kept)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)

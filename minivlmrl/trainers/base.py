@@ -1,4 +1,7 @@
-"""The base class of all trainers, one for each stage of a recipe, and what they train on."""
+"""The base class Trainer, and the data classes of its batches, rollouts and optimizer steps.
+
+Each stage of a recipe (sft, dpo, grpo, ...) has one subclass of Trainer.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,52 +25,66 @@ from minivlmrl.trainers.reference import Reference
 
 @dataclass
 class MicroBatch:
-    """What one forward and backward of training works on."""
+    """Completions of one forward and backward pass, packed after their prompts.
+
+    An optimizer step adds up the gradients of one or more micro-batches.
+    """
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
-    # of the whole optimizer step: what its loss divides by; set when its micro-batches are packed
+    # token and sequence counts of the whole optimizer step, by which the loss is divided; set once
+    # all micro-batches of the step are packed
     normalizer: LossNormalizer = field(init=False)
-    ref_per_token_logps: Tensor | None = None  # (R, T); None: there is no reference
+    ref_per_token_logps: Tensor | None = None  # (R, T) nats; None without a reference model
 
     @property
     def weight(self) -> float:
-        """How much its metrics weigh in those of the step: by the tokens that are trained on."""
+        """Weight of this micro-batch in the metrics of its step: the number of trained tokens."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Mean of a flat (M,) tensor over the tokens that are trained on."""
+        """Average a flat (M,) tensor over the tokens that are trained on."""
         total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
         return total / self.loss_mask.sum().clamp(min=1)
 
 
 @dataclass(kw_only=True)
 class SampledBatch(MicroBatch):
-    """Completions of a rollout."""
+    """A micro-batch of sampled completions, with the tensors that a policy-gradient loss needs."""
 
-    completion_index: Tensor  # (R,) of each row among this rank's n completions
-    sampler_logps: Tensor  # (R, T) recorded while sampling
-    sampler_routes: Tensor | None = None  # (M,) experts of the tokens while sampling
-    advantages: Tensor = field(init=False)  # (R,) or (R, T), set when rewards have been compared
-    old_per_token_logps: Tensor | None = None  # (R, T); None: the policy has not moved since
-    old_entropies: Tensor | None = None  # (R, T)
-    importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1), corrects the sampler
-    entropy_threshold: float | None = None  # of the whole optimizer step ...
-    num_entropy_tokens: float | None = None  # ... and how many tokens reach it
+    completion_index: Tensor  # (R,) index of each row among this rank's n completions
+    sampler_logps: Tensor  # (R, T) log-probabilities recorded while sampling
+    sampler_routes: Tensor | None = None  # (M,) experts chosen for the tokens while sampling
+    advantages: Tensor = field(init=False)  # (R,) or (R, T), set once all rewards are known
+    # (R, T) log-probabilities before the first update on the rollout; None if the current ones
+    # can be used, because the policy has not been updated since
+    old_per_token_logps: Tensor | None = None
+    old_entropies: Tensor | None = None  # (R, T) entropies of the same forward pass
+    # (R, T) or (R, 1) ratio that corrects differences between the sampler and the trainer
+    importance_sampling_ratio: Tensor | None = None
+    # lowest entropy of the tokens that are trained on, over the whole optimizer step
+    entropy_threshold: float | None = None
+    num_entropy_tokens: float | None = None  # number of tokens of the step that reach the threshold
 
 
 @dataclass
 class Rollout:
-    """Completions of this rank's prompts and their rewards."""
+    """Prompts of this rank, with their sampled completions and rewards."""
 
-    rows: Sequence[Row]  # B
-    prompts: list[Prompt]
-    completions: list[list[Completion]]  # B lists of G
-    rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward could not judge
-    metrics: dict[str, float] = field(default_factory=dict)  # of all ranks' completions
+    rows: Sequence[Row]  # B rows of the dataset
+    prompts: list[Prompt]  # B prompts
+    completions: list[list[Completion]]  # B lists of G completions
+    rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward function returned None
+    metrics: dict[str, float] = field(default_factory=dict)  # over the completions of all ranks
 
     def by_prompt(self, indices: Iterable[int]) -> dict[int, list[Completion]]:
-        """Sort some of the n completions by their prompts: {index of prompt: completions}."""
+        """Group completions by prompt.
+
+        Args:
+            indices: of completions, below n.
+        Returns:
+            {index of a prompt: its completions}.
+        """
         groups = {}
         for index in indices:
             prompt, number = divmod(index, len(self.completions[0]))
@@ -77,29 +94,37 @@ class Rollout:
 
 @dataclass
 class Step:
-    """One optimizer step."""
+    """Micro-batches and metrics of one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
-    ends_rollout: bool = True  # a state of the run is only written after such a step
-    rollout: Rollout | None = None  # the rollout that this step trains on ...
-    prompts: range = range(0)  # ... and the range of its prompts
+    # True for the last step on a rollout; a checkpoint is only written after such a step
+    ends_rollout: bool = True
+    rollout: Rollout | None = None  # the rollout that this step trains on
+    prompts: range = range(0)  # indices of the rollout's prompts that this step trains on
 
 
 class Trainer:
-    """What run/loop.py trains with; a stage is a class that defines `steps` and `loss`.
+    """Base class of all training stages, which run/loop.py runs.
+
+    A subclass defines `steps`, which yields optimizer steps, and `loss`, which returns the loss of
+    one micro-batch, already divided by the totals of the step.
 
     Args:
-        steps_done: optimizer steps of the stage before a resume, for those that count them.
+        run: the whole recipe; the options of the stage are its section `stage`.
+        model: the policy.
+        steps_done: optimizer steps that the stage has already made if the run is resumed, else 0.
     """
 
-    stage: str  # its name, and that of its section in a recipe
-    config_type = TrainingOptions  # the dataclass of that section
-    needs = "prompts"  # what its rows must have, a key of NEEDS in run/datasets.py
-    answers: tuple[str, ...] = ()  # names of a row's answers; none: it samples completions
-    trains_policy = True  # or a model of its own, and the policy stays as it is
-    steps_per_rollout = 1  # optimizer steps with prompts of one draw of rows
-    trained: nn.Module  # whose parameters the optimizer moves
+    stage: str  # name of the stage, and of its section in a recipe
+    config_type = TrainingOptions  # dataclass of that section
+    needs = "prompts"  # columns that the rows must have, as a key of NEEDS in run/datasets.py
+    # fields of Row that hold the answers to train on; empty if the stage samples completions
+    answers: tuple[str, ...] = ()
+    # False if the stage trains a separate model and leaves the policy unchanged
+    trains_policy = True
+    steps_per_rollout = 1  # optimizer steps per batch of rows, in one pass over its prompts
+    trained: nn.Module  # module whose parameters the optimizer updates
 
     def __init__(
         self,
@@ -124,19 +149,21 @@ class Trainer:
 
     @staticmethod
     def check(run):
-        """Refuse a recipe (ValueError) before anything is loaded."""
+        """Raise ValueError if the stage cannot run this recipe; called before models are loaded."""
 
     @staticmethod
     def has_reference(config) -> bool:
-        """Say whether a stage of this section keeps a reference model."""
+        """Return True if a stage with these options needs a reference model."""
         return False
 
-    def begin(self, batches, held_out, kept: dict | None) -> dict[str, list[float]]:
-        """Prepare the first step; returns what states keep beside weights.
+    def on_stage_begin(self, batches, held_out, saved_state: dict | None) -> dict[str, list[float]]:
+        """Prepare the first optimizer step, and return values to save in every checkpoint.
 
         Args:
-            batches, held_out: the rows of the stage and those that are evaluated, if any.
-            kept: what this returned before a resume; None: the stage begins.
+            batches: training rows of the stage.
+            held_out: rows for evaluation, or None.
+            saved_state: values that this method returned before the run was resumed; None if the
+                stage starts.
         """
         return {}
 
@@ -145,11 +172,11 @@ class Trainer:
         raise NotImplementedError
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute a micro-batch's share of the loss of its step, and metrics."""
+        """Compute the loss of a micro-batch, divided by the totals of its step, and metrics."""
         raise NotImplementedError
 
     def dropout(self, step: int, micro_batch: int):
-        """Let adapters drop inputs while a micro-batch is trained on (a context)."""
+        """Return a context in which adapters drop inputs, with a seed for this micro-batch."""
         if not self.run.adapter.dropout:
             return nullcontext()
         from minivlmrl.model.lora import dropout  # here, because few runs have adapters
@@ -158,10 +185,10 @@ class Trainer:
         return dropout(self.trained, self.run.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss(batch); of a model with experts also how its routers balance the tokens.
+        """Compute loss(batch), plus the load-balancing loss if the model has experts.
 
-        As a transformers model's, the balance loss is of all tokens of a micro-batch together.
-        Those of a step's micro-batches are averaged, weighed by their shares of its completions.
+        As in transformers, the load-balancing loss uses all tokens of a micro-batch. Over a step it
+        is averaged, weighted by the number of completions of each micro-batch.
         """
         if self.router_log is None:
             return self.loss(batch)
@@ -181,22 +208,26 @@ class Trainer:
         return loss, metrics
 
     def modules(self) -> dict[str, nn.Module]:
-        """List all that has weights which a resumed run needs."""
+        """Return the modules whose weights a checkpoint must contain, by name."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model
         return modules
 
     def after_step(self, steps: int):
-        """Do what follows an update; steps: optimizer steps of this stage so far."""
+        """Run after each optimizer step, for example to update the reference model.
+
+        Args:
+            steps: number of optimizer steps of this stage so far.
+        """
         if self.reference is not None:
             self.reference.after_step(steps)
 
     def save(self, folder: Path):
-        """Write what was trained into the run's folder; all ranks call it."""
+        """Save the trained weights into the folder of the run; all ranks must call this."""
         base = self.run.model.path
         gather_and_save_model(folder / "checkpoint", self.policy, self.processor, self.world, base)
 
     def evaluate(self, rows) -> dict[str, float]:
-        """Measure what held-out rows say besides answers: `pairs` or `loss`."""
+        """Compute metrics of held-out rows that need no sampling, for example their loss."""
         return {}

@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv 2305.18290); MPO, IPO and others are its loss types."""
+"""Direct preference optimization (arXiv 2305.18290), with MPO, IPO and others as loss types."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,99 +17,127 @@ from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
-# columns of a row with what the reference says of its answers: sums of log-probabilities, in nats
+# columns of a row with the reference's log-probabilities of both answers, summed over tokens (nats)
 REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 @dataclass(kw_only=True)
 class DPOBatch(AnswerBatch):
-    """Pairs, with what the reference says of each answer as a whole."""
+    """Pairs of answers, with the reference's log-probability of each whole answer."""
 
-    ref_logps: Tensor  # (R / 2, 2) nats: answer_logps by the reference
+    ref_logps: Tensor  # (R / 2, 2) nats, the chosen and the rejected answer of each pair
 
 
 class DPOTrainer(PairTrainer):
-    """Pairs of answers, held against the policy as the stage found it."""
+    """Trainer of DPO: compares pairs of answers with the reference model.
+
+    The reference is the policy at the start of the stage, unless the section `reference` names
+    another one.
+    """
 
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    counted = slice(0, None, 2)  # the chosen ones: `sft` is a mean over their tokens
+    # only the tokens of chosen answers are counted, because the `sft` term averages over them
+    counted_rows = slice(0, None, 2)
 
     @staticmethod
     def has_reference(config: DPOOptions) -> bool:
         return not config.precompute_ref_log_probs and not config.reference_free
 
-    def begin(
-        self, batches: Batches, held_out: Dataset | None, kept: dict[str, list[float]] | None
+    def on_stage_begin(
+        self, batches: Batches, held_out: Dataset | None, saved_state: dict[str, list[float]] | None
     ) -> dict[str, list[float]]:
-        """Score all pairs, unless a resumed run has done so."""
-        self.precomputed = kept or {}  # pair_key: ref_logps of the pair
-        if kept is None and self.config.precompute_ref_log_probs:
-            self.score(batches.dataset, batches.row)
+        """Compute the reference's log-probabilities of all pairs if precompute_ref_log_probs is on.
+
+        A resumed run takes the log-probabilities from its checkpoint.
+
+        Returns:
+            {pair_key of a pair: log-probabilities of the chosen and the rejected answer}.
+        """
+        self.precomputed = saved_state or {}
+        if saved_state is None and self.config.precompute_ref_log_probs:
+            self.precompute_ref_logps(batches.dataset, batches.row)
             if held_out is not None:
-                self.score(held_out, held_out.__getitem__)
+                self.precompute_ref_logps(held_out, held_out.__getitem__)
         return self.precomputed
 
     @torch.no_grad()
-    def score(self, rows: Dataset, make_row: Callable[[int], Row]):
-        """Let the policy, which is the reference before its first step, score rows, on all ranks.
+    def precompute_ref_logps(self, rows: Dataset, make_row: Callable[[int], Row]):
+        """Compute log-probabilities of pairs with the policy, and share them among all ranks.
 
-        Rows that bring their scores are left out.
+        Before its first update the policy is equal to the reference. Rows that already have the
+        columns REF_COLUMNS are skipped.
+
+        Args:
+            make_row: returns the row of an index, as the stage trains on it.
         """
-        unscored = [index for index in self.answered(rows) if self.brought(rows[index]) is None]
-        share, _ = self.world.shard_evenly(unscored)
+        indices = self.rows_with_answers(rows)
+        missing = [index for index in indices if self.given_ref_logps(rows[index]) is None]
+        share, _ = self.world.shard_evenly(missing)
         parts = split(share, self.config.micro_batch_size)
-        scores = {}
+        ref_logps = {}
         for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
             self.world.stop_if_preempted()
             prompts, answers = self.encode([make_row(index) for index in part])
             batch = super().pack(prompts, answers)
             logps, _ = per_token_logps(self.policy, batch.group)
-            sums = self.summed(batch.loss_mask, batch.group.pad(logps)).tolist()
-            scores.update(zip(map(pair_key, prompts, answers), sums, strict=True))
+            sums = self.sum_logps(batch.loss_mask, batch.group.pad(logps)).tolist()
+            ref_logps.update(zip(map(pair_key, prompts, answers), sums, strict=True))
         reshard(self.policy)
-        for rank_scores in self.world.gather_objects(scores):
-            self.precomputed.update(rank_scores)
+        for of_rank in self.world.gather_objects(ref_logps):
+            self.precomputed.update(of_rank)
 
-    def brought(self, row: Row) -> list[float] | None:
-        """Read the ref_logps that a row brings (ValueError: this recipe cannot use them)."""
+    def given_ref_logps(self, row: Row) -> list[float] | None:
+        """Return the values of REF_COLUMNS in a row, or None if the row has neither column.
+
+        Raises:
+            ValueError: only one column has a value, or the options do not allow given values.
+        """
         values = [row.columns[name] for name in REF_COLUMNS if row.columns.get(name) is not None]
         if not values:
             return None
         config = self.config
         if len(values) < 2 or not config.precompute_ref_log_probs or config.ld_alpha is not None:
             raise ValueError(
-                f"{row.where}: {' and '.join(REF_COLUMNS)} are sums over whole answers, for "
-                "dpo.precompute_ref_log_probs=true without dpo.ld_alpha: give both, or leave both out"
+                f"{row.where}: the columns {' and '.join(REF_COLUMNS)} must both have values, and "
+                "they require dpo.precompute_ref_log_probs=true and no dpo.ld_alpha, because they "
+                "are sums over whole answers; change these options, or remove both columns"
             )
         return values
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> DPOBatch:
         batch = super().pack(prompts, answers)
-        scores = [self.ref_logps(*pair) for pair in zip(prompts, answers, strict=True)]
-        ref_logps = torch.tensor(scores, dtype=torch.float64, device=self.world.device)
+        known = [self.ref_logps(*pair) for pair in zip(prompts, answers, strict=True)]
+        ref_logps = torch.tensor(known, dtype=torch.float64, device=self.world.device)
         if batch.ref_per_token_logps is not None:
-            ref_logps = self.summed(batch.loss_mask, batch.ref_per_token_logps)
+            ref_logps = self.sum_logps(batch.loss_mask, batch.ref_per_token_logps)
         return DPOBatch(
             batch.group, batch.loss_mask, batch.ref_per_token_logps, ref_logps=ref_logps
         )
 
     def ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
-        """Find the ref_logps that a row brings or that `score` computed; 0 without either."""
-        values = self.brought(prompt.row) if prompt.row else None  # made without its row
+        """Return the reference's log-probabilities of a pair that are known without a model.
+
+        The values come from the row's columns or from precompute_ref_logps. Without
+        precompute_ref_log_probs they are 0: then the reference model computes them in `pack`, or
+        the loss is reference-free.
+        """
+        values = None
+        if prompt.row is not None:
+            values = self.given_ref_logps(prompt.row)
         if values is None and self.config.precompute_ref_log_probs:
             values = self.precomputed.get(pair_key(prompt, pair))
             if values is None:
                 where = prompt.row.where if prompt.row else "a prompt"
                 raise ValueError(
-                    f"{where}: dpo.precompute_ref_log_probs: not scored before the "
-                    "first step: resume with the rows that the run began with"
+                    f"{where}: the reference's log-probabilities of this pair were not precomputed "
+                    "when the stage began; resume the run with the same rows"
                 )
         return values or [0.0, 0.0]
 
-    def summed(self, mask: Tensor, per_token_logps: Tensor) -> Tensor:
-        """Sum (R, T) log-probabilities over each answer: (R / 2, 2)."""
+    def sum_logps(self, mask: Tensor, per_token_logps: Tensor) -> Tensor:
+        """Sum log-probabilities (R, T) over the tokens of each answer; returns (R / 2, 2)."""
         return answer_logps(by_pair(per_token_logps), by_pair(mask), self.config.ld_alpha)
 
     def loss(self, batch: DPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -131,20 +159,24 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Measure by how many nats the policy moved further to the chosen answers, (B,)."""
+        """Compute the implicit reward margins (B,) in nats.
+
+        A margin is the log-ratio of policy to reference for the chosen answer, minus that for the
+        rejected answer.
+        """
         batch = self.pack(*self.encode(rows))
         logps, _ = per_token_logps(self.policy, batch.group)
-        log_ratio = self.summed(batch.loss_mask, batch.group.pad(logps)) - batch.ref_logps
+        log_ratio = self.sum_logps(batch.loss_mask, batch.group.pad(logps)) - batch.ref_logps
         return log_ratio[:, 0] - log_ratio[:, 1]
 
 
 def by_pair(rows: Tensor) -> Tensor:
-    """(2B, T) -> (B, 2, T)."""
+    """Reshape (2B, T) to (B, 2, T), with the chosen answer of each pair first."""
     return rows.unflatten(0, (-1, 2))
 
 
 def pair_key(prompt: Prompt, answers: list[Completion]) -> str:
-    """Tell a pair from all others: a hash of its tokens, and of its pictures and their sizes."""
+    """Compute a hash that identifies a pair, from its tokens, its images and their sizes."""
     tensors = [prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw]
     tensors += [answer.ids for answer in answers]
     return digest(tensor.numpy().tobytes() for tensor in tensors)

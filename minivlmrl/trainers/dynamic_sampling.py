@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced by others.
+"""Dynamic sampling: replace groups whose rewards are all equal, because they give no gradient.
 
 Source: DAPO (arXiv 2503.14476), section 3.2.
 """
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class Group:
-    """The completions of a row, as ranks send them to each other."""
+    """The completions of one prompt with their rewards, in a form that ranks can exchange."""
 
-    index: int  # of the row in the dataset
-    key: str  # of the row, by which its completions were sampled
-    completions: list[Completion]  # G
+    index: int  # index of the row in the dataset
+    key: str  # key of the row, which seeds the sampling of its completions
+    completions: list[Completion]  # G completions
     rewards: Tensor  # (G, K)
-    differs: bool  # the rewards are not all equal
+    rewards_differ: bool  # False if all completions have the same reward
 
     @property
     def position(self) -> int:
-        """Its place in the order in which rows were drawn: a key ends with it."""
+        """Position of the row in the order of sampling, which is the last part of its key."""
         return int(self.key.rpartition("/")[2])
 
 
 def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rollout:
-    """Sample a rollout from at most max_num_gen_batches batches of rows, until enough groups differ.
+    """Sample batches of rows until enough groups have differing rewards, and return a rollout.
 
-    The groups whose rewards differ come first, in the order in which their rows were drawn; if
-    there are too few after max_num_gen_batches, other groups fill the rollout.
+    At most max_num_gen_batches batches are sampled. If too few groups differ by then, groups with
+    equal rewards fill the rollout, after the groups whose rewards differ.
     """
     rollout = trainer.sample_rollout(rows)
     most_batches = trainer.config.max_num_gen_batches
@@ -49,7 +49,7 @@ def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rol
     count = len(rollout.rows) * trainer.world.size
     groups = gather_groups(trainer, rollout)
     while trainer.num_gen_batches < most_batches:
-        if sum(group.differs for group in groups) >= count:
+        if sum(group.rewards_differ for group in groups) >= count:
             break
         groups += gather_groups(trainer, trainer.sample_rollout(next(trainer.batches)))
         trainer.num_gen_batches += 1
@@ -57,26 +57,27 @@ def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rol
 
 
 def gather_groups(trainer: GRPOTrainer, rollout: Rollout) -> list[Group]:
-    """Gather the groups of all ranks, in the order in which their rows were drawn."""
+    """Gather the groups of a rollout from all ranks, in the order in which rows were sampled."""
     config = trainer.config
-    judged = trainer.total_rewards(rollout)[:, None]  # (n, 1)
+    compared = trainer.total_rewards(rollout)[:, None]  # (n, 1)
     if config.multi_objective_aggregation == "normalize_then_sum":
-        judged = rollout.rewards  # (n, K)
+        compared = rollout.rewards  # (n, K)
     size = config.num_generations
-    differs = torch.stack([group_std(column, size) > 1e-8 for column in judged.unbind(1)]).any(0)
+    differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     columns = rollout.rows, rollout.completions, rollout.rewards.split(size), differs.tolist()
     local = []
-    for row, completions, rewards, differ in zip(*columns, strict=True):
+    for row, completions, rewards, rewards_differ in zip(*columns, strict=True):
         for completion in completions:
-            completion.environment = None  # it has been asked for its reward, and may not be sent
-        local.append(Group(row.index, row.key, completions, rewards, differ))
+            # the environment has computed its reward, and may not be picklable
+            completion.environment = None
+        local.append(Group(row.index, row.key, completions, rewards, rewards_differ))
     groups = chain(*trainer.world.gather_objects(local))
     return sorted(groups, key=lambda group: group.position)
 
 
 def choose_groups(trainer: GRPOTrainer, groups: list[Group], count: int) -> Rollout:
-    """Make a rollout of `count` groups: the first whose rewards differ, then the others."""
-    chosen = sorted(groups, key=lambda group: not group.differs)[:count]
+    """Build a rollout of `count` groups; groups whose rewards differ come first."""
+    chosen = sorted(groups, key=lambda group: not group.rewards_differ)[:count]
     per_step = count // trainer.steps_per_rollout
     local = []  # this rank's share of each optimizer step
     for start in range(0, count, per_step):

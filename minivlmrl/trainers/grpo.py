@@ -1,12 +1,15 @@
-"""GRPO from rows to a loss, in the order in which it happens (DeepSeekMath, arXiv 2402.03300):
+"""GRPO from rows to a loss, in the order of execution (DeepSeekMath, arXiv 2402.03300):
 
     rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> batches -> loss
 
-B prompts of this rank, n = B * G completions, groups in order; R completions, T tokens of the
-longest in a micro-batch. The paper's outer loop (a new reference every few hundred steps) is left
-out. Options of the section `grpo` select what differs in DAPO, Dr. GRPO, GSPO, RLOO, CISPO, ...:
-ratio, term and average in losses/, advantages in losses/advantages.py, dynamic sampling in
-dynamic_sampling.py.
+Shapes: B is the number of prompts of this rank, n = B * G the number of completions, ordered by
+prompt, and K the number of rewards. A micro-batch has R completions with at most T tokens each, M
+tokens in total. The paper's outer loop (a new reference every few hundred steps) is not
+implemented.
+
+DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are options of the section `grpo`, which select
+the ratio, the term and the average of the loss (losses/), the advantages (losses/advantages.py),
+and dynamic sampling (dynamic_sampling.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,17 +60,17 @@ from minivlmrl.trainers.rollout_metrics import (
     reward_metrics,
 )
 
-REWARD_MODEL = "reward_model"  # the reward of a trained model, see reward_model.py
+REWARD_MODEL = "reward_model"  # name of the reward that a trained model computes: reward_model.py
 Batch = TypeVar("Batch", bound=SampledBatch)
 
 
 class GRPOTrainer(Trainer):
-    """Group relative policy optimization and its family; PPOTrainer replaces the advantages."""
+    """Trainer of GRPO and its variants; PPOTrainer is a subclass with other advantages."""
 
     stage = "grpo"
     config_type = GRPOOptions
     config: GRPOOptions
-    compares_groups = True  # metrics say how much the rewards of a group differ
+    compares_groups = True  # log the standard deviation of the rewards within a group
 
     # -------------------------------------------------------------------------------- preparation
 
@@ -93,15 +96,16 @@ class GRPOTrainer(Trainer):
     ):
         super().__init__(run, model, processor, world, steps_done)
         has_reward_model = REWARD_MODEL in run.rewards
-        # a reward model reads prompts with a tower of its own, and so does a reference of a folder
-        frozen = not trained_parameters(model.visual) and run.reference.path is None
+        # Image embeddings can be reused only if all models share one frozen vision tower. A reward
+        # model and a reference loaded from a folder have their own towers.
+        shares_tower = not trained_parameters(model.visual) and run.reference.path is None
         self.sample = make_sampler(
             model,
             processor,
             run.sampling,
             world,
             run.rollout.gather_weights,
-            keeps_vision=frozen and not has_reward_model,
+            keeps_vision=shares_tower and not has_reward_model,
         )
         self.temperature = run.sampling.temperature
         self.reward_log = RewardLog(steps_done, self.config.max_steps)
@@ -113,12 +117,16 @@ class GRPOTrainer(Trainer):
 
             self.reward_model = RewardModelScores(run, model, processor, world)
         self.steps_per_rollout = self.config.steps_per_generation
-        self.num_gen_batches = 1  # batches of rows that the present rollout took
+        self.num_gen_batches = 1  # number of batches of rows sampled for the current rollout
 
     # ------------------------------------------------------------------------ rollout and rewards
 
     def steps(self, batches: Batches) -> Iterator[Step]:
-        """Yield optimizer steps: each batch of rows is a rollout, which is trained on in parts."""
+        """Sample a rollout for each batch of rows, and yield its optimizer steps.
+
+        Each of the num_iterations passes over a rollout takes steps_per_generation steps, which
+        train on equal parts of its prompts.
+        """
         self.batches = batches
         for rows in batches:
             rollout = self.roll_out(rows)
@@ -132,7 +140,10 @@ class GRPOTrainer(Trainer):
                 self.reward_log.trainer_state.global_step += 1
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample and judge completions of these rows, or of more with dynamic sampling."""
+        """Sample completions of rows and compute their rewards.
+
+        Dynamic sampling may take further batches of rows.
+        """
         if self.config.max_num_gen_batches == 1:
             return self.sample_rollout(rows)
         from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
@@ -154,25 +165,33 @@ class GRPOTrainer(Trainer):
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Completion]],
     ) -> dict[str, list]:
-        """Collect the columns that rewards take as arguments."""
+        """Collect the columns that reward functions take as arguments."""
         columns = recipe_columns(rows, prompts, completions, self.processor)
         if self.reward_model is not None:
             columns["reward_model_scores"] = self.reward_model(prompts, completions)
         return columns
 
     def total_rewards(self, rollout: Rollout) -> Tensor:
-        """Sum the weighted rewards of this rank's completions, (n,), less what length costs."""
+        """Compute the weighted sum of rewards, minus the overlong penalty of soft_punish_cache.
+
+        Returns:
+            (n,), of the completions of this rank.
+        """
         total = combine(rollout.rewards, self.reward_weights)
         cache = self.config.soft_punish_cache
         if cache:
             limit = self.run.sampling.max_new_tokens
             lengths = [len(completion.ids) for completion in chain(*rollout.completions)]
-            punished = [soft_overlong_punishment(length, limit, cache) for length in lengths]
-            total = total + torch.tensor(punished)
+            penalties = [soft_overlong_punishment(length, limit, cache) for length in lengths]
+            total = total + torch.tensor(penalties)
         return total
 
     def rollout_metrics(self, rollout: Rollout, rewards: Tensor, total: Tensor) -> dict[str, float]:
-        """Compute metrics of all ranks' completions: (n, K) rewards, (n,) their weighted sums."""
+        """Compute the metrics of a rollout over the completions of all ranks.
+
+        Args:
+            rewards, total: (all n, K) rewards and (all n,) weighted sums, of all ranks.
+        """
         metrics = reward_metrics(rewards, total, list(self.run.rewards))
         has_tools = bool(self.run.sampling.environment)
         metrics |= completion_metrics(rollout.completions, has_tools, self.world)
@@ -183,7 +202,13 @@ class GRPOTrainer(Trainer):
     # --------------------------------------------------------------- advantages and micro-batches
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[SampledBatch]]:
-        """Compare each completion with its group, then pack the prompts of each optimizer step."""
+        """Compute advantages within groups, then pack the micro-batches of each optimizer step.
+
+        Args:
+            parts: for each optimizer step, the range of its prompts.
+        Returns:
+            for each optimizer step, its micro-batches.
+        """
         config = self.config
         rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
         total = self.world.all_gather(self.total_rewards(rollout))  # (all n,)
@@ -204,7 +229,14 @@ class GRPOTrainer(Trainer):
     def prepare_with_kl(
         self, rollout: Rollout, parts: list[range], rewards: Tensor
     ) -> list[list[SampledBatch]]:
-        """Take beta times k1 of its KL from the reward of each completion, for RLOO."""
+        """Prepare the steps of RLOO with a KL penalty, which is subtracted from the rewards.
+
+        The reward of a completion is reduced by beta times its KL, estimated by k1. The advantages
+        need the log-probabilities of the micro-batches, so they are computed after packing.
+
+        Args:
+            rewards: (all n,) weighted sums, of all ranks.
+        """
         steps = [self.micro_batches(rollout, part) for part in parts]
         batches = list(chain(*steps))
         kl = []
@@ -212,7 +244,7 @@ class GRPOTrainer(Trainer):
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # micro-batches may hold completions in another order than the rollout
+        # sort by index, because micro-batches may reorder the completions of a rollout
         order = torch.cat([batch.completion_index for batch in batches]).argsort()
         rewards = rewards - self.config.beta * self.world.all_gather(torch.cat(kl)[order])
         local = self.world.local(leave_one_out(rewards, self.config.num_generations))
@@ -224,9 +256,14 @@ class GRPOTrainer(Trainer):
     def micro_batches(
         self, rollout: Rollout, part: range, advantages: Tensor | None = None
     ) -> list[SampledBatch]:
-        """Pack these prompts of a rollout, with all that stays fixed while they are trained on.
+        """Pack the micro-batches of one optimizer step.
 
-        advantages (n,) are None where they are computed later, from the micro-batches.
+        Log-probabilities, masks, corrections of the sampler and entropy thresholds are computed
+        here once, because they stay fixed while the rollout is trained on.
+
+        Args:
+            part: range of the prompts of the step.
+            advantages: (n,), of this rank; None if the caller computes them after packing.
         """
         config = self.config
         batches = self.pack_part(rollout, part, SampledBatch, advantages)
@@ -250,7 +287,13 @@ class GRPOTrainer(Trainer):
         batch_type: type[Batch],
         advantages: Tensor | None = None,
     ) -> list[Batch]:
-        """Pack these prompts of a rollout into micro-batches of a type."""
+        """Pack prompts of a rollout into micro-batches, without log-probabilities.
+
+        Args:
+            part: range of the prompts of one optimizer step.
+            batch_type: class of the micro-batches.
+            advantages: (n,), of this rank; with them, completions without signal are dropped.
+        """
         batches = []
         normalizer = self.count_tokens(rollout, part)
         for rows in self.split(rollout, part):
@@ -266,14 +309,19 @@ class GRPOTrainer(Trainer):
     def count_tokens(self, rollout: Rollout, part: range) -> LossNormalizer:
         """Count the completions and tokens of an optimizer step on all ranks.
 
-        A loss divides by all that was written, also by rows that rows_with_signal drops.
+        The loss is normalised by all generated tokens, including those of rows that
+        rows_with_signal drops.
         """
-        written = [c.policy_mask for c in chain(*rollout.completions[part.start : part.stop])]
-        sequences, tokens = self.world.sum(len(written), int(torch.cat(written).sum()))
+        masks = [c.policy_mask for c in chain(*rollout.completions[part.start : part.stop])]
+        sequences, tokens = self.world.sum(len(masks), int(torch.cat(masks).sum()))
         return LossNormalizer(sequences, tokens, self.run.sampling.max_new_tokens)
 
     def micro_batch(self, rollout: Rollout, rows: list[int], batch_type: type[Batch]) -> Batch:
-        """Pack some of the n completions of a rollout, each after its prompt."""
+        """Pack completions of a rollout, each after its prompt.
+
+        Args:
+            rows: indices of the completions, below n.
+        """
         device = self.world.device
         groups = rollout.by_prompt(rows)
         prompts = [rollout.prompts[index] for index in groups]
@@ -292,7 +340,11 @@ class GRPOTrainer(Trainer):
         return batch
 
     def split(self, rollout: Rollout, part: range) -> list[list[int]]:
-        """Cut prompts into micro-batches: for each the indices of its completions, below n."""
+        """Split prompts into micro-batches, and return the completion indices of each (below n).
+
+        max_tokens_per_micro_batch limits the tokens of a micro-batch; without it, a micro-batch has
+        micro_batch_size prompts.
+        """
         config = self.config
         G = config.num_generations
         size = config.micro_batch_size
@@ -308,10 +360,10 @@ class GRPOTrainer(Trainer):
         return [[part[i] * G + j for i, j in rows] for rows in micro_batches]
 
     def rows_with_signal(self, rows: list[int], advantages: Tensor) -> list[int]:
-        """Drop rows with advantage 0, unless the loss needs them for something else.
+        """Drop rows with advantage 0, unless the loss needs them for another term.
 
-        The KL, the entropy term, bnpo's mean of the micro-batch and a user's loss do. One row
-        stays, because every rank of a sharded model must run.
+        The KL, the entropy term, bnpo's mean over a micro-batch and custom losses need all rows. At
+        least one row stays, because every rank of a sharded model must run a forward pass.
         """
         config = self.config
         needs_all = (
@@ -326,10 +378,10 @@ class GRPOTrainer(Trainer):
         return [row for row in rows if advantages[row] != 0] or rows[:1]
 
     def add_logps(self, batch: SampledBatch):
-        """Add log-probabilities of the reference, and of the policy where the loss needs them.
+        """Add log-probabilities of the reference, and those of the policy before its update.
 
-        The policy moves before the last step on a rollout, or its first log-probabilities correct
-        the sampler, are part of RLOO's reward, or their entropies choose tokens.
+        The policy's are needed if a rollout is trained on in several steps, to correct the sampler,
+        for the KL in RLOO's reward, and to select tokens by entropy.
         """
         config = self.config
         kl_in_reward = config.loss_type == "rloo" and config.beta
@@ -347,28 +399,29 @@ class GRPOTrainer(Trainer):
 
     @property
     def policy_moves(self) -> bool:
-        """Tell whether a rollout is trained on in more than one optimizer step."""
+        """Return True if a rollout is trained on in more than one optimizer step."""
         return self.config.num_iterations * self.config.steps_per_generation > 1
 
     # --------------------------------------------------------------------------------------- loss
 
     @cached_property
     def loss_function(self) -> Callable:
-        """The loss that the options name."""
+        """Loss function that the option loss_type names."""
         return find_loss(self.config)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """(M,) log-probabilities and entropies, at the sampling temperature."""
+        """Compute log-probabilities and entropies, (M,) each, at the sampling temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
     def loss(self, batch: SampledBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute this micro-batch's share of the loss of the step, and its metrics."""
+        """Compute the loss of a micro-batch, divided by the totals of its step, and metrics."""
         options = self.config
         if options.loss_type == "rloo":
-            options = replace(options, beta=0.0)  # its KL is in the reward
+            options = replace(options, beta=0.0)  # the KL of RLOO is in the reward
         logps, entropies = self.logps(batch.group)
         padded_entropies = batch.group.pad(entropies)
-        is_ours = self.loss_function is grpo_loss  # a user's loss has no entropy term, no weights
+        # a custom loss gets neither the entropy term nor token weights
+        is_builtin = self.loss_function is grpo_loss
         loss, metrics = self.loss_function(
             batch.group.pad(logps),
             batch.advantages,
@@ -377,22 +430,22 @@ class GRPOTrainer(Trainer):
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,
-            **(self.weights(batch, padded_entropies) if is_ours else {}),
+            **(self.weights(batch, padded_entropies) if is_builtin else {}),
         )
-        if self.config.entropy_coef and is_ours:
+        if self.config.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
-            kept = self.kept_tokens(batch, padded_entropies)
-            bonus = mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
+            token_mask = self.kept_tokens(batch, padded_entropies)
+            bonus = mean_entropy(padded_entropies, token_mask, batch.normalizer, num_tokens)
             loss = loss - self.config.entropy_coef * bonus
         return loss, metrics | self.token_metrics(batch, logps, entropies)
 
     def kept_tokens(self, batch: SampledBatch, entropies: Tensor) -> Tensor:
-        """Return the tokens, (R, T), whose term counts: all, or those of high entropy."""
+        """Return the mask (R, T) of trained tokens: all, or only those with high entropy."""
         quantile = self.config.top_entropy_quantile
         return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
 
     def weights(self, batch: SampledBatch, entropies: Tensor) -> dict[str, Tensor]:
-        """Return the weights of tokens that the options ask for, as keywords of grpo_loss."""
+        """Compute the token weights that the options require, as keyword arguments of grpo_loss."""
         ratio = batch.importance_sampling_ratio
         weights = {}
         if self.config.top_entropy_quantile < 1:
@@ -406,7 +459,14 @@ class GRPOTrainer(Trainer):
     def token_metrics(
         self, batch: SampledBatch, logps: Tensor, entropies: Tensor
     ) -> dict[str, Tensor]:
-        """Return metrics of tokens (M,): entropy, and how far trainer and sampler differ in nats."""
+        """Compute the mean entropy, and the difference between trainer and sampler.
+
+        The difference is the largest and the root mean square difference of log-probabilities, in
+        nats.
+
+        Args:
+            logps, entropies: (M,), of the current policy.
+        """
         old_logps = batch.old_per_token_logps
         if old_logps is None:
             old_logps = batch.group.pad(logps.detach())
@@ -421,11 +481,14 @@ class GRPOTrainer(Trainer):
 
 
 def check_rollout_options(run: RunConfig, stage: str):
-    """Refuse a recipe (ValueError) whose rollouts or rewards cannot be those of a stage."""
+    """Raise ValueError if the sampling options or the rewards of a recipe do not suit a stage."""
     if run.sampling.temperature == 0:
-        raise ValueError("sampling.temperature is 0: all completions of a group would be equal")
+        raise ValueError(
+            "sampling.temperature is 0, so all completions of a group would be equal; "
+            "set it above 0"
+        )
     if not run.rewards:
-        raise ValueError(f"rewards: {stage} needs at least one")
+        raise ValueError(f"rewards is empty, but {stage} needs at least one reward")
     check_environment(run)
     find_engine(run.sampling).check(run)
     if REWARD_MODEL in run.rewards:
@@ -433,21 +496,33 @@ def check_rollout_options(run: RunConfig, stage: str):
 
         check_stage_order(run, stage)
         if samples_trajectories(run.sampling):
-            raise ValueError("rewards: reward_model reads no trajectories; leave it out")
+            raise ValueError(
+                "rewards: reward_model cannot score trajectories, whose turns have their own "
+                "context windows; remove reward_model"
+            )
 
 
 # ------------------------------------------------------------- functions that options select
 
 
 def find_loss(config: GRPOOptions) -> Callable:
-    """Find the loss of a recipe: grpo_loss, or the user's (ValueError: there is none)."""
+    """Return the loss function that loss_type names: grpo_loss or a custom function.
+
+    Raises:
+        ValueError: there is no such function.
+    """
     with error_context(f"grpo.loss_type {config.loss_type}"):
         names = dict.fromkeys(AVERAGES, grpo_loss)
         return with_options(*resolve_object("loss", config.loss_type, names))
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a user's loss on one completion of two tokens (it raises what it raises later)."""
+    """Call a custom loss on one completion of two tokens, so that its errors appear early.
+
+    Raises:
+        ValueError: the loss does not depend on the log-probabilities.
+        Exception: any exception of the loss itself.
+    """
     logps = torch.zeros(1, 2, requires_grad=True)
     value, metrics = loss(
         logps,
@@ -462,14 +537,19 @@ def try_loss(loss: Callable, config: GRPOOptions):
     for metric in metrics.values():
         metric.item()
     if logps.grad is None:
-        raise ValueError("it does not depend on the first argument, the log-probabilities")
+        raise ValueError("the loss does not depend on its first argument, the log-probabilities")
 
 
 def correct_sampler(
     batch: SampledBatch, mode: str, bounds: tuple[float | None, float | None]
 ) -> Tensor:
-    """Compute the ratio that corrects the sampler's mismatch, (R, T) or (R, 1)."""
-    assert batch.old_per_token_logps is not None, "add_logps adds them for this ratio"
+    """Compute the importance ratio of trainer to sampler, (R, T) or (R, 1).
+
+    Args:
+        mode: an option of grpo.rollout_correction, see rollout_importance_ratio.
+        bounds: lower and upper bound of the ratio; None for no bound.
+    """
+    assert batch.old_per_token_logps is not None, "call add_logps before this function"
     low, high = bounds
     return rollout_importance_ratio(
         batch.old_per_token_logps,
@@ -482,10 +562,15 @@ def correct_sampler(
 
 
 def find_entropy_threshold(batches: list[SampledBatch], quantile: float, world: World):
-    """Find the entropy that the upper share of a step's tokens reaches, over all ranks."""
+    """Compute the lowest entropy of trained tokens, and store it in the micro-batches.
+
+    Args:
+        batches: micro-batches of one optimizer step on this rank.
+        quantile: fraction of the step's tokens, on all ranks, that are trained on.
+    """
     local = []
     for batch in batches:
-        assert batch.old_entropies is not None, "add_logps adds them for this threshold"
+        assert batch.old_entropies is not None, "call add_logps before this function"
         local.append(batch.old_entropies[batch.loss_mask.bool()].cpu())
     entropies = torch.cat(world.gather_objects(torch.cat(local)))
     threshold = top_entropy_threshold(entropies, quantile)
@@ -495,28 +580,37 @@ def find_entropy_threshold(batches: list[SampledBatch], quantile: float, world: 
 
 
 def mask_completions(
-    counted: Tensor, rollout: Rollout, part: range, batches: Sequence[SampledBatch], world: World
+    is_trained: Tensor, rollout: Rollout, part: range, batches: Sequence[SampledBatch], world: World
 ):
-    """Train on some completions only, (n,) bool, of the micro-batches of the prompts `part`.
+    """Exclude completions from the loss of an optimizer step.
 
-    The others still count as sequences of the step, but contribute no tokens. Changes loss_mask
-    and normalizer.
+    Excluded completions still count as sequences in the normalizer, but contribute no tokens. The
+    function changes loss_mask and normalizer of the micro-batches.
+
+    Args:
+        is_trained: (n,) bool, False for completions to exclude.
+        part: range of the prompts of the step.
+        batches: micro-batches of these prompts.
     """
     lengths = torch.tensor(
         [[int(c.policy_mask.sum()) for c in group] for group in rollout.completions]
     )
-    tokens = (lengths * counted.view_as(lengths))[part.start : part.stop].sum().item()
+    tokens = (lengths * is_trained.view_as(lengths))[part.start : part.stop].sum().item()
     normalizer = replace(batches[0].normalizer, tokens=max(world.sum(tokens)[0], 1))
     for batch in batches:
-        kept = counted[batch.completion_index].to(batch.loss_mask.device)
-        batch.loss_mask = batch.loss_mask * kept[:, None]
+        row_mask = is_trained[batch.completion_index].to(batch.loss_mask.device)
+        batch.loss_mask = batch.loss_mask * row_mask[:, None]
         batch.normalizer = normalizer
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """Punish length: 0 up to max_completion_len - soft_punish_cache tokens, then falling to -1.
+    """Compute the penalty for the length of a completion, from 0 to -1.
 
-    Example: lengths 80, 90, 100 and 120 with 100 and 20: 0, -0.5, -1 and -1.
+    The penalty is 0 up to max_completion_len - soft_punish_cache tokens, then falls linearly to -1
+    at max_completion_len.
+
+    Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 give 0, -0.5, -1
+    and -1.
     Source: DAPO eq. 13 (arXiv 2503.14476); TRL's get_soft_overlong_punishment.
     """
     free = max_completion_len - soft_punish_cache

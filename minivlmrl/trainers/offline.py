@@ -1,6 +1,6 @@
-"""Rows that come with answers: what SFT, DPO, KTO and the reward model have in common.
+"""Base classes of trainers for rows with given answers: SFT, DPO, KTO and the reward model.
 
-A row is a group: its prompt and images are computed once for all of its answers.
+The answers of a row form a group: its prompt and images are computed once for all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,17 +18,17 @@ from minivlmrl.losses.grpo import LossNormalizer, row_mean
 from minivlmrl.model.packing import pack
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-EVALUATED = 64  # pairs that are scored together
+EVAL_BATCH_SIZE = 64  # pairs per forward pass in evaluation
 Item = TypeVar("Item")
 
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """R completions; of pairs chosen, rejected, chosen, rejected, ..."""
+    """Given answers; pairs are ordered chosen, rejected, chosen, rejected, ..."""
 
     @property
     def weight(self) -> float:
-        """Weigh its metrics, which are means over answers, or over pairs of them."""
+        """Weight of this micro-batch in the metrics of its step: the number of answers."""
         return len(self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -37,11 +37,12 @@ class AnswerBatch(MicroBatch):
 
 
 class OfflineTrainer(Trainer):
-    """An algorithm that is trained on given answers; each draw of rows is an optimizer step."""
+    """Base class of stages that train on given answers; each batch of rows is an optimizer step."""
 
     batch_type: type[MicroBatch] = AnswerBatch
-    answers = ("completion",)  # names of a row's answers
-    counted = slice(None)  # completions with tokens that count
+    answers = ("completion",)  # fields of Row that hold the answers
+    # rows of a micro-batch whose tokens are counted in LossNormalizer.tokens
+    counted_rows = slice(None)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -52,7 +53,7 @@ class OfflineTrainer(Trainer):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Encode the prompts, and each row's answers."""
+        """Tokenize the prompts and the answers of rows; returns the prompts, and lists of answers."""
         answers = []
         for row in rows:
             texts = [getattr(row, name) for name in self.answers]
@@ -60,15 +61,15 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Lay encoded rows end to end; the reference scores them, if there is one."""
+        """Pack prompts and answers into a micro-batch, with the reference's log-probabilities."""
         group = pack(prompts, answers, self.policy.config, self.world.device)
         batch = self.batch_type(group, group.completion_mask)
         if self.reference is not None:
             batch.ref_per_token_logps = self.reference.logps(group)
         return batch
 
-    def answered(self, rows: Dataset) -> list[int]:
-        """Find the rows that have all answers: their indices, the same on all ranks."""
+    def rows_with_answers(self, rows: Dataset) -> list[int]:
+        """Return the indices of rows that have all answers, the same list on all ranks."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -76,17 +77,22 @@ class OfflineTrainer(Trainer):
                 local.append(index)
         return sorted(chain(*self.world.gather_objects(local)))
 
-    def answered_share(self, rows: Dataset) -> tuple[list[int], int]:
-        """Share the answered rows: this rank's indices, and how many of them no other rank has.
+    def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
+        """Split the rows that have all answers among ranks.
 
-        All ranks get equally many, as sharded models need them; none if no row has all answers.
+        All ranks get equally many rows, because sharded models must run in step. Some rows may
+        therefore be repeated.
+
+        Returns:
+            indices of this rank's rows (empty if no row has all answers), and the number of
+            leading indices that no other rank has.
         """
-        indices = self.answered(rows)
+        indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Make an optimizer step of micro-batches, with the counts of all ranks."""
-        tokens = sum(batch.loss_mask[self.counted].sum().item() for batch in batches)
+        """Build an optimizer step from micro-batches, normalised by the counts of all ranks."""
+        tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
         normalizer = LossNormalizer(sequences, tokens)
@@ -96,22 +102,22 @@ class OfflineTrainer(Trainer):
 
 
 class PairTrainer(OfflineTrainer):
-    """Trained on pairs of answers."""
+    """Base class of stages that train on pairs of a chosen and a rejected answer."""
 
     needs = "pairs"
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Measure by how much the chosen answers are ahead, (B,)."""
+        """Compute the score of the chosen minus that of the rejected answer, (B,)."""
         raise NotImplementedError
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the share of pairs with the chosen answer ahead."""
-        share, count = self.answered_share(rows)
+        """Compute the pair accuracy: the fraction of pairs whose chosen answer scores higher."""
+        share, count = self.shard_rows_with_answers(rows)
         if not share:
             return {}
-        parts = split([rows[index] for index in share], EVALUATED)
+        parts = split([rows[index] for index in share], EVAL_BATCH_SIZE)
         margins = torch.cat([self.margins(part) for part in parts])[:count]
         reshard(self.trained)
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
@@ -119,5 +125,5 @@ class PairTrainer(OfflineTrainer):
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Split a sequence into parts of `size`; the last may be shorter."""
+    """Split a sequence into parts of `size` items; the last part may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

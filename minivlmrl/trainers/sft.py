@@ -14,7 +14,10 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """A prompt with one completion. Of a conversation only the assistant's turns are trained on."""
+    """Trainer of supervised fine-tuning on one demonstration per prompt.
+
+    If the demonstration is a conversation, only the assistant's turns are trained on.
+    """
 
     stage = "sft"
     config_type = SFTOptions
@@ -32,16 +35,16 @@ class SFTTrainer(OfflineTrainer):
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the loss of held-out demonstrations: a mean over all tokens, in float64."""
-        share, count = self.answered_share(rows)
+        """Compute the loss of held-out demonstrations, averaged over all tokens in float64."""
+        share, count = self.shard_rows_with_answers(rows)
         if not share:
             return {}
         size = self.config.micro_batch_size
-        sums = torch.zeros(2).double()  # of the loss, of its tokens
+        sums = torch.zeros(2).double()  # sum of the loss, number of tokens
         for start in range(0, len(share), size):
             batch = self.micro_batch([rows[index] for index in share[start : start + size]])
             mask = batch.loss_mask
-            mask[max(0, count - start) :] = 0  # a row that another rank has too
+            mask[max(0, count - start) :] = 0  # exclude repeated rows, which another rank has too
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
             total = sft_loss(padded, mask, self.config.loss_type, normalizer=LossNormalizer(1, 1))

@@ -134,7 +134,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
     optimizer = build_optimizer(trainer.trained, settings, config.optimizer)
     batches = Batches(uneven(stage), trainer)
     held_out = [Uneven()[i] for i in range(5)]
-    trainer.begin(batches, held_out, None)
+    trainer.on_stage_begin(batches, held_out, None)
     steps = trainer.steps(batches)
     for number in range(settings.max_steps):
         result.lines.append(loop.optimizer_step(trainer, next(steps), optimizer, number))

@@ -56,8 +56,8 @@ def test_precomputing_scores_all_pairs_once(stage):
     """Eight rows and three held-out ones; a resumed run brings them along, as JSON writes them, and no other rows."""
     run = stage("dpo", PRECOMPUTE, held_out=Shapes(3, "other"))
     assert len(run.kept) == 8 + 3 and {type(value) for pair in run.kept.values() for value in pair} == {float}
-    assert run.trainer.begin(run.batches, run.held_out, run.kept) is run.kept
-    with pytest.raises(ValueError, match=r"not scored before the first step: resume with the rows that the run began"):
+    assert run.trainer.on_stage_begin(run.batches, run.held_out, run.kept) is run.kept
+    with pytest.raises(ValueError, match=r"were not precomputed when the stage began; resume the run with the same rows"):
         run.trainer.micro_batch(list(Shapes(1, "new")))
 
 
@@ -105,7 +105,9 @@ def test_rows_bring_what_their_reference_says(stage):
     ([PRECOMPUTE], {"ref_chosen_logps": -1.0}),
 ])  # fmt: skip
 def test_sums_that_rows_bring_in_vain_are_refused(stage, options, columns):
-    with pytest.raises(ValueError, match=r"^rows\.jsonl:4: ref_chosen_logps and ref_rejected_logps are sums over"):
+    with pytest.raises(
+        ValueError, match=r"^rows\.jsonl:4: the columns ref_chosen_logps and ref_rejected_logps must both have values"
+    ):
         stage("dpo", *options, rows=Scored({3: columns})).go(2)
 
 

@@ -95,7 +95,7 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
         rollout = run.trainer.sample_rollout(next(run.batches))
-        assert sum(group.differs for group in gather_groups(run.trainer, rollout)) == teaching
+        assert sum(group.rewards_differ for group in gather_groups(run.trainer, rollout)) == teaching
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
@@ -246,7 +246,7 @@ def test_a_loss_of_a_file_sees_rows_that_have_no_advantage(stage, own_loss, scri
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("gone", "it cannot be loaded"), ("flat", "raised ValueError: it does not depend on the first argument"),
+    ("gone", "it cannot be loaded"), ("flat", "raised ValueError: the loss does not depend on its first argument"),
     ("narrow", r"raised TypeError: narrow\(\) "), ("all_rows(scle=1)", "there is no option 'scle'; there are: scale"),
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_asked_is_refused_before_anything_is_loaded(stage, own_loss, name, says):

@@ -40,7 +40,7 @@ def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
     """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
     rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
     asked = []
-    monkeypatch.setattr(offline, "EVALUATED", 1)
+    monkeypatch.setattr(offline, "EVAL_BATCH_SIZE", 1)
 
     def margins(rows):
         asked.extend(row.index for row in rows)
@@ -54,7 +54,7 @@ def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
 def test_rows_without_both_answers_are_no_pairs():
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None
-    assert Pairs(ONE).answered(rows) == [2]
+    assert Pairs(ONE).rows_with_answers(rows) == [2]
     assert Pairs(ONE).evaluate(Rows(rows[:2])) == Pairs(ONE).evaluate(Rows()) == {}
 
 
