@@ -57,7 +57,7 @@ def test_precomputing_scores_all_pairs_once(stage):
     run = stage("dpo", PRECOMPUTE, held_out=Shapes(3, "other"))
     assert len(run.kept) == 8 + 3 and {type(value) for pair in run.kept.values() for value in pair} == {float}
     assert run.trainer.on_stage_begin(run.batches, run.held_out, run.kept) is run.kept
-    with pytest.raises(ValueError, match=r"were not precomputed when the stage began; resume the run with the same rows"):
+    with pytest.raises(ValueError, match="were not precomputed when the stage began; resume the run with"):
         run.trainer.micro_batch(list(Shapes(1, "new")))
 
 
