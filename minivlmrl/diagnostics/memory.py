@@ -41,7 +41,7 @@ from minivlmrl.model.vision import lay_out
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import KEPT
 from minivlmrl.run.optimizer import begin_state, build_optimizer
-from minivlmrl.trainers.reference import freeze_shared
+from minivlmrl.trainers.reference import freeze_shared_layers
 from minivlmrl.trainers.registry import find_trainer
 
 GB = 10**9
@@ -145,7 +145,7 @@ class MemoryEstimator:
         inject_adapters(model, run.adapter)
         select_trained(model, run.model.freeze)
         if has_reference(run, stage):
-            freeze_shared(model, run.reference)
+            freeze_shared_layers(model, run.reference)
         return model
 
     def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:

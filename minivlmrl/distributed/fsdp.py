@@ -144,11 +144,11 @@ class Sharding:
         assign(twin, weights | dict(model.named_buffers()))
         return twin
 
-    def copy(self, model: Qwen2_5_VL, to_compute: bool) -> Qwen2_5_VL:
+    def copy(self, model: Qwen2_5_VL, in_compute_dtype: bool) -> Qwen2_5_VL:
         """Copy a model, each rank its part; to_compute: in the dtype that it computes in."""
         reshard(model)
         twin = clone_architecture(
-            model, self.compute_dtype if to_compute else model.lm_head.weight.dtype
+            model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype
         )
         self.shard(twin)
         dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}

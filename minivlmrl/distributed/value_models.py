@@ -1,4 +1,4 @@
-"""Value models beside a policy: reward models and critics, loaded and saved by all ranks."""
+"""Load and save value models (reward models and critics) that run next to a policy, on all ranks."""
 
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,13 @@ def save_value_model(
     world: World,
     base: str | None = None,
 ):
-    """Write a folder that load_value_model reads: a checkpoint with score.safetensors in it."""
+    """Save a value model in the format of load_value_model: a checkpoint plus score.safetensors.
+
+    All ranks must call this.
+
+    Args:
+        base: folder of the base model, which an adapter refers to.
+    """
     reshard(model.score)
     head = {"score.weight": gather_full_tensor(model.score.weight).cpu()}
 
@@ -47,15 +53,16 @@ def save_value_model(
     gather_and_save_model(folder, model.backbone, processor, world, base, write_head)
 
 
-def load_beside(
+def load_scorer(
     policy: Qwen2_5_VL, folder: str | Path, device: torch.device, same_base: bool
 ) -> ValueModel:
-    """Read a value model that runs beside a policy.
+    """Load a value model that scores the completions of a policy.
 
     Args:
-        same_base: the value model has adapters on the policy's base, which it can share.
+        same_base: True if the value model consists of adapters on the policy's base weights. Both
+            then share these weights, unless they are sharded: an FSDP unit belongs to one model.
     """
-    if same_base and has_adapters(policy) and not is_sharded(policy):  # a unit belongs to one model
+    if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter
 
         backbone = copy_model(policy)
@@ -71,18 +78,18 @@ def load_critic(
     run: RunConfig,
     device: torch.device,
 ) -> ValueModel:
-    """Read a value model that is trained beside a policy, adapted as the recipe (RunConfig) says.
+    """Load a value model to train as a critic, with the adapter and freeze options of the recipe.
 
     Raises:
-        ValueError: the tokens of the policy are other tokens for this model.
+        ValueError: the model has another tokenizer or family than the policy.
     """
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=run.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)
     if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
         raise ValueError(
-            f"{folder}: a critic reads the policy's tokens, and this model has another tokenizer "
-            "or family; take one of the policy's"
+            f"{folder}: this model has another tokenizer or family than the policy, so it cannot "
+            "be its critic; use a critic or reward model with the policy's tokenizer and family"
         )
     draw_adapters(critic.backbone, run.seed)
     if run.model.activation_checkpointing and policy.sharding is None:

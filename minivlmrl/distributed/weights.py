@@ -96,7 +96,7 @@ def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5
         reshard(model)
 
 
-def copy_model(model: Qwen2_5_VL, to_compute: bool = False) -> Qwen2_5_VL:
+def copy_model(model: Qwen2_5_VL, in_compute_dtype: bool = False) -> Qwen2_5_VL:
     """Copy a model, each rank its part; a model with adapters shares their base with its copy.
 
     Args:
@@ -104,7 +104,7 @@ def copy_model(model: Qwen2_5_VL, to_compute: bool = False) -> Qwen2_5_VL:
     """
     if model.sharding is None:
         return copy.deepcopy(model, shared_base(model))
-    return model.sharding.copy(model, to_compute)
+    return model.sharding.copy(model, in_compute_dtype)
 
 
 def recompute_blocks(model: Qwen2_5_VL):

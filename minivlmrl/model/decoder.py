@@ -44,7 +44,7 @@ class Sharder(Protocol):
         """Gather a sharded model's weights, and make a plain model on them."""
         ...
 
-    def copy(self, model: "Qwen2_5_VL", to_compute: bool) -> "Qwen2_5_VL":
+    def copy(self, model: "Qwen2_5_VL", in_compute_dtype: bool) -> "Qwen2_5_VL":
         """Copy a sharded model, each rank its part."""
         ...
 

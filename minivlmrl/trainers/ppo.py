@@ -1,7 +1,7 @@
-"""Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), images included.
+"""Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), for text and images.
 
-The critic predicts, before every token, what the rest of the completion will earn: a value head on
-the policy's own backbone, or a model of its own. Left out: adaptive KL, entropy bonus.
+The critic predicts the sum of future rewards before every token. It is a value head on the policy's
+backbone, or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
 """
 
 from dataclasses import dataclass, field
@@ -28,15 +28,18 @@ from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options, mask_com
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """Completions with what the critic said of their tokens before the first update on them."""
+    """A micro-batch of completions, with values and returns of their tokens.
+
+    Values and log-probabilities are those before the first update on the rollout.
+    """
 
     old_per_token_logps: Tensor = field(init=False)  # (R, T)
-    old_values: Tensor = field(init=False)  # (R, T)
-    returns: Tensor = field(init=False)  # (R, T)
+    old_values: Tensor = field(init=False)  # (R, T) predictions of the critic
+    returns: Tensor = field(init=False)  # (R, T) targets of the critic
 
 
 class PPOTrainer(GRPOTrainer):
-    """Rollouts as in GRPO; advantages of single tokens, by a critic."""
+    """Trainer of PPO: rollouts as in GRPO, and token-level advantages from a critic."""
 
     stage = "ppo"
     config_type = PPOOptions
@@ -47,7 +50,10 @@ class PPOTrainer(GRPOTrainer):
     def check(cls, run: RunConfig):
         check_rollout_options(run, cls.stage)
         if run.sampling.environment:
-            raise ValueError("sampling.environment: ppo has no values of forced tokens; take grpo")
+            raise ValueError(
+                "sampling.environment: ppo does not support tools, because its critic has no "
+                "values for the tokens that tools insert; use grpo"
+            )
         if run.ppo.critic_path is not None:
             check_value_model_folder(run.ppo.critic_path)
 
@@ -64,10 +70,11 @@ class PPOTrainer(GRPOTrainer):
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def build_critic(self) -> ValueHead | ValueModel:
-        """Make a value head for the policy's states, or a ValueModel."""
+        """Build the critic: a value head on the policy's hidden states, or a separate model."""
         if self.config.critic == "shared":
             return value_head(self.policy)
-        self.sample.keeps_vision = False  # this critic sees with a tower of its own
+        # a separate critic has its own vision tower, so it cannot reuse the policy's embeddings
+        self.sample.keeps_vision = False
         path = self.config.critic_path
         if path is None:
             return ValueModel(copy_model(self.policy), self.run.model.freeze)
@@ -83,7 +90,13 @@ class PPOTrainer(GRPOTrainer):
         return super().modules() | {"critic": self.critic}
 
     def value_batches(self, rollout: Rollout, part: range) -> list[PPOBatch]:
-        """Pack these prompts of a rollout, with the values and log-probabilities of now."""
+        """Pack the micro-batches of one optimizer step, with current values and log-probabilities.
+
+        Completions that no reward function scored are excluded from the loss.
+
+        Args:
+            part: range of the prompts of the step.
+        """
         batches = self.pack_part(rollout, part, PPOBatch)
         for batch in batches:
             logps, _, values = self.logps_and_values(batch.group)
@@ -91,21 +104,25 @@ class PPOTrainer(GRPOTrainer):
             batch.old_values = batch.group.pad(values)
             if self.reference is not None:
                 batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
-        was_judged = ~rollout.rewards.isnan().all(1)  # (n,)
-        mask_completions(was_judged, rollout, part, batches, self.world)
+        has_reward = ~rollout.rewards.isnan().all(1)  # (n,)
+        mask_completions(has_reward, rollout, part, batches, self.world)
         return batches
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
-        """Pack the prompts of each optimizer step; advantages and returns of tokens, (R, T)."""
+        """Pack the micro-batches of each optimizer step, with advantages and returns (R, T).
+
+        Args:
+            parts: for each optimizer step, the range of its prompts.
+        """
         steps = [self.value_batches(rollout, part) for part in parts]
         rewards = self.world.all_gather(rollout.rewards)
         total = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, total)
         scores = self.world.local(total).nan_to_num(0.0)  # (n,)
         if self.config.missing_eos_penalty is not None:
-            is_cut = torch.tensor([not c.stopped for c in chain(*rollout.completions)])
-            scores = scores - self.config.missing_eos_penalty * is_cut
+            is_truncated = torch.tensor([not c.stopped for c in chain(*rollout.completions)])
+            scores = scores - self.config.missing_eos_penalty * is_truncated
         batches = list(chain(*steps))
         for batch in batches:
             self.estimate_advantages(batch, scores[batch.completion_index])
@@ -116,7 +133,11 @@ class PPOTrainer(GRPOTrainer):
         return steps
 
     def estimate_advantages(self, batch: PPOBatch, scores: Tensor):
-        """Set advantages and returns of tokens, (R, T), from the scores of completions, (R,)."""
+        """Compute advantages and returns (R, T) of tokens by GAE, and store them in a micro-batch.
+
+        Args:
+            scores: (R,), weighted sum of the rewards of each completion.
+        """
         config = self.config
         old_logps = batch.old_per_token_logps
         ref_logps = old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
@@ -127,7 +148,7 @@ class PPOTrainer(GRPOTrainer):
         batch.advantages, batch.returns = gae(rewards, batch.old_values, config.gamma, config.lam)
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probabilities, entropies and values, each (M,)."""
+        """Compute log-probabilities, entropies and values of the completion tokens, (M,) each."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         if isinstance(self.critic, ValueModel):

@@ -1,6 +1,6 @@
-"""The reward model (InstructGPT, step 2): a copy of the policy learns to rank answers as people.
+"""The reward model (InstructGPT, step 2): a copy of the policy learns to rank answers as people do.
 
-It is also the reward `reward_model` of later stages, and of other runs.
+Later stages, and other runs, use the trained model as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from minivlmrl.config.options import RewardModelOptions, RunConfig
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.value_models import load_beside, save_value_model
+from minivlmrl.distributed.value_models import load_scorer, save_value_model
 from minivlmrl.distributed.weights import copy_model, reshard
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
@@ -27,19 +27,22 @@ from minivlmrl.model.value_head import (
 )
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
-FOLDER = "reward_model"  # also the name of the stage and of its reward
-BATCH_SIZE = 16  # prompts that are scored together
+FOLDER = "reward_model"  # folder of the model in a run, and name of the stage and of the reward
+BATCH_SIZE = 16  # prompts per forward pass in scoring
 
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    """Pairs, the last token of each answer included."""
+    """Pairs of answers for the reward model, packed with the last token, which is scored."""
 
-    margin: Tensor  # (R / 2,)
+    margin: Tensor  # (R / 2,) by how much the chosen answer should score higher
 
 
 class RewardTrainer(PairTrainer):
-    """The policy stays as it is. Rows may say by how much the chosen answer is better: `margin`."""
+    """Trainer of a reward model on pairs; the policy stays unchanged.
+
+    The optional column `margin` of a row says by how much its chosen answer should score higher.
+    """
 
     stage = "reward_model"
     config_type = RewardModelOptions
@@ -73,7 +76,7 @@ class RewardTrainer(PairTrainer):
         return RewardBatch(group, group.completion_mask, margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
-        """Score the chosen answers, (B,), and the rejected ones, (B,)."""
+        """Compute the scores of the chosen and the rejected answers, (B,) each."""
         chosen, rejected = self.trained.score_last_token(batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
@@ -90,15 +93,17 @@ class RewardTrainer(PairTrainer):
 
 
 class RewardModelScores:
-    """Scores completions with the model of reward_model.path, by default the run's own.
+    """Callable that scores completions with a reward model.
 
-    A model of another tokenizer or family than the policy's reads texts, not the policy's ids: the
-    row's messages and images, and what the completion says, by its own processor and template.
+    The model is loaded from reward_model.path, by default from the folder of this run. A reward
+    model with another tokenizer or family than the policy cannot read the policy's token ids. It
+    reads texts instead: messages, images and completion are encoded with its own processor and chat
+    template.
     """
 
     def __init__(self, run: RunConfig, policy: Qwen2_5_VL, processor: Processor, world: World):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
-        model = load_beside(policy, path, world.device, same_base=run.reward_model.path is None)
+        model = load_scorer(policy, path, world.device, same_base=run.reward_model.path is None)
         self.model = model.requires_grad_(False)
         self.world = world
         self.policy_processor = processor
@@ -109,16 +114,20 @@ class RewardModelScores:
         if self.reads_texts and run.sampling.environment:
             raise ValueError(
                 f"{path}: this reward model has another tokenizer or family than the policy, so it "
-                "reads answers of one turn: leave out sampling.environment, or take another model"
+                "cannot score completions with tool calls; remove sampling.environment, or use a "
+                "reward model with the policy's tokenizer and family"
             )
 
     @torch.no_grad()
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> list[float]:
-        """Score completions, in their order; all ranks call this with equally many prompts."""
+        """Compute the scores of completions, in their order.
+
+        All ranks must call this with equally many prompts.
+        """
         if self.reads_texts:
-            prompts, completions = self.read_texts(prompts, completions)
+            prompts, completions = self.encode_texts(prompts, completions)
         scores = []
         config = self.model.backbone.config
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -130,30 +139,30 @@ class RewardModelScores:
         reshard(self.model)
         return scores
 
-    def read_texts(
+    def encode_texts(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Encode what the policy's prompts and completions say as this model's own."""
+        """Encode prompts and completions of the policy with the reward model's processor."""
         own_prompts = []
         answers = []
         for prompt, group in zip(prompts, completions, strict=True):
-            assert prompt.row is not None, "the prompts of a rollout are made of rows"
+            assert prompt.row is not None, "every prompt of a rollout has its row"
             own_prompts.append(prompt.row.prompt(self.processor))
             answers.append([self.encode(prompt.row, completion) for completion in group])
         return own_prompts, answers
 
     def encode(self, row: Row, completion: Completion) -> Completion:
-        """Encode a completion as the answers that a reward model is trained on.
+        """Encode a completion of the policy like the answers that the reward model was trained on.
 
-        One that was cut has no end; names of control tokens that a Jinja template would take for
-        the tokens are left out.
+        A truncated completion gets no end token. Texts that look like control tokens are removed,
+        because the chat template of the reward model would read them as tokens.
         """
         text = self.policy_processor.decode_assistant_turn(completion)
         template = self.processor.template
         if template is not None:
             text = template.control.sub("", text)
         answer = encode_completion(self.processor, row.messages, text)
-        if completion.stopped or len(answer.ids) == 1:  # there must be a token to read
+        if completion.stopped or len(answer.ids) == 1:  # at least one token is needed for a score
             return answer
         return Completion(answer.ids[:-1], policy_mask=answer.policy_mask[:-1])
 
@@ -161,16 +170,23 @@ class RewardModelScores:
 def reward_model(
     completions: list[str], reward_model_scores: list[float], **columns
 ) -> list[float]:
-    """Return the scores of RewardModelScores, without bounds or unit: the reward of this name."""
+    """Return the scores of the reward model, which have neither bounds nor a unit.
+
+    This is the reward function `reward_model`; RewardModelScores computes its argument.
+    """
     return reward_model_scores
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Refuse a recipe with a reward model that is not there when its stage begins (ValueError)."""
+    """Raise ValueError if the reward model of a recipe does not exist when a stage starts.
+
+    Args:
+        stage: name of a stage that uses the reward `reward_model`.
+    """
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)
     elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:
         raise ValueError(
             f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to "
-            "the folder of one, or put reward_model before it in stages"
+            f"the folder of a reward model, or add the stage reward_model before {stage}"
         )

@@ -1,4 +1,4 @@
-"""Metrics of the completions of a rollout, by TRL's names; over all ranks."""
+"""Compute metrics of rollouts over the completions of all ranks; metrics have TRL's names."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,13 +12,19 @@ from minivlmrl.rewards.registry import RewardLog
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Average the rewards (n, K) of all ranks, and their weighted sums (n,).
+    """Compute the mean and the standard deviation of rewards.
 
+    Args:
+        rewards, total: (n, K) rewards and (n,) weighted sums, over all ranks; NaN for None.
     Raises:
-        ValueError: no reward could judge any completion.
+        ValueError: no reward function scored any completion.
     """
     if rewards.isnan().all():
-        raise ValueError(f"rewards: {', '.join(names)} judged none of {len(rewards)} completions")
+        raise ValueError(
+            f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a "
+            "rollout; check that the rows have values in the columns that these rewards read, for "
+            "example solution"
+        )
     # in float64, because sums must not depend on the order of the ranks
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
@@ -30,7 +36,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 def completion_metrics(
     completions: Sequence[Sequence[Completion]], has_tools: bool, world: World
 ) -> dict[str, float]:
-    """Describe the lengths, tool calls and turns of the completions of all ranks."""
+    """Compute metrics of the lengths, tool calls and turns of completions, over all ranks."""
     flat = chain(*completions)
     local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in flat]
     sampled = list(chain(*world.gather_objects(local)))
@@ -47,7 +53,12 @@ def completion_metrics(
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Measure how much the rewards (n,) of a group differ."""
+    """Compute how much rewards differ within groups, from the weighted sums (n,) of all ranks.
+
+    Returns:
+        `reward_std`, the mean standard deviation of a group, and `frac_reward_zero_std`, the
+        fraction of groups whose rewards are all equal.
+    """
     std = group_std(total.double(), num_generations)
     return {
         "reward_std": std.nanmean().item(),
@@ -56,24 +67,35 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Average what rewards have logged of this rollout on all ranks.
+    """Average the metrics that reward functions logged during a rollout, over all ranks.
 
+    The log is emptied.
+
+    Args:
+        metrics: the metrics of the rollout itself.
     Raises:
-        ValueError: a name is that of one of the rollout's own metrics.
+        ValueError: a reward function logged a metric under a name in `metrics`.
     """
-    of_ranks = world.gather_objects(log.metrics)
+    metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}
-    for name in sorted(set(chain(*of_ranks))):
+    for name in sorted(set(chain(*metrics_of_ranks))):
         if name in metrics:
-            raise ValueError(f"log_metric: the run logs {name!r} itself; take another name")
-        values = list(chain(*(logged.get(name, ()) for logged in of_ranks)))
+            raise ValueError(
+                f"log_metric: {name!r} is a metric of the trainer itself; use another name"
+            )
+        values = list(chain(*(logged.get(name, ()) for logged in metrics_of_ranks)))
         means[name] = sum(values) / len(values)
     return means
 
 
 def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
-    """Describe the lengths of all completions, and of those that were not cut."""
+    """Compute mean, minimum and maximum length of all completions and of untruncated completions.
+
+    Args:
+        lengths: tokens of each completion.
+        terminated: tokens of each completion that ended by itself.
+    """
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
         metrics[f"completions/mean_{name}"] = sum(values) / len(values)
@@ -84,11 +106,16 @@ def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    """Describe the calls of tools: of each completion how many were made, failed, and if cut."""
-    made, failed, cut = (sum(values) for values in zip(*calls, strict=True))
+    """Compute how often tools are called, how often calls fail, and how often results are cut.
+
+    Args:
+        calls: for each completion (number of calls, number of failed calls, True if a result was
+            truncated).
+    """
+    num_calls, num_failed, num_cut = (sum(values) for values in zip(*calls, strict=True))
     return {
-        "tools/call_frequency": made / len(calls),
-        "tools/answered_frequency": (made - failed) / len(calls),
-        "tools/failure_frequency": failed / max(made, 1),
-        "tools/cut_ratio": cut / len(calls),
+        "tools/call_frequency": num_calls / len(calls),
+        "tools/answered_frequency": (num_calls - num_failed) / len(calls),
+        "tools/failure_frequency": num_failed / max(num_calls, 1),
+        "tools/cut_ratio": num_cut / len(calls),
     }

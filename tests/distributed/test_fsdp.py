@@ -249,7 +249,7 @@ def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
     assert head(torch.zeros(1, 4)).dtype == torch.float32
     assert head._get_fsdp_state()._states_to_backward_prefetch  # not FSDP's guess
     assert copy_model(model).lm_head.weight.dtype == torch.float32
-    assert copy_model(model, to_compute=True).lm_head.weight.dtype == torch.bfloat16
+    assert copy_model(model, in_compute_dtype=True).lm_head.weight.dtype == torch.bfloat16
     with rollout_weights(model, gather_weights=True) as run:
         assert run.lm_head.weight.dtype == torch.bfloat16
     half = sharded_model(dtype=torch.bfloat16).sharding

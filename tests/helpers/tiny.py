@@ -194,10 +194,10 @@ def completion(generator: torch.Generator, length: int) -> torch.Tensor:
     return torch.randint(3, 280, (length,), generator=generator)
 
 
-def written(groups: list) -> list[list[Completion]]:
-    """Completions of ids that the policy wrote; what is a Completion stays."""
+def to_completions(groups: list) -> list[list[Completion]]:
+    """Wrap token ids into Completions that mark all tokens as the policy's; keep given Completions."""
     return [[x if isinstance(x, Completion) else Completion(x.cpu()) for x in group] for group in groups]
 
 
 def pack(prompts: list, groups: list, *rest) -> packing.GroupBatch:
-    return packing.pack(prompts, written(groups), *rest)
+    return packing.pack(prompts, to_completions(groups), *rest)

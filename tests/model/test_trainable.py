@@ -110,9 +110,9 @@ def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it
 
 def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):
     """As its folder does when it is loaded alone, with merged weights."""
-    seen, original = [], reward_model.load_beside
+    seen, original = [], reward_model.load_scorer
     monkeypatch.setattr(
-        reward_model, "load_beside", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
+        reward_model, "load_scorer", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
     )
     options = "--rewards={reward_model: 1}", "--reward_model.learning_rate=0.03"
     folder = run("--stages=[reward_model, grpo]", *ADAPTERS, *options)
@@ -122,7 +122,7 @@ def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, liv
     assert len(shared) == sum(not is_adapter(name) for name in theirs)
     prompt = Shapes(1, "rows")[0].prompt(load_processor(folder / "checkpoint"))
     packed = value_head.pack_with_last_token(
-        [prompt], tiny.policy_mask([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu"
+        [prompt], tiny.to_completions([[torch.arange(4), torch.arange(3)]]), policy.config, "cpu"
     )
     with torch.no_grad():
         scores = judge.score_last_token(packed)

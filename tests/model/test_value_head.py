@@ -51,7 +51,7 @@ def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torc
 def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
     model, (prompts, completions) = value_model(), groups
     found = model.score_last_token(
-        pack_with_last_token(prompts, tiny.policy_mask(completions), model.backbone.config, "cpu")
+        pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
     )
     expected = [by_hand(model, p, c)[-1] for p, group in zip(prompts, completions, strict=True) for c in group]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
@@ -89,7 +89,7 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
 def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, tied):
     model, (prompts, completions) = value_model(tied), groups
     model.score_last_token(
-        pack_with_last_token(prompts, tiny.policy_mask(completions), model.backbone.config, "cpu")
+        pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
     ).sum().backward()
     assert model.backbone.lm_head.weight.requires_grad == tied
     without = {name for name, p in model.named_parameters() if p.grad is None}
@@ -106,7 +106,7 @@ def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
     model, (prompts, completions) = value_model(tied), groups
     save_value_model(tmp_path / "judge", model, processor, ONE)
     loaded = load_value_model(tmp_path / "judge")
-    batch = pack_with_last_token(prompts, tiny.policy_mask(completions), model.backbone.config, "cpu")
+    batch = pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
     assert torch.equal(loaded.score_last_token(batch), model.score_last_token(batch))
     assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
     assert not list(tmp_path.glob("**/*.partial"))

@@ -119,7 +119,9 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused(stage, teacher, t
     words = content["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
     file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"2 tokens of the policy are others here, such as '[ab]'; take a model with"):
+    with pytest.raises(
+        ValueError, match=r"2 tokens of the policy have other ids .*, for example '[ab]'; use a model with"
+    ):
         stage("distill", option)
 
 

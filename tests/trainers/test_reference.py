@@ -117,7 +117,7 @@ def test_it_shares_what_trls_does(stage, layers, pattern, model):
 @pytest.mark.parametrize("option", ["num_shared_layers=2", "pattern=layer.{layer}"])
 def test_where_no_layer_matches_nothing_could_be_trained(stage, option):
     with pytest.raises(
-        ValueError, match=r"num_shared_layers is \d, nothing is left to train: no layer matched '\S+\d'"
+        ValueError, match=r"num_shared_layers is \d, so no parameter can be trained: no layer matches '\S+\d'"
     ):
         stage("dpo", "--reference.num_shared_layers=1", f"--reference.{option}")
 
@@ -176,13 +176,13 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
         stage("dpo", option)
     shutil.rmtree(folder)
     _, option = other(num_hidden_layers=3)
-    with pytest.raises(ValueError, match=r"sync_ref_model: the parameters of .*other are not the policy's; leave"):
+    with pytest.raises(ValueError, match=r"sync_ref_model: the model in .*other has other parameters than the policy"):
         stage("dpo", option, "--reference.sync_ref_model")
     content = json.loads((folder / "tokenizer.json").read_text())
     words = content["model"]["vocab"]
     words["a"], words["b"] = words["b"], words["a"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"2 tokens of the policy are others here, such as '[ab]'; take a model"):
+    with pytest.raises(ValueError, match=r"2 tokens of the policy have other ids .*, for example '[ab]'; use a model"):
         stage("dpo", option)
     with pytest.raises(ValueError, match=r"reference\.num_shared_layers: a model of path shares none"):
         load_config(home / "recipe.yaml", [option, "--reference.num_shared_layers=1"])

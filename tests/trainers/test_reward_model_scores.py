@@ -142,6 +142,6 @@ def test_control_tokens_are_no_part_of_a_text_for_a_jinja_template(folder, tmp_p
 
 def test_turns_of_an_environment_are_no_text(folder, tmp_path, judge):
     stranger(folder, tmp_path / "judge", "model")
-    with pytest.raises(ValueError, match="another tokenizer or family than the policy, so it reads answers of one"):
+    with pytest.raises(ValueError, match="another tokenizer or family than the policy, so it cannot score"):
         scores_of(folder, tmp_path / "judge", "tools.py:Eye")
     scores_of(folder, judge, "tools.py:Eye")

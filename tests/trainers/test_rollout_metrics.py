@@ -63,7 +63,7 @@ def test_what_rewards_log_is_a_mean_over_ranks():
     world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])
     assert logged_metrics(log, {"reward": 0.0}, world) == {"length": 2.0, "other": 5.0} and log.metrics == {}
     log.log_metric("reward", 1)
-    with pytest.raises(ValueError, match="log_metric: the run logs 'reward' itself"):
+    with pytest.raises(ValueError, match="log_metric: 'reward' is a metric of the trainer itself"):
         logged_metrics(log, {"reward": 0.0}, world)
 
 
@@ -75,5 +75,5 @@ def test_without_groups_nothing_is_said_of_them(stage):
 
 def test_a_rollout_that_nothing_could_judge_ends_the_run():
     nothing = torch.full((4, 2), math.nan)
-    with pytest.raises(ValueError, match=r"rewards: format, accuracy judged none of 4 completions"):
+    with pytest.raises(ValueError, match=r"rewards: format, accuracy returned None for all 4 completions"):
         reward_metrics(nothing, nothing[:, 0], ["format", "accuracy"])
