@@ -49,9 +49,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
     elif scale_rewards == "batch":
         std = nanstd(rewards)  # one number
     else:
-        raise ValueError(
-            f"scale_rewards is {scale_rewards!r}, it must be one of group, batch, none"
-        )
+        raise ValueError(f"scale_rewards is {scale_rewards!r}, it must be group, batch or none")
     return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 

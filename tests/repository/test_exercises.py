@@ -59,8 +59,8 @@ def test_a_lost_function_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("filled, says", [
-    ("return math.sqrt(2)", "mine.py, line 31: NameError: name 'math' is not defined"),
-    ("return (", "mine.py, line 31: SyntaxError: '(' was never closed"),
+    ("return math.sqrt(2)", "mine.py, line 36: NameError: name 'math' is not defined"),
+    ("return (", "mine.py, line 36: SyntaxError: '(' was never closed"),
     ("return rewards", "asked: 1, 1, 0, 0; scale_rewards group\nexpected: tensor([ 0.8659,  0.8659,"),
     # three mistakes at once
     ("return (rewards - rewards.mean()) / (rewards.std() + EPSILON)",
