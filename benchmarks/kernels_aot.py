@@ -78,7 +78,7 @@ def log_softmax_builds() -> list[Build]:
     """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
     numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
     results = same("*fp32", "logps", "entropies", "tops", "totals")
-    elements = log_softmax.TURNS.value * log_softmax.COLUMNS.value
+    elements = log_softmax.STEPS.value * log_softmax.COLUMNS.value
     builds = []
     for dtype in ("bf16", "fp32"):
         given = numbers | {"logits": f"*{dtype}", "rows": "i32"}
@@ -119,8 +119,8 @@ def log_softmax_builds() -> list[Build]:
 
 
 def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
-    rows, columns, more = windows.block_sizes(longest, head_dim)
-    sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns, "MORE": more}
+    rows, columns, extra = windows.block_sizes(longest, head_dim)
+    sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns, "EXTRA": extra}
     about = f"{dtype} {longest}x{head_dim}"
     given = same(f"*{dtype}", "q", "k", "v") | {"cu_seqlens": "*i32"}
     given |= same("i32", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head")
@@ -134,8 +134,10 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 def decode_builds() -> list[Build]:
     """Decoding of 3B and 7B with 8 rows a prompt, of a row alone, and of Qwen3.5's wide heads with 16."""
-    given = same("*bf16", "q", "k", "v", "hidden", "own_k", "own_v", "unseen") | same("*fp32", "outs", "ends")
-    given |= same("i32", "unseen_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")
+    given = same("*bf16", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias") | same(
+        "*fp32", "outs", "log_sums"
+    )
+    given |= same("i32", "own_bias_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")
     given |= same("i32", "own_keys", "own_part")
     builds = []
     for K, heads, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
@@ -143,9 +145,9 @@ def decode_builds() -> list[Build]:
         name = f"decode_attention {K * heads}/{K} heads of {D}, {tile} queries"
         warps = decoding.WARPS[D]
         builds.append(Build(name, decoding._parts_kernel, given, sizes, warps, decoding.STAGES))
-    given = same("*fp32", "outs", "ends") | same("i32", "lines", "parts") | {"out": "*bf16"}
+    given = same("*fp32", "outs", "log_sums") | same("i32", "lines", "parts") | {"out": "*bf16"}
     for D in (128, 256):
-        sizes = {"D": D, "PARTS": 2 * decoding.MOST_PARTS}
+        sizes = {"D": D, "PARTS": 2 * decoding.MAX_PARTS}
         builds.append(Build(f"decode_attention, joined heads of {D}", decoding._join_kernel, given, sizes))
     return builds
 

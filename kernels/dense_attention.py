@@ -18,8 +18,8 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 # On a CPU, with at most this many keys and heads this narrow, the formula written out takes half
 # the time of the fused kernel, forward and backward. With more keys the scores no longer fit the
 # caches; with heads of 80 and 128 the fused kernel is as fast.
-MOST_KEYS = 128
-MOST_HEAD_DIM = 64
+MAX_KEYS = 128
+MAX_HEAD_DIM = 64
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         # no mask in memory, unseen blocks skipped; causal_lower_right ends here too
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    written_out = q.device.type == "cpu" and T <= MOST_KEYS and D <= MOST_HEAD_DIM
+    written_out = q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM
     if is_causal and L == T and not written_out:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     repeat = H // K

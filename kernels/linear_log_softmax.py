@@ -1,22 +1,24 @@
-"""Log-probability of chosen tokens and entropy from hidden states, without all (M, V) logits.
+"""Log-probabilities of given tokens, and entropies, from hidden states without storing all logits.
 
 Derivation. For one row h (D,), head W (V, D), chosen token y and temperature T:
 
-    z = W h                     logp, H and their dz: as in selective_log_softmax.py, from z, y and T
-    dh = W^T dz                 dW = sum over rows of dz h^T
+    z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
+    dh = W^T dz        dW = sum over rows of dz h^T
 
-Forward and backward compute the logits piece by piece. The forward keeps three numbers of each row:
-top, s and H. The backward computes the logits of a piece again, overwrites them with dz and
-multiplies: four products of M V D multiplications in all. Rows with both upstream gradients zero
-(advantage 0, clipped ratio) have dz = 0, so the backward skips them; nothing is approximated.
+Forward and backward compute the (M, V) logits piece by piece. The forward pass keeps only three
+numbers for each row: top, s and H. The backward pass computes the logits of a piece again,
+overwrites them with dz and multiplies dz with W and h. In total this takes four products of M V D
+multiplications. Rows whose upstream gradients are both 0 (advantage 0 or clipped ratio) have
+dz = 0, so that the backward pass skips them without any approximation.
 
-    torch     a piece is a few rows with all of their logits, small enough for the CPU's caches
-    Triton    a piece is a tile of 4096 rows by 2048 ids: it stays in the GPU's L2 cache between the product that
-              computes it and the kernel that adds it to top, s and t. dW is finished tile by tile,
-              without (V, D) in float32
+    torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
+    Triton    A piece is a tile of 4096 rows by 2048 ids. It stays in the GPU's L2 cache between the
+              product that computes it and the kernel that adds it to top, s and t. dW is completed
+              tile by tile, without a float32 copy of shape (V, D).
 
-Logits are float32 also of bfloat16 states, where they would step by .06 to .125 nats; dz is rounded
-to bfloat16 for its products, which are summed in float32, as are the pieces' parts of dh and dW.
+Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a
+resolution of only 0.06 to 0.125 nats. dz is rounded to bfloat16 for its products. These are summed
+in float32, and so are the contributions of all pieces to dh and dW.
 """
 
 import torch
@@ -28,71 +30,74 @@ from minivlmrl.kernels.selective_log_softmax import (
     differences_,
     differentiate_part_,
     differentiate_rows_,
-    fold_,
     has_gradient,
+    score_part_,
     score_rows_,
-    take_rows,
+    select_rows,
 )
 
-# of float32 logits in one piece of the torch path; at least 32 and at most 256 rows
+# bytes of float32 logits in a piece of the torch path on a CPU, which has 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # rows of one piece of the torch path on a GPU
-TILE = 4096  # rows, and twice the ids, of one piece of the Triton path: 34 MB of float32
+GPU_ROWS = 512  # number of rows in a piece of the torch path on a GPU
+TILE = 4096  # a piece of the Triton path has TILE rows and TILE / 2 ids: 34 MB of float32
 
 
 class Pieces:
-    """Logits of hidden (M, D) and head (V, D) by slices of rows and of ids (tiles of the head).
+    """Compute the logits of hidden states (M, D) and a head (V, D) in pieces.
 
-    mask: see linear_log_softmax; (2, 0) for none.
+    A piece is a slice of the rows and a slice of the ids (a tile of the head). `mask` is the
+    sampling_mask of linear_log_softmax, or (2, 0) for no mask.
     """
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
     ):
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.is_triton = backend_for(hidden) == "triton"
-        size = rows_of_piece(len(hidden), len(weight), hidden.device.type)
+        size = rows_per_piece(len(hidden), len(weight), hidden.device.type)
         width = len(weight)
         if self.is_triton:
             size = max(min(TILE, len(hidden)), 1)
             width = min(TILE // 2, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # the torch path has one
+        self.tiles = slices(len(weight), width)  # only one on the torch path
         self.hidden = hidden
-        # a CPU has no float32 products of bfloat16: it converts the head once
-        self.weight = weight if weight.is_cuda else weight.to(wide)
+        # A CPU has no bfloat16 products with float32 results, so that the head is converted once
+        self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # one for all pieces, as page faults cost; so are the torch path's exponentials
-        self.memory = hidden.new_empty(size * width, dtype=wide)
+        # All pieces share this memory, because fresh memory costs page faults. For the same reason
+        # the torch path shares the memory of its exponentials.
+        self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute the logits (m, width) of a piece, in memory."""
+        """Compute the logits (m, width) of a piece in the shared memory."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
         float32_matmul(h, w.T, out=z)
         if self.mask.numel():
-            keep_(z, self.mask[0] - rows.start, self.mask[1] - tile.start)
+            mask_logits_(z, self.mask[0] - rows.start, self.mask[1] - tile.start)
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Score the tokens of some rows: logp, H, top and s, each (m,)."""
+        """Compute logp, H, top and s, each (m,), of a slice of rows."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
-        parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)  # of tiles so far
+        # running results over the tiles so far, see score_part_
+        parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
         *earlier, last = self.tiles
         for tile in earlier:
             z = self.logits(rows, tile)
-            fold_(z, ids, parts, self.temperature, tile.start, last=False)
-        return fold_(self.logits(rows, last), ids, parts, self.temperature, last.start)
+            score_part_(z, ids, parts, self.temperature, tile.start, last=False)
+        return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute dz (m, width) of a piece, in the dtype of hidden."""
+        """Compute dz (m, width) of a piece, in the dtype of the hidden states."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -105,63 +110,79 @@ class Pieces:
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Cut 0..count into slices of `size`; an empty one if count is 0."""
+    """Divide 0..count into slices of at most `size`; return one empty slice if count is 0."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
-def keep_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Overwrite logits z (m, width) but for these; what is outside of z is passed over."""
+def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Overwrite all logits z (m, width) with -inf, except those at (rows, columns).
+
+    Indices outside of z are ignored.
+    """
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    cells = torch.where(inside, rows * width + columns, m * width)  # one beyond the last
+    # indices outside of z point to an extra element after the last one
+    cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
     z.masked_fill_(dropped[:-1].view(m, width), float("-inf"))
 
 
 def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Number the tokens ids (M,) of completions with masks (counts, kept): (2, K), see below."""
+    """Join the sampling masks of completions to one mask for linear_log_softmax, (2, K).
+
+    Args:
+        ids: (M,), the tokens of all completions, one completion after the other.
+        masks: for each completion (number of allowed ids at each of its tokens, all these ids).
+    """
     if not masks:
         return ids.new_empty(2, 0)
     counts = torch.cat([counts for counts, _ in masks])
-    kept_ids = torch.cat([kept for _, kept in masks])
+    allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
-    tokens_of_kept = tokens.repeat_interleave(counts)
-    # each token is kept itself, also a forced one
-    return torch.stack([torch.cat([tokens, tokens_of_kept]), torch.cat([ids, kept_ids])])
+    token_of_allowed = tokens.repeat_interleave(counts)
+    # each token itself is allowed, too, even if it was forced
+    return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
-def rows_of_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Rows of one piece of the torch path."""
-    most_rows = GPU_ROWS
+def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
+    """Return the number of rows in a piece of the torch path."""
+    max_rows = GPU_ROWS
     if device_type == "cpu":
-        most_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
-    return min(most_rows, max(rows, 1))
+        max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
+    return min(max_rows, max(rows, 1))
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's float32 (float64)."""
+    """Add a @ b to total in place, summed in the dtype of total (float32 or float64)."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # PyTorch has no such product here: that of one piece is rounded, once
+    else:  # PyTorch has no product with a wider result here, so that each product is rounded once
         total += a @ b
 
 
 def differentiate(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
-    """Add to the gradients of hidden (M, D), in the dtype of sums, and weight (V, D); or None."""
+    """Add the gradients of hidden (M, D) and weight (V, D) to the tensors `grads`.
+
+    Args:
+        inputs: hidden, weight, ids and mask.
+        saved: H, top and s, each (M,).
+        upstream: g (M,), and e (M,) or None.
+        grads: gradient of hidden, float32 or float64, and of weight; None where it is not needed.
+    """
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
-            total = grad_weight[tile].to(pieces.memory.dtype)  # itself in float32
+            total = grad_weight[tile].to(pieces.memory.dtype)  # no copy if it is float32
         for rows in pieces.rows:
-            kept = take_rows(saved, rows)
-            dz = pieces.differentiate(rows, tile, kept, take_rows(upstream, rows))
+            saved_rows = select_rows(saved, rows)
+            dz = pieces.differentiate(rows, tile, saved_rows, select_rows(upstream, rows))
             if grad_hidden is not None:
                 accumulate_(grad_hidden[rows], dz, weight[tile])
             if grad_weight is not None:
@@ -170,8 +191,9 @@ def differentiate(
             grad_weight[tile].copy_(total)
 
 
-# Operators, not an autograd.Function: the plan of diagnostics/memory.py counts their results alone, as the
-# fakes give them, and adds piece_bytes.
+# These are custom operators and no autograd.Function, so that the memory estimate of
+# diagnostics/memory.py sees only their results (from the fake implementations); it adds piece_bytes
+# for the logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -184,8 +206,8 @@ def _linear_log_softmax(
 
 @_linear_log_softmax.register_fake
 def _(hidden, weight, ids, mask, temperature):
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return tuple(hidden.new_empty(ids.shape, dtype=wide) for _ in range(4))
+    sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return tuple(hidden.new_empty(ids.shape, dtype=sum_dtype) for _ in range(4))
 
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())
@@ -197,21 +219,24 @@ def _linear_log_softmax_backward(
     temperature: float,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden and weight, empty where they are not needed."""
+    """Compute the gradients of hidden and weight; an empty tensor where none is needed."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # on a GPU the host would wait for the number of rows with a gradient, and its kernels skip the
-    # others; a mask counts all rows
+    # Select the rows that have a gradient. Not on a GPU, because the host would have to wait for
+    # their number, and its kernels skip the other rows anyway. Not with a mask, because the mask
+    # numbers all rows.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
             rows = index
     h = hidden[rows]
-    kept = take_rows(saved, rows)
-    upstream = take_rows([g, e], rows)
+    saved_rows = select_rows(saved, rows)
+    upstream = select_rows([g, e], rows)
     grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
     grad_weight = torch.zeros_like(weight) if needed[1] else None
-    differentiate([h, weight, ids[rows], mask], kept, upstream, temperature, [grad_h, grad_weight])
+    differentiate(
+        [h, weight, ids[rows], mask], saved_rows, upstream, temperature, [grad_h, grad_weight]
+    )
     grad_hidden = hidden.new_empty(0)
     if grad_h is not None:
         grad_hidden = torch.zeros_like(hidden)
@@ -231,7 +256,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.temperature = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # None for an output that no loss uses
+    ctx.set_materialize_grads(False)  # the gradient of an unused output is None
 
 
 def _differentiate_scores(ctx, g, e, *_):
@@ -250,47 +275,58 @@ def linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Score chosen tokens under softmax(hidden @ weight.T / temperature).
+    """Compute log-probabilities of given tokens, and entropies, from hidden states.
+
+    The distribution is softmax(hidden @ weight.T / temperature).
 
     Args:
-        hidden: (M, D), the states that predict the M tokens.
+        hidden: (M, D), the hidden states that predict the M tokens.
         weight: (V, D), the head, of the same dtype.
-        ids: (M,) int64, the chosen tokens.
+        ids: (M,) int64, the tokens to score.
         temperature: divides the logits, > 0.
-        sampling_mask: (2, K) int64, a token and an id that it was drawn from, its own among them:
-            the softmax of each token is over its ids alone. Without, over the vocabulary.
+        sampling_mask: (2, K) int64, pairs of a token's index 0..M-1 and an id that could be sampled
+            there, for example after top-k. The softmax of each token is restricted to its ids,
+            which must include the token itself. By default it is over the vocabulary.
     Returns:
-        logps (M,) and entropies (M,), nats, float32 (float64 for float64 inputs); both are
+        logps and entropies, both (M,), in nats, float32 (float64 for float64 inputs),
         differentiable.
     Raises:
         ValueError: shapes or dtypes do not fit, or the temperature is not positive.
-    Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature; the mask
-    is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
+    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature;
+        the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
     """
     fits = ids.dim() == 1 and hidden.shape == (len(ids), weight.shape[1])
     if not fits or hidden.dtype != weight.dtype:
         given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
-        raise ValueError(f"hidden (M, D), weight (V, D) of its dtype, ids (M,) are needed: {given}")
+        raise ValueError(
+            "linear_log_softmax needs hidden (M, D), weight (V, D) of the same dtype, and ids "
+            f"(M,); it was given {given}"
+        )
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
+        raise ValueError(f"temperature is {temperature}, it must be above 0 (logits are divided)")
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies
 
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
-    """Memory for logits that linear_log_softmax of this many rows takes on a GPU, in each pass."""
+    """Return the bytes that linear_log_softmax needs for logits on a GPU, in each pass."""
     if dtype in DTYPES:  # logits, and dz unless it is float32
         return min(TILE, rows) * min(TILE // 2, vocab) * (4 + dtype.itemsize % 4)
-    return 2 * rows_of_piece(rows, vocab, "cuda") * vocab * dtype.itemsize
+    return 2 * rows_per_piece(rows, vocab, "cuda") * vocab * dtype.itemsize
 
 
 @torch.no_grad()
 def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Compute log sum_j p_j^2 of p = softmax(hidden @ weight.T): (M,) nats, at most 0, no gradient.
+    """Compute log sum_j p_j^2 of p = softmax(hidden @ weight.T), without gradient.
 
-    Source: the weight of WPO eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
+    Args:
+        hidden: (M, D).
+        weight: (V, D).
+    Returns:
+        (M,) nats, at most 0.
+    Source: part of WPO's weights, eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
-    rows = rows_of_piece(len(hidden), len(weight), hidden.device.type)
+    rows = rows_per_piece(len(hidden), len(weight), hidden.device.type)
     log_p = (float32_matmul(h, weight.T).log_softmax(-1) for h in hidden.split(rows))
     return torch.cat([piece.mul_(2).logsumexp(-1) for piece in log_p])

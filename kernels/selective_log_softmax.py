@@ -1,30 +1,35 @@
-"""Log-probability of chosen tokens and entropy, from logits: read once, and once more backward.
+"""Log-probabilities of given tokens, and entropies, from logits that are read once in each pass.
 
-These are the pieces of linear_log_softmax.py, which makes the logits and asks for gradients.
+linear_log_softmax.py computes the logits from hidden states and uses the functions of this file.
 
 Derivation. For one row of logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
-    d_j = (z_j - top) / T <= 0         s = sum_j exp d_j         t = sum_j d_j exp d_j         p_j = exp(d_j) / s
+    d_j = (z_j - top) / T <= 0      s = sum_j exp d_j      t = sum_j d_j exp d_j
+    p_j = exp(d_j) / s
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-so a row is described by top, s and t. Two parts, 1 and 2, are joined with top = max(top1, top2) and
-c1 = (top1 - top) / T, since exp(d + c1) = exp(d) exp(c1):
+Therefore top, s and t are sufficient to compute logp and H. A row can be read in parts of any size:
+two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T, because
+exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
-so a kernel reads a row once, in parts of any size. Backward, from
+Backward pass. From the derivatives
 
     d logp / dz_j = ([j = y] - p_j) / T          dH / dz_j = -p_j (log p_j + H) / T
 
-with upstream gradients g (of logp) and e (of H), from the logits again and the saved top, s and H:
+and the upstream gradients g (of logp) and e (of H) follows
 
-    dz_j = g [j = y] / T + exp(d_j) (a + b d_j)        a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
+    dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
+    a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-The kernels compute in base 2, where the GPU has an exponential: with k = log2(e) / T, d' = k z - k
-top is one instruction and d = d' ln 2. A logit of -inf has probability 0, and there d exp d must be
-0, not inf * 0: differences are clamped to FLOOR, where the exponential is the smallest normal
-number. NaN stays NaN.
+which needs the logits again and the saved top, s and H.
+
+The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T,
+d' = k z - k top is one instruction, and d = d' ln 2. For a logit of -inf, d exp d must be 0 and not
+inf * 0; therefore differences are clamped to FLOOR, where 2^x is the smallest normal number. NaN
+stays NaN.
 """
 
 import math
@@ -35,14 +40,17 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import backend_for, tl, triton
 
-FLOOR = -126.0  # of d', base 2
+FLOOR = -126.0  # smallest value of d', in base 2
 LOG2E = 1 / math.log(2)
 
 
 def score_rows_(
     z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Score logits z (m, V), which become d: logp, H, top and s, each (m,)."""
+    """Compute logp, H, top and s, each (m,), from logits z (m, V). z is overwritten with d.
+
+    scratch: (m, V), memory for the exponentials; by default new memory.
+    """
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
     d = differences_(z, top, temperature)
@@ -56,7 +64,13 @@ def score_rows_(
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute dz (m, V) from d, which it overwrites; saved: H, top, s; upstream: g, e or None."""
+    """Compute dz (m, V) from d (m, V), which is overwritten.
+
+    Args:
+        saved: H, top and s, each (m,).
+        upstream: g (m,), and e (m,) or None.
+        scratch: (m, V), memory for the result; by default new memory.
+    """
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
     dz = torch.exp(d, out=scratch)
@@ -69,7 +83,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Turn z (m, V) into d."""
+    """Compute d = (z - top) / T from logits z (m, V) in place, clamped to FLOOR."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)
@@ -77,32 +91,37 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """(m,) bool: rows with an upstream gradient that is not 0 (NaN is not); others have dz = 0."""
+    """Return which rows (m,) have an upstream gradient that is not 0; NaN counts as not 0.
+
+    All other rows have dz = 0.
+    """
     return g != 0 if e is None else (g != 0) | (e != 0)
 
 
-def take_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """The same rows of each tensor, contiguous; None stays None."""
+def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
+    """Select the same rows of each tensor, as contiguous tensors; None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# One program computes one row. One turn of the forward's loop reads TURNS x COLUMNS logits, and
-# every column has a top, an s and a t: a thread holds whole columns (8 neighbours, one 16-byte load
-# of bfloat16, in each of the TURNS rows), so threads exchange nothing before the end of the row.
-TURNS = tl.constexpr(8)
+# One program computes one row. An iteration of the forward loop reads STEPS x COLUMNS logits, and
+# each column has its own top, s and t. A thread holds whole columns (8 adjacent ones, one 16-byte
+# load of bfloat16 in each of the STEPS rows), so that threads exchange data only once, after the
+# loop.
+STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
-BLOCK = tl.constexpr(8192)  # logits that the backward reads in one turn
+BLOCK = tl.constexpr(8192)  # number of logits that the backward loop reads in an iteration
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-LOWEST_TOP = tl.constexpr(-1e30)  # below all others, but finite: differences to it are not NaN
+# initial top: below every logit, but finite, so that differences are not NaN
+LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Add z (TURNS, COLUMNS) to each column's top, s and t, in base 2."""
+    """Update the top, s and t of each column with logits z (STEPS, COLUMNS), in base 2."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -115,12 +134,12 @@ def _add_logits(z, top, s, t, k):
 @triton.jit
 def _describe_row(row_logits, width, k):
     """Compute top, s and t of a row of logits, in base 2."""
-    offsets = tl.arange(0, TURNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
     t = tl.zeros((COLUMNS,), tl.float32)
-    whole = width // (TURNS * COLUMNS) * (TURNS * COLUMNS)
-    for start in range(0, whole, TURNS * COLUMNS):
+    whole = width // (STEPS * COLUMNS) * (STEPS * COLUMNS)
+    for start in range(0, whole, STEPS * COLUMNS):
         z = tl.load(row_logits + start + offsets).to(tl.float32)
         tops, s, t = _add_logits(z, tops, s, t, k)
     if whole < width:
@@ -135,7 +154,7 @@ def _describe_row(row_logits, width, k):
 
 @triton.jit
 def _join(top1, s1, t1, top2, s2, t2):
-    """Join two parts of a row, in base 2."""
+    """Combine top, s and t of two parts of a row, in base 2."""
     top = tl.maximum(top1, top2)
     c1 = top1 - top
     c2 = top2 - top
@@ -161,14 +180,16 @@ def _score_kernel(
     FIRST: constexpr,
     LAST: constexpr,
 ):
-    """Score one row of `width` logits of the ids from `first` on: all, or a part of the vocabulary.
+    """Score one row of `width` logits, which belong to the ids first..first+width-1.
 
-    parts (4, rows): top, s, t and d_y + top of the parts so far, read unless FIRST.
+    With FIRST and LAST the logits are the whole vocabulary. Otherwise the parts of the vocabulary
+    are scored one after the other: parts (4, rows) holds top, s, t and d_y + top of the parts so
+    far; it is read unless FIRST and written unless LAST.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # of the chosen token, which may be in another part
+    column = tl.load(ids + row) - first  # column of the chosen token, perhaps in another part
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
@@ -179,7 +200,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # k z - k top may round to slightly above 0
+        # rounding can make k z - k top slightly positive
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -207,7 +228,10 @@ def _differentiate_kernel(
     first,
     k,
 ):
-    """Write dz of one row of `width` logits of the ids from `first` on; out may be the logits."""
+    """Write dz of one row of `width` logits of the ids first..first+width-1 to out.
+
+    out may be the memory of the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
@@ -220,7 +244,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # a row without a gradient is not read: its dz is 0
+    # The logits of a row without upstream gradient are not read, because its dz is 0
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
@@ -231,7 +255,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # a NaN among the logits is also in s, so in a and b
+        # if a logit is NaN, then s is NaN, and so are a and b
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)
@@ -239,7 +263,7 @@ def _differentiate_kernel(
         tl.store(row_out + columns, dz.to(out.dtype.element_ty), mask=columns < width)
 
 
-def fold_(
+def score_part_(
     z: Tensor,
     ids: Tensor,
     parts: Tensor | None,
@@ -247,10 +271,11 @@ def fold_(
     first_id: int = 0,
     last: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Score logits z (N, width) of the ids from first_id on, one part of each row.
+    """Score one part of the vocabulary with the Triton kernel.
 
     Args:
-        parts: (4, N), see _score_kernel; None where the first part is also the last.
+        z: (N, width), logits of the ids first_id..first_id+width-1.
+        parts: (4, N), running results, see _score_kernel; None if there is only one part.
     Returns:
         logp, H, top (in base 2) and s, each (N,) float32; () before the last part.
     """
@@ -286,7 +311,14 @@ def differentiate_part_(
     out: Tensor,
     first_id: int = 0,
 ) -> Tensor:
-    """Write dz of logits z (N, width) of the ids from first_id on to out, which may be z."""
+    """Compute dz of one part of the vocabulary with the Triton kernel.
+
+    Args:
+        z: (N, width), logits of the ids first_id..first_id+width-1.
+        saved: H, top and s, each (N,).
+        upstream: g (N,), and e (N,) or None.
+        out: (N, width), memory for the result, which may be z.
+    """
     rows, width = z.shape
     if rows:
         with torch.cuda.device_of(z):
@@ -307,12 +339,12 @@ def differentiate_part_(
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
-    """logp and H, each (N,), of logits z (N, V)."""
+    """Compute logp and H, each (N,), of logits z (N, V)."""
 
     @staticmethod
     def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if backend_for(z) == "triton":
-            logps, *saved = fold_(z, ids, None, temperature)
+            logps, *saved = score_part_(z, ids, None, temperature)
         else:
             wide = z.to(torch.promote_types(z.dtype, torch.float32), copy=True)
             logps, *saved = score_rows_(wide, ids, temperature)
@@ -323,7 +355,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
         z, ids, *saved = ctx.saved_tensors
-        upstream = take_rows([g, e], slice(None))
+        upstream = select_rows([g, e], slice(None))
         if backend_for(z) == "triton":
             out = torch.empty_like(z)
             return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None
@@ -335,22 +367,26 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 def selective_log_softmax(
     logits: Tensor, ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Score chosen tokens under softmax(logits / temperature), where logits are there already.
+    """Compute log-probabilities of given tokens, and entropies, from logits.
 
     Args:
-        logits: (..., V), float32, float16, bfloat16 or (torch path alone) float64.
-        ids: (...) int64, the chosen tokens.
+        logits: (..., V), float32, float16, bfloat16, or float64 (only on the torch path).
+        ids: (...) int64, the tokens to score.
         temperature: divides the logits, > 0.
     Returns:
-        logps and entropies (...), nats, float32 (float64 for float64 logits), differentiable.
+        logps and entropies of softmax(logits / temperature), both (...), in nats, float32 (float64
+        for float64 logits), differentiable.
     Raises:
         ValueError: the shapes do not fit, or the temperature is not positive.
-    Source: TRL's selective_log_softmax and entropy_from_logits, of logits / temperature.
+    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:
-        raise ValueError(f"ids {tuple(ids.shape)} are not those of logits {tuple(logits.shape)}")
+        raise ValueError(
+            f"ids have the shape {tuple(ids.shape)}, they must have the shape of the logits "
+            f"without the last axis, {tuple(logits.shape[:-1])}"
+        )
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: it divides the logits and must be above 0")
+        raise ValueError(f"temperature is {temperature}, it must be above 0 (logits are divided)")
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
     return logps.view(ids.shape), entropies.view(ids.shape)

@@ -32,7 +32,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.kernels.float32_matmul import float32_matmul
-from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_of_piece
+from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_per_piece
 from minivlmrl.losses.advantages import combine
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
@@ -176,7 +176,7 @@ class LinearDivergence(torch.autograd.Function):
         grad_h = torch.zeros_like(h, dtype=weights.dtype)
         grad_w = torch.zeros_like(w, dtype=weights.dtype)
         values = torch.zeros_like(weights)
-        size = rows_of_piece(len(h), len(w), h.device.type)
+        size = rows_per_piece(len(h), len(w), h.device.type)
         for start in range(0, len(h), size):
             rows = slice(start, start + size)
             log_p = (float32_matmul(h[rows], w.T) / temperature).log_softmax(-1)

@@ -43,10 +43,10 @@ def test_the_device_decides():
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.warns(UserWarning, match="kernels run in torch, slower: a card is older"):
+    with pytest.warns(UserWarning, match="Kernels run in torch, .*: a card is older"):
         assert backend_for(OnGPU()) == "torch"
     monkeypatch.setattr(backend, "INSTALLED", False)
-    with pytest.warns(UserWarning, match="Triton is not installed"):
+    with pytest.warns(UserWarning, match="Triton cannot run: it is not installed"):
         assert backend_for(OnGPU(device="cuda:1")) == "torch"
 
 
@@ -64,11 +64,13 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
             logps, _ = linear_log_softmax(weight[:2], weight, ids)
         assert torch.allclose(logps.cpu(), -torch.tensor(4.0).log())
         monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
-        with pytest.raises(ValueError, match=r"Triton cannot compile here .*gcc and python3-dev"):
+        with pytest.raises(ValueError, match=r"Triton cannot run: it cannot compile here .*gcc and python3-dev"):
             backend_for(weight)
     assert probe.cache_info().misses == 1
     [warning] = recwarn
-    assert str(warning.message).startswith("kernels run in torch, slower: Triton cannot compile here (")
+    assert str(warning.message).startswith(
+        "Kernels run in torch, which is slower, because Triton cannot run: it cannot compile"
+    )
 
 
 def test_the_variable_overrides(monkeypatch):

@@ -16,7 +16,7 @@ def states(rows, width, vocab, scale=0.5):
 def test_equals_trl(beta, temperature, monkeypatch):
     """37 rows in pieces of 8; teacher and student have other sizes."""
     gkd = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl")
-    monkeypatch.setattr(distill, "rows_of_piece", lambda *_: 8)
+    monkeypatch.setattr(distill, "rows_per_piece", lambda *_: 8)
     h, w = states(37, 5, 301)
     teacher = states(37, 7, 301)
     h, w = h.requires_grad_(), w.requires_grad_()

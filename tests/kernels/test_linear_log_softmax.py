@@ -117,15 +117,15 @@ def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
     hidden, weight, ids, _ = inputs(rows=700)
     linear_log_softmax(hidden, weight, ids)[0].sum().backward()
     assert max(sizes) == 256 and sum(sizes) == 2 * 700  # each row once forward, once again backward
-    assert kernel.rows_of_piece(4096, 151936, "cpu") == 32
+    assert kernel.rows_per_piece(4096, 151936, "cpu") == 32
 
 
 def test_what_does_not_fit_is_said():
     hidden, weight, ids, _ = inputs(rows=3)
     for wrong in ((hidden, weight[:, 1:], ids), (hidden, weight, ids[1:]), (hidden, weight.half(), ids)):
-        with pytest.raises(ValueError, match=r"hidden \(M, D\), weight"):
+        with pytest.raises(ValueError, match=r"needs hidden \(M, D\), weight"):
             linear_log_softmax(*wrong, 1.0)
-    with pytest.raises(ValueError, match="temperature -1"):
+    with pytest.raises(ValueError, match="temperature is -1"):
         linear_log_softmax(hidden, weight, ids, -1.0)
 
 

@@ -106,7 +106,7 @@ def test_rows_beyond_32_bit_offsets():
     assert torch.equal(logps, expected[0]) and torch.equal(entropies, expected[1])
     assert torch.equal(gradient, expected[2])
     if INTERPRETED:  # the kernel may also write its gradient over the logits
-        saved = kernel.fold_(far.detach(), ids, None, 1.0)[1:]
+        saved = kernel.score_part_(far.detach(), ids, None, 1.0)[1:]
         assert torch.equal(kernel.differentiate_part_(far.detach(), ids, saved, upstream, 1.0, far.detach()), gradient)
 
 
@@ -114,12 +114,12 @@ def test_rows_beyond_32_bit_offsets():
 @pytest.mark.parametrize("widths", [[128, 128, 44], [1, 299]], ids=str)
 def test_parts_of_a_row_join_to_the_whole(widths):
     logits, ids, upstream = inputs(4, 300)
-    whole = kernel.fold_(logits.detach(), ids, None, 0.7)
+    whole = kernel.score_part_(logits.detach(), ids, None, 0.7)
     parts, first = torch.full((4, 4), float("nan")), 0
     gradient = torch.full((4, 300), float("nan"))
     for width in widths:
         piece = logits.detach()[:, first : first + width]
-        out = kernel.fold_(piece, ids, parts, 0.7, first, first + width == 300)
+        out = kernel.score_part_(piece, ids, parts, 0.7, first, first + width == 300)
         target = gradient[:, first : first + width]
         kernel.differentiate_part_(piece, ids, whole[1:], upstream, 0.7, target, first)
         first += width
@@ -136,7 +136,7 @@ def test_values_are_trls():
         torch.testing.assert_close(mine, value, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(("ids", "temperature", "error"), [(2, 1.0, r"ids \(2,\) are not"), (3, 0.0, "above 0")])
+@pytest.mark.parametrize(("ids", "temperature", "error"), [(2, 1.0, r"ids have the shape \(2,\)"), (3, 0.0, "above 0")])
 def test_what_does_not_fit_is_refused(ids, temperature, error):
     with pytest.raises(ValueError, match=error):
         kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(ids, dtype=torch.long), temperature)

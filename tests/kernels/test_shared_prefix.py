@@ -16,4 +16,4 @@ def test_products_with_prompts_equal_those_of_each_row(prompt_index):
     assert torch.equal(slots.by_row(slots.by_prompt(rows)), rows)
     assert slots.by_prompt(rows).shape == (prompts, 2, 3 * slots.slots, 4)
     torch.testing.assert_close(slots.by_row(slots.by_prompt(rows) @ keys.mT), rows @ keys[prompt_index].mT)
-    assert torch.equal(slots.spread(keys), keys[prompt_index])
+    assert torch.equal(slots.expand_to_rows(keys), keys[prompt_index])
