@@ -34,8 +34,10 @@ def measure(name: str, seed: int) -> dict:
         if result.returncode:
             return {"name": name, "seed": seed, "ended": result.stderr.strip().splitlines()[-1][-200:]}
         summary = json.loads((Path(folder) / "summary.json").read_text())
-    after = {key: round(summary["after_grpo"][key], 3) for key in ("sampled", "greedy", "format")}
-    return {"name": name, "seed": seed, "after_sft": round(summary["after_sft"]["sampled"], 3), **after}
+    metrics = {"sampled": "eval/accuracy_sampled", "greedy": "eval/accuracy_greedy", "format": "eval/format_sampled"}
+    after = {key: round(summary["after_grpo"][metric], 3) for key, metric in metrics.items()}
+    before = round(summary["after_sft"]["eval/accuracy_sampled"], 3)
+    return {"name": name, "seed": seed, "after_sft": before, **after}
 
 
 def costs(rows: list[dict]) -> dict[str, float]:

@@ -69,7 +69,7 @@ def environment() -> str:
 
 
 def results(summary: dict) -> dict[str, dict[str, float]]:
-    """The evaluations of a summary.json: {"after_sft": {"sampled": 0.4, ...}, ...}."""
+    """The evaluations of a summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
     return {name: values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"}
 
 

@@ -44,7 +44,7 @@ PARTS = {
     "decode": Part(5, "benchmarks/decode.py --json={out}/decode.json", "--toy --repeats=1"),
     "vllm_tests": Part(5, "-m pytest -m slow tests/generation/test_vllm.py", "--collect-only"),
     "vllm_run": Part(
-        2, f"{RUN}vllm --model.compute_dtype=bfloat16 --sampling.engine=vllm", f"{SHORT} --sampling.engine=own"
+        2, f"{RUN}vllm --model.compute_dtype=bfloat16 --sampling.engine=vllm", f"{SHORT} --sampling.engine=native"
     ),
     "vllm_speed": Part(2, "benchmarks/vllm_speed.py", ""),
     "kernels": Part(8, "benchmarks/gpu_kernels.py --minutes=7 --json={out}/kernels.json", "--toy"),

@@ -85,7 +85,9 @@ PLAN = [
     Entry("grpo, 8-bit AdamW", "shapes.yaml", ["--optimizer.name=adamw_8bit"], 0.25),
     Entry("lora", "shapes.yaml", ["--stages=[grpo]", *LORA], 0.43, before=AFTER_SFT),
     Entry("shuffled rewards", "shapes.yaml", [shuffled(format=0.5, accuracy=1.0)], most_sampled_gain=0.1),
-    Entry("tagless answers", "shapes.yaml", ["--data.answer=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25),
+    Entry(
+        "tagless answers", "shapes.yaml", ["--data.answer_format=whole", "--rewards={accuracy: 1.0}"], sampled_gain=0.25
+    ),
     Entry("ppo", "shapes_ppo.yaml", sampled_gain=0.20),
     Entry("dpo", "shapes_dpo.yaml", pairs=0.9, keeps_greedy=True),
     Entry("kto", "shapes_kto.yaml", sampled_gain=0.25),
@@ -158,9 +160,11 @@ def judge(entry: Entry, summary: dict) -> dict:
     """The numbers of a row and whether it reached what is asked."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
     # a reward model's stage leaves the policy alone, so `before` is what the last stage began with
-    sampled = [summary[before]["sampled"], summary[after]["sampled"]]
-    greedy = [summary[before]["greedy"], summary[after]["greedy"]]
-    pairs = [stage["pairs"] for stage in summary.values() if isinstance(stage, dict) and "pairs" in stage]
+    # the first reward of data.eval_rewards is the first metric of an evaluation
+    names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]
+    sampled, greedy = ([summary[x][f"{names[0]}_{way}"] for x in (before, after)] for way in ("sampled", "greedy"))
+    stages = [stage for stage in summary.values() if isinstance(stage, dict)]
+    pairs = [stage["eval/pair_accuracy"] for stage in stages if "eval/pair_accuracy" in stage]
     gain = sampled[1] - sampled[0]
     is_control = entry.most_sampled_gain is not None
     missed = []

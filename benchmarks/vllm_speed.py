@@ -14,7 +14,7 @@ world = World(device=find_device())
 model, processor = random_model("recipes/shapes_model.json", shapes.tokenizer(), 0)
 (model.bfloat16() if world.device.type == "cuda" else model).to(world.device)
 prompts = [shapes.Shapes(8, "speed")[i].prompt(processor) for i in range(8)]
-for engine in ("own", "vllm") if find_spec("vllm") else ("own",):
+for engine in ("native", "vllm") if find_spec("vllm") else ("native",):
     options = SamplingOptions(max_new_tokens=64, stop_token_ids=[], engine=engine)
     sample = make_sampler(model, processor, options, world)
     seconds = timeit.repeat(partial(sample, prompts, 8, "abcdefgh"), number=1, repeat=5)

@@ -20,7 +20,8 @@ from minivlmrl.config.parsing import build, error_context, json_text, parse_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-INFERENCE_CONFIG = "minivlmrl.yaml"  # a recipe: how the run that trained a model asked it
+RUN_CONFIG = "config.yaml"  # in the folder of a run: all options of the run
+INFERENCE_CONFIG = "minivlmrl.yaml"  # beside weights: the options that change an answer
 
 
 def weight_files(folder: Path) -> list[Path]:

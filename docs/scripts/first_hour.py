@@ -114,7 +114,7 @@ rewards = {"format": 0.5, triangles: 1.0}
 summary = train("shapes.yaml", rows, held_out, rewards=rewards, output_dir="runs/triangles", model=start, **steps)
 lines = [json.loads(line) for line in Path("runs/triangles/metrics.jsonl").read_text().splitlines()]
 print("triangles answered:", *(f"{line['rewards/triangles/mean']:.2f}" for line in (lines[0], lines[-1])))
-print("right answers:     ", *(f"{summary[name]['sampled']:.2f}" for name in ("start", "after_grpo")))
+print("right answers:     ", *(f"{summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))
 show("runs/triangles")
 """
 

@@ -83,7 +83,7 @@ summary = train(RECIPE, rows, held_out, **how)
 ---
 from minivlmrl.commands import chat
 
-print("right:", *(f"{name} {summary[name]['sampled']:.2f}" for name in ("start", "after_grpo")))
+print("right:", *(f"{name} {summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))
 print(held_out[0]["image"])
 picture = "--image", held_out[0]["image"]
 chat.main(["--model=runs/photographs/checkpoint", *picture, "--prompt", QUESTION, "--temperature=0"])

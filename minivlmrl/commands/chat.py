@@ -40,8 +40,8 @@ def main(arguments: list[str]):
     model, processor = build_model(config, world)
     prompt = row.prompt(processor)
     sampling = config.sampling
-    sampling.engine = "own"
-    sampling.graph = "never"  # each token is printed when it is there
+    sampling.engine = "native"
+    sampling.cuda_graph = "never"  # each token is printed when it is there
     stop_ids = sampling.stop_token_ids
     if stop_ids is None:
         stop_ids = processor.stop_token_ids

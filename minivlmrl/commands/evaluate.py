@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many
 
 The recipe (default: config.yaml of the run that the model is of, else minivlmrl.yaml beside its
 weights, else recipes/own_data.yaml with a plain {problem}) gives the prompt template, the size of
-images, where completions end, data.answer and data.eval_rewards; --section.name=value changes any.
+images, where completions end, data.answer_format and data.eval_rewards; --section.name=value changes any.
 Its adapter is not used: checkpoint/ of a run has it in its weights.
 """
 
@@ -72,7 +72,7 @@ def answer_file(tool: str, arguments: list[str]):
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
-    sampling = replace(config.sampling, engine="own", temperature=temperature)
+    sampling = replace(config.sampling, engine="native", temperature=temperature)
     sample = make_sampler(model, processor, sampling, world)
     key = f"{config.seed}/evaluate"
     describe = partial(result_line, processor, names)
@@ -142,7 +142,7 @@ def result_line(
         answers.append(
             {
                 "text": text,
-                "answer": find_answer(text, processor.answer),
+                "answer": find_answer(text, processor.answer_format),
                 "tokens": len(completion.ids),
                 "stopped": completion.stopped,
                 "rewards": dict(zip(names, judged, strict=True)),

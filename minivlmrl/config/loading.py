@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
-from minivlmrl.config.options import DPOOptions, RunConfig, VideoOptions
+from minivlmrl.config.options import DPOOptions, ImageOptions, RunConfig, VideoOptions
 from minivlmrl.config.parsing import (
     ChangeText,
     TypeHint,
@@ -25,19 +25,22 @@ from minivlmrl.config.parsing import (
     parse_yaml,
     read_value,
 )
+from minivlmrl.config.renames import translate_options
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
+from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG
 
-# fields that an answer depends on besides weights, and that no file of a Hugging Face folder has
-KEPT = {
+# options besides the weights that change an answer, and that no file of a Hugging Face folder stores
+INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
         "prompt_template",
         "system_prompt",
-        "template",
-        "resize",
+        "chat_template_kwargs",
+        "resize_backend",
+        "image",
         "video",
         "box_space",
-        "answer",
+        "answer_format",
     ],
 }
 
@@ -59,6 +62,8 @@ def load_config(
     path = _find_recipe(recipe)
     with error_context(recipe):
         values = parse_yaml(path.read_bytes()) or {}
+    if path.name in (RUN_CONFIG, INFERENCE_CONFIG) and isinstance(values, dict):
+        values = translate_options(values, path)
     resolver = Resolver(path.parent, overrides)
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
     stages = recipe_stages
@@ -97,10 +102,12 @@ def _build_run(
     """Build a config and check what its classes cannot: they import nothing (ValueError)."""
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
-        with error_context("data.video"):
-            config.data.video = check_values(
-                VideoOptions, config.data.video, "options of the video"
-            )
+        for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
+            with error_context(f"data.{name}"):
+                options = check_values(
+                    options_class, getattr(config.data, name), f"options of the {name}"
+                )
+            setattr(config.data, name, options)
         if config.dpo != DPOOptions():
             from minivlmrl.losses.preference import check_dpo_options
 
@@ -255,7 +262,7 @@ def as_overrides(fields: dict[str, Plain]) -> list[str]:
 
 
 def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
-    """Name what a recipe says: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
+    """Return options by their paths: {"grpo": {"beta": 0.1}} -> {"grpo.beta": 0.1}."""
     flat_values = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -265,14 +272,26 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
     return flat_values
 
 
+def nested(flat_values: dict[str, Plain]) -> dict[str, Plain]:
+    """Return options by section, the inverse of `flat`: {"grpo": {"beta": 0.1}}."""
+    values: dict[str, Plain] = {}
+    for path, value in flat_values.items():
+        *sections, name = path.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return values
+
+
 def inference_yaml(config: RunConfig) -> str:
-    """Write the part of a recipe that lies beside weights: how these are to be asked."""
+    """Return the content of minivlmrl.yaml: the options that change how a model answers."""
     values = dataclasses.asdict(config)
-    kept = {}
-    for section, names in KEPT.items():
-        kept[section] = {name: values[section][name] for name in names}
-    kept["sampling"] = values["sampling"]
-    return yaml.safe_dump(kept, sort_keys=False)
+    inference_options = {}
+    for section, names in INFERENCE_OPTIONS.items():
+        inference_options[section] = {name: values[section][name] for name in names}
+    inference_options["sampling"] = values["sampling"]
+    return yaml.safe_dump(inference_options, sort_keys=False)
 
 
 def _replace(values, path: list[str], value):

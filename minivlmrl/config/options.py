@@ -1,9 +1,9 @@
-"""Every option that a recipe can set, one dataclass for each of its sections.
+"""All options that a recipe can set, one dataclass per section.
 
-A recipe is a YAML file with the fields of RunConfig; `--grpo.beta=0.04` sets one on the command
-line, and `python train.py --help grpo` prints the comments below. An option without an effect beside
-the others is refused, see config/validation.py. A stage in a file of your own declares its section
-in that file.
+A recipe is a YAML file with the fields of RunConfig. On the command line, `--grpo.beta=0.04` sets
+one option, and `python train.py --help grpo` prints the comments of this file.
+config/validation.py rejects options that have no effect with the other options of the recipe. A
+stage in your own file declares its section in that file.
 """
 
 from collections.abc import Iterator
@@ -29,50 +29,56 @@ Whole = Annotated[int, "[1, 1e15)"]
 
 @dataclass
 class ModelOptions:
-    """Which weights to train: `path`, a folder, or `config`, a config.json for random ones."""
+    """The model to train: a folder with weights (`path`), or random weights (`config`)."""
 
-    path: FilePath | None = None  # a Hugging Face folder or the id of a repository
-    config: RecipePath | None = None  # a config.json, relative to the recipe
-    dtype: Dtype = "float32"  # of parameters, gradients and AdamW
-    compute_dtype: Dtype | None = None  # of layers and activations
-    freeze: list[Part] = field(default_factory=list)  # not trained; vision is without the merger
-    activation_checkpointing: bool = False  # keep blocks' inputs alone, compute the rest again
+    path: FilePath | None = None  # Hugging Face folder or repository id
+    config: RecipePath | None = None  # a config.json; its model is initialised with random weights
+    dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
+    # dtype of the forward and backward pass, such as bfloat16; None uses `dtype`
+    compute_dtype: Dtype | None = None
+    # parts that are not trained; `vision` does not include the merger
+    freeze: list[Part] = field(default_factory=list)
+    # keep only the input of each block and recompute its activations in the backward pass
+    activation_checkpointing: bool = False
 
 
 @dataclass
 class LoRAOptions:
-    """Which layers get an adapter (LoRA), and its size; all weights of the base are frozen then."""
+    """LoRA adapters; the weights of the base model are frozen when there are any."""
 
-    # begin with the adapters of this PEFT folder, whose sizes r, alpha, ... must be
+    # PEFT folder whose adapters are trained further; r, alpha and target must match that folder
     path: FilePath | None = None
-    r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0: there are no adapters
-    alpha: Annotated[float, "(0, inf)"] = 32.0  # what an adapter adds is scaled by alpha / r
-    # share of the inputs of A that is 0 in training, see model/lora.py
+    r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0 trains without adapters
+    alpha: Annotated[float, "(0, inf)"] = 32.0  # the output of an adapter is scaled by alpha / r
+    # fraction of the inputs of matrix A that training sets to 0, see model/lora.py
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # also vision, merger, experts (with their routers), or a regex of layers' names
+    # layers that get adapters: language, vision, merger, experts (with their routers), or a regex
+    # of layer names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # frozen weights of the decoder, and of what else has adapters, in 4 bits a value (QLoRA)
+    # nf4 stores the frozen weights of the decoder, and of all other layers with adapters, in 4 bits
+    # per value (QLoRA)
     quantize: Literal["nf4"] | None = None
 
 
 @dataclass
 class ReferenceOptions:
-    """The model that stages hold the policy near."""
+    """The reference model, to which the KL penalty and DPO compare the policy."""
 
-    # a Hugging Face folder or the id of a repository; None: the policy as the stage found it
+    # Hugging Face folder or repository id; None copies the policy at the start of the stage
     path: FilePath | None = None
-    sync_ref_model: bool = False  # move the reference towards the policy on the way (TR-DPO)
-    # reference = (1 - alpha) reference + alpha policy ...
+    sync_ref_model: bool = False  # let the reference follow the policy (TR-DPO)
+    # each update sets reference = (1 - alpha) * reference + alpha * policy
     ref_model_mixup_alpha: Annotated[float, "[0, 1]"] = 0.6
-    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # ... every so many optimizer steps
-    # all parameters before this layer are frozen and shared by both models; None: nothing is
+    ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between updates
+    # parameters before this layer are frozen and shared with the reference; None shares none
     num_shared_layers: Annotated[int, ">= 0"] | None = None
-    pattern: str = "model.layers.{layer}"  # what names of parameters of that layer contain
+    pattern: str = "model.layers.{layer}"  # text that the parameter names of that layer contain
 
     def __post_init__(self):
         if self.path is not None and self.num_shared_layers is not None:
             raise ValueError(
-                "num_shared_layers: a model of path shares none; leave one of them out"
+                "num_shared_layers cannot be combined with path, because a reference loaded from a "
+                "folder shares no parameters with the policy; remove one of the two options"
             )
 
 
@@ -81,47 +87,52 @@ class ReferenceOptions:
 
 @dataclass
 class ImageOptions:
-    """How large the model sees an image: options beside its source, as in qwen-vl-utils."""
+    """Size of an image: options that a row may give beside the image, as in qwen-vl-utils."""
 
-    # bounds of the area (of a frame)
+    # bounds of the area of an image, or of one frame of a video
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
-    resized_height: Whole | None = None  # instead of the image's own size
+    resized_height: Whole | None = None  # fixed size in place of the size of the file
     resized_width: Whole | None = None
 
     def __post_init__(self):
         if (self.resized_height is None) != (self.resized_width is None):
-            raise ValueError("resized_height and resized_width belong together: give both")
+            raise ValueError("resized_height and resized_width must be given together")
 
 
 @dataclass
 class VideoOptions(ImageOptions):
-    """How large the frames of a video are, and which of a file are seen: see data/video.py."""
+    """Size and selection of the frames of a video, see data/video.py."""
 
-    total_pixels: Whole | None = None  # upper bound of all frames together
+    total_pixels: Whole | None = None  # upper bound of the total area of all frames
     fps: Annotated[float, "(0, 1e15)"] | None = None
     nframes: Whole | None = None
     min_frames: Whole | None = None
     max_frames: Whole | None = None
-    video_start: Annotated[float, "[0, 1e15)"] | None = None  # seconds
+    # first and last second that frames are taken from
+    video_start: Annotated[float, "[0, 1e15)"] | None = None
     video_end: Annotated[float, "[0, 1e15)"] | None = None
 
 
 @dataclass
 class RowOptions:
-    """How rows of files are read."""
+    """Options for reading the rows of a file."""
 
-    image_root: FilePath | None = None  # the folder that paths of images begin at; None: the file's
-    # column of a file -> its name here: {label: solution}
+    # folder that relative image paths start from; None is the folder of the file
+    image_root: FilePath | None = None
+    # new names of columns: {label: solution} reads the column `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
-    # what the (last) user turn says; {problem} is replaced by the row's question; without it rows
-    # bring no question
+    # text of the last user turn; {problem} is replaced by the question of the row. A template
+    # without {problem} is for rows that have no question
     prompt_template: str = "{problem}"
-    system_prompt: str | None = None  # None: Qwen's default
-    # by which filter images are resized, see image.py; None: as the folder says. [height, width]:
-    # to this size, rounded to tokens, all images of files that have no options of their own
-    resize: Literal["pil", "torch"] | tuple[Count, Count] | None = None
-    # options of videos that do not say them, such as {fps: 1}: see VideoOptions
+    system_prompt: str | None = None  # None uses the default of the chat template
+    # library whose filter resizes images: pil, or torch as transformers' fast processor does; None
+    # follows the processor settings in the model folder
+    resize_backend: Literal["pil", "torch"] | None = None
+    # options of all images that set none in their row, such as {resized_height: 384,
+    # resized_width: 384}: see ImageOptions
+    image: dict = field(default_factory=dict)
+    # options of all videos that set none in their row, such as {fps: 1}: see VideoOptions
     video: dict = field(default_factory=dict)
 
 
@@ -130,40 +141,46 @@ class FileOptions:
     """One file of data.train."""
 
     file: FilePath  # see data/row_files.py
-    # how often a pass has each of its rows; 0.5: every second row once
+    # how often one epoch contains each row; with 0.5 an epoch contains every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
-    sampling: str = "all"  # or first:N, end:N, random:N of its rows, or N% of them
-    # the folder that paths of its images begin at; None: data.image_root
+    sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
+    # folder that relative image paths start from; None is data.image_root
     image_root: FilePath | None = None
-    # those of the recipe that judge its rows; none named: all
+    # rewards of the recipe that score the rows of this file; an empty list means all of them
     rewards: list[RewardName] = field(default_factory=list)
-    prompt_template: str | None = None  # what their user turns say; None: data.prompt_template
+    prompt_template: str | None = None  # text of the last user turn; None is data.prompt_template
 
 
 @dataclass
 class DataOptions(RowOptions):
-    """Where rows come from: `task`, an embedded one, or files of your own: docs/data.md."""
+    """Source of the training and evaluation rows: a built-in `task`, or files, see docs/data.md."""
 
-    task: Code | None = None  # "shapes" or "file.py:TASK", beside the recipe, maybe with options
-    train_file: FilePath | None = None  # problem or prompt, image(s), and what the stages need
-    train: list[FileOptions] = field(default_factory=list)  # several files instead of one
-    files: dict[str, FilePath] = field(default_factory=dict)  # of stages: {sft: rows.jsonl}
-    eval_file: FilePath | None = None  # problem or prompt, image(s), solution or chosen, rejected
-    max_prompt_tokens: Annotated[int, ">= 1"] | None = None  # leave out longer training rows
-    eval_rows: Annotated[int, ">= 0"] = 256  # held-out rows that are evaluated, at most; 0: none
-    eval_without_images: bool = (
-        False  # on grey pictures and those of other rows too: docs/metrics.md
-    )
-    # bounds of an image's area; None: as the model's folder says
+    # "shapes", or "file.py:TASK" relative to the recipe; arguments may follow in parentheses
+    task: Code | None = None
+    # training rows: problem or prompt, image(s), and the columns that the stages need
+    train_file: FilePath | None = None
+    train: list[FileOptions] = field(default_factory=list)  # several files in place of train_file
+    files: dict[str, FilePath] = field(default_factory=dict)  # files by stage: {sft: rows.jsonl}
+    # held-out rows: problem or prompt, image(s), and solution, or chosen and rejected
+    eval_file: FilePath | None = None
+    # training rows with more prompt tokens are left out; None keeps all rows
+    max_prompt_tokens: Annotated[int, ">= 1"] | None = None
+    eval_rows: Annotated[int, ">= 0"] = 256  # largest number of rows to evaluate; 0 evaluates none
+    # evaluate with gray images and with the images of other rows too, see docs/metrics.md
+    eval_without_images: bool = False
+    # bounds of the area of an image; None follows the processor settings in the model folder
     min_pixels: MinPixels | None = None
     max_pixels: Count | None = None  # upper bound of the area
-    image_workers: Annotated[int, "[0, 64]"] = 2  # threads that prepare prompts; 0: steps wait
-    skip_unreadable: bool = False  # leave out training rows whose image is broken, and count them
-    template: dict = field(default_factory=dict)  # values for its chat: {enable_thinking: false}
-    # of coordinates in answers; None: as the model's family writes them
+    # threads that prepare prompts while a step computes; 0 prepares them between steps
+    image_workers: Annotated[int, "[0, 64]"] = 2
+    skip_unreadable: bool = False  # skip training rows whose image cannot be read, and count them
+    # variables for the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: dict = field(default_factory=dict)
+    # units of the coordinates in answers; None follows the convention of the model family
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
-    answer: Literal["tags", "whole", "last_line"] = "tags"  # where it is: docs/rewards.md
-    # the first is what counts
+    # part of a completion that is the answer: inside <answer> tags, all of it, or its last line
+    answer_format: Literal["tags", "whole", "last_line"] = "tags"
+    # rewards of the evaluation; the first one decides which weights are best
     eval_rewards: list[RewardName] = field(
         default_factory=lambda: [RewardName("accuracy"), RewardName("format")]
     )
@@ -172,80 +189,89 @@ class DataOptions(RowOptions):
         if "{problem}" not in self.prompt_template and self.task:
             raise ValueError(
                 f"prompt_template is {self.prompt_template!r:.80}, it must be "
-                "a text with {problem} in it, the task's question"
+                "a text that contains {problem}, which is replaced by the question of the task"
             )
         if not self.eval_rewards:
             raise ValueError(
-                "eval_rewards is [], it must be names of rewards; the first is what counts"
+                "eval_rewards is [], it must be a list with the name of at least one reward"
             )
         if "reward_model" in self.eval_rewards:
-            raise ValueError("eval_rewards: reward_model judges training only; leave it out")
+            raise ValueError(
+                "eval_rewards: reward_model can only score training rows; remove it from the list"
+            )
 
 
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# Filters that remove tokens, each with the value at which it removes none. A filter that is missing
-# here is never applied: `truncates` below reads this table, and so do the checks of options.
+# Filters that remove tokens, with the value at which a filter removes none. A filter that is missing
+# from this table is never applied, because `truncates` and the validation of options read it.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass
 class SamplingOptions:
-    """How completions are drawn and where they end."""
+    """How completions are sampled and where they end."""
 
-    temperature: Annotated[float, ">= 0"] = 1.0  # divides the logits; 0 takes the likeliest token
-    max_new_tokens: Annotated[int, ">= 1"] = 256  # a completion is cut there
-    stop_token_ids: list[Annotated[int, ">= 0"]] | None = None  # default <|im_end|>, <|endoftext|>
-    # keep the k likeliest tokens (ties with the k-th stay); 0 keeps all
+    temperature: Annotated[float, ">= 0"] = 1.0  # divides the logits; 0 takes the most likely token
+    max_new_tokens: Annotated[int, ">= 1"] = 256  # longest completion, in tokens
+    # ids of tokens that end a completion; None means <|im_end|> and <|endoftext|>
+    stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
+    # keep only the k most likely tokens (ties with the k-th stay); 0 keeps all tokens
     top_k: Annotated[int, ">= 0"] = 0
-    # keep the likeliest tokens that together reach this probability
+    # keep only the most likely tokens whose probabilities together reach this value
     top_p: Annotated[float, "(0, 1]"] = 1.0
-    min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the likeliest
-    # of tokens seen before, divides a positive logit and multiplies a negative one
+    min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the best
+    # for tokens that occurred before: divides a positive logit and multiplies a negative logit
     repetition_penalty: Annotated[float, "> 0"] = 1.0
-    # the token that completes one ends the completion
+    # a completion ends with the token that completes one of these texts
     stop_strings: list[str] = field(default_factory=list)
-    # tokens of prompts and completions that are sampled together, at full length; None: all
+    # largest number of tokens of prompts and (full-length) completions in one sampling batch; None
+    # samples all prompts in one batch
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
-    # tools that a completion may call: file.py:NAME, docs/tools.md
+    # environment whose tools a completion may call: file.py:NAME, see docs/tools.md
     environment: Code | None = None
-    # rounds with pictures in what a turn is written from, docs/agents.md; None: a completion grows
+    # number of latest rounds whose images each turn sees, see docs/agents.md; None shows all rounds
     history: Annotated[int, ">= 1"] | None = None
-    graph: Literal["auto", "never"] = "auto"  # on a GPU decode steps are a CUDA graph
-    # computes the logits of rollouts: the policy itself, vLLM (docs/vllm.md) or the class of a file;
-    # filters and sampling are the same for all
-    engine: Literal["own", "vllm"] | Code = "own"
-    vllm: dict[str, Any] = field(default_factory=dict)  # options of vllm.LLM: dtype, max_model_len
+    cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
+    # model that computes the logits of rollouts: the policy (native), vLLM (docs/vllm.md), or a class
+    # in your own file; filtering and sampling are the same for all engines
+    engine: Literal["native", "vllm"] | Code = "native"
+    # options of vllm.LLM, such as dtype and max_model_len
+    vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        if self.environment and self.engine != "own":
-            raise ValueError(f"engine is {self.engine!r}, it must be own with an environment")
+        if self.environment and self.engine != "native":
+            raise ValueError(
+                f"engine is {self.engine!r}, it must be native with an environment, because only "
+                "the native engine can call tools"
+            )
         if not all(self.stop_strings):
             raise ValueError(
-                f"stop_strings is {self.stop_strings!r:.80}, it must be without an empty text"
+                f"stop_strings is {self.stop_strings!r:.80}, it must not contain an empty text"
             )
 
     @property
     def truncates(self) -> bool:
-        """Tell whether a filter removes tokens: training then normalises over those that are left."""
+        """Whether a filter removes tokens, so that training normalises over the remaining tokens."""
         return self.temperature > 0 and any(
             getattr(self, name) != off for name, off in NO_TRUNCATION.items()
         )
 
     @property
     def filtered(self) -> bool:
-        """Tell whether sampling needs generation/filters.py."""
+        """Whether sampling applies a filter of generation/filters.py."""
         return self.truncates or self.repetition_penalty != 1
 
 
 @dataclass
 class RolloutOptions:
-    """How a model samples while it is trained."""
+    """Checks and memory use of sampling during training."""
 
-    # nats by which sampler and trainer may differ about a token; in 16 bits a tenth, on average
+    # largest difference, in nats, between the log-probabilities of sampler and trainer for a token;
+    # in 16 bits the root mean square over all tokens may be a tenth of this value
     max_logp_mismatch: Annotated[float, "> 0"] = 1.0
-    gather_weights: bool = True  # full ones on every rank in a rollout; False: layer by layer
+    gather_weights: bool = True  # False gathers the weights for a rollout layer by layer
 
 
 # ------------------------------------------------------------------------------ optimizer and ranks
@@ -253,23 +279,23 @@ class RolloutOptions:
 
 @dataclass
 class OptimizerOptions:
-    """What all stages share of an optimizer; learning rate and adam_beta2 are each stage's own."""
+    """Optimizer options of all stages; each stage has its own learning rate and adam_beta2."""
 
-    # AdamW with moments of the weights' dtype or of 8 bits a value; a file's is called as they are,
-    # (parameters, learning rate, betas=, weight_decay=), and keeps all in tensors of its `state`
+    # AdamW, AdamW with 8-bit moments, or your own: file.py:name, which is called with (parameters,
+    # learning rate, betas=, weight_decay=) and must keep its whole state in tensors
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
-    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # for all weights
-    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # scale gradients to this norm
+    weight_decay: Annotated[float, "[0, inf)"] = 0.0  # applied to all weights
+    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # largest gradient norm
 
 
 @dataclass
 class ShardingOptions:
-    """Weights, gradients, optimizer state sharded over the ranks. Off: each rank has them all."""
+    """Sharding of weights, gradients and optimizer state over the ranks with FSDP2."""
 
-    enabled: bool = False  # shard weights, gradients and optimizer state over the ranks (FSDP2)
-    # groups of ranks that hold a full model each; one a node gathers within nodes
+    enabled: bool = False  # False keeps a full copy on each rank
+    # number of full copies of the model; with one copy per node, weights are gathered within nodes
     replicas: Annotated[int, ">= 1"] = 1
-    cpu_offload: bool = False  # shards, gradients and optimizer state are in host memory
+    cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
 
 
 # ------------------------------------------------------------------------------------------ stages
@@ -277,23 +303,24 @@ class ShardingOptions:
 
 @dataclass
 class TrainingOptions:
-    """What every stage has: its length, its batch and its learning rate."""
+    """Options of every stage: number of steps, batch size and learning rate."""
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
-    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts in one optimizer step, over all ranks
-    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts in one forward and backward
-    learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # of AdamW, after the warmup
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # the rate at the end, as a share
-    warmup_steps: Annotated[int, ">= 0"] = 0  # steps over which the learning rate rises
-    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay of the mean squared gradient
-    router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0  # of load_balancing_loss
+    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, over all ranks
+    micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts per forward and backward pass
+    learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # learning rate after the warmup
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # schedule after warmup
+    min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # final rate as a fraction of learning_rate
+    warmup_steps: Annotated[int, ">= 0"] = 0  # steps in which the learning rate rises linearly
+    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of the second moment
+    # weight of the load-balancing loss of a mixture of experts
+    router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, reason) for options of this section that have no effect with the others.
+        """Yield (option, reason) for options of this section without effect.
 
-        Such an option is refused if its value is not the default, see config/validation.py. The
-        section of a stage in your own file can extend the method, here for an option `warmdown`:
+        config/validation.py rejects such an option if its value is not the default. The section of a
+        stage in your own file can extend this method, here for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -308,81 +335,97 @@ class TrainingOptions:
 class SFTOptions(TrainingOptions):
     """Supervised fine-tuning."""
 
-    loss_type: Literal["nll", "dft"] = "nll"  # see sft_loss
+    loss_type: Literal["nll", "dft"] = "nll"  # negative log-likelihood or DFT, see sft_loss
 
 
 @dataclass
 class DPOOptions(TrainingOptions):
-    """Preference losses on pairs, see dpo_loss."""
+    """DPO and the other preference losses on pairs, see dpo_loss."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # of DPO_LOSSES
-    loss_weights: list[float] | None = None  # None: 1 each; of MPO [0.8, 0.2, 1.0]
-    beta: Annotated[float, "> 0"] = 0.1  # weight of a log ratio; large: near the reference
-    # share of wrong labels, for sigmoid, exo_pair, robust, aot, aot_unpaired
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys of DPO_LOSSES
+    loss_weights: list[float] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
+    beta: Annotated[float, "> 0"] = (
+        0.1  # scales the log ratios; larger values keep the policy near the reference
+    )
+    # assumed fraction of wrong labels, for sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: float = 0.0
-    # what is bounded, see f_score
+    # divergence between policy and reference, see f_score
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
         "reverse_kl"
     )
-    f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
-    ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight beyond the shorter answer
-    use_weighting: bool = False  # WPO: weight pairs by the policy's own probability of them
-    # score all pairs once before the first step, but for rows that bring ref_chosen_logps and
-    # ref_rejected_logps; then no reference is kept in memory
+    f_alpha_divergence_coef: float = 0.5  # alpha of the alpha divergence
+    ld_alpha: Annotated[float, "[0, 1]"] | None = (
+        None  # LD-DPO: weight of tokens beyond the length of the shorter answer
+    )
+    use_weighting: bool = False  # WPO: weight each pair by its probability under the policy
+    # compute all reference log-probabilities before the first step, except for rows that have the
+    # columns ref_chosen_logps and ref_rejected_logps; then no reference stays in memory
     precompute_ref_log_probs: bool = False
-    reference_free: bool = False  # no reference: its log-probabilities are taken to be 0
+    reference_free: bool = (
+        False  # use 0 for all reference log-probabilities, so that no model is needed
+    )
 
 
 @dataclass
 class RewardModelOptions(TrainingOptions):
-    """The reward model."""
+    """Training of a reward model on pairs."""
 
     center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2
-    path: FilePath | None = None  # whose scores the reward gives; None: of the one trained here
+    # folder of the model that the reward `reward_model` uses; None is the model of this stage
+    path: FilePath | None = None
 
 
 @dataclass
 class GRPOOptions(TrainingOptions):
-    """GRPO and its family: one trainer, whose options select functions of losses/."""
+    """GRPO and its variants: options that select functions of losses/."""
 
-    num_generations: Annotated[int, ">= 2"] = 8  # G, completions of each prompt: the group
-    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
+    num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (the group)
+    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # tokens of one forward and backward, prompts once; a group may be divided. None: any number
+    # most tokens per forward and backward pass, where a prompt counts once; a group may be split.
+    # None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    max_num_gen_batches: Annotated[int, ">= 1"] = 1  # over 1: sample equal groups again
+    # dynamic sampling: resample groups with equal rewards, up to this many batches; 1 keeps them
+    max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # see group_advantages
-    # normalise the weighted sum of the rewards, or each reward before it is added (GDPO)
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # std that divides advantages
+    # normalise the weighted sum of the rewards, or each reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
-    soft_punish_cache: Annotated[int, ">= 0"] = 0  # last tokens over which rewards fall
-    mask_truncated_completions: bool = False  # completions that were cut teach nothing
+    # DAPO's soft overlong punishment: number of last tokens before max_new_tokens in which the
+    # penalty grows; 0 disables the penalty
+    soft_punish_cache: Annotated[int, ">= 0"] = 0
+    # exclude truncated completions from the loss (DAPO's overlong filtering)
+    mask_truncated_completions: bool = False
 
-    # term and average, see grpo_loss; or a function with the signature of grpo_loss
+    # loss, see grpo_loss; or your own function with the signature of grpo_loss: file.py:name
     loss_type: (
         Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code
     ) = "dapo"
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"  # GSPO
-    epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped at 1 - epsilon_low
-    epsilon_high: Annotated[float, ">= 0"] = 0.2  # and at 1 + epsilon_high
-    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0: there is no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # see kl_term
-    use_bias_correction_kl: bool = True  # weigh the KL with the ratio, which corrects its gradient
-    top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0  # upper share of entropies that counts
-    entropy_coef: float = 0.0  # weight of the mean entropy, which is to grow
-    # of the sampler's mismatch, see rollout_importance_ratio
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = (
+        "token"  # sequence: GSPO
+    )
+    epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped below at 1 - epsilon_low
+    epsilon_high: Annotated[float, ">= 0"] = 0.2  # and above at 1 + epsilon_high
+    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0 needs no reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL, see kl_term
+    # multiply the KL by the policy ratio, which makes its gradient unbiased
+    use_bias_correction_kl: bool = True
+    # train only on this fraction of the tokens, those with the highest entropy
+    top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    # correction of the mismatch between sampler and trainer, see rollout_importance_ratio
     rollout_correction: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)  # of that ratio
+    rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)  # of the ratio
 
     def __post_init__(self):
         if not 0 <= self.epsilon_low <= self.epsilon_high:  # refuses NaN too
             raise ValueError(
                 f"epsilon_low is {self.epsilon_low}, it must be from 0 to epsilon_high, "
-                f"{self.epsilon_high}"
+                f"which is {self.epsilon_high}"
             )
 
 
@@ -390,29 +433,29 @@ class GRPOOptions(TrainingOptions):
 class PPOOptions(TrainingOptions):
     """PPO with a critic."""
 
-    num_generations: Annotated[int, ">= 1"] = 1  # completions for each prompt
-    num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
+    num_generations: Annotated[int, ">= 1"] = 1  # completions per prompt
+    num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    # tokens of one forward and backward, prompts once. None: any number
+    # most tokens per forward and backward pass, where a prompt counts once; None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # the ratio is clipped to [1 - cliprange, 1 + cliprange], a value to old value -+ cliprange
+    # clips the ratio to 1 +- cliprange, and a value to its old value +- cliprange
     cliprange: Annotated[float, ">= 0"] = 0.2
     vf_coef: Annotated[float, ">= 0"] = 0.1  # weight of the value loss
-    critic: Literal["shared", "separate"] = "shared"  # a head on the policy, or a model of its own
-    # what a separate critic begins as: a critic's or reward model's folder; None: the policy
+    critic: Literal["shared", "separate"] = "shared"  # value head on the policy, or own model
+    # checkpoint (critic or reward model) that initialises a separate critic; None copies the policy
     critic_path: FilePath | None = None
-    kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of a token's KL; 0: no reference model
-    kl_estimator: Literal["k1", "k3"] = "k1"  # of that KL, see token_rewards
-    # taken from the score of a completion without an end token, as TRL's; None: nothing
+    kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of the KL; 0 needs no reference
+    kl_estimator: Literal["k1", "k3"] = "k1"  # estimator of the KL, see token_rewards
+    # subtracted from the score of a completion without an end token, as in TRL; None disables it
     missing_eos_penalty: float | None = None
-    gamma: Annotated[float, "[0, 1]"] = 1.0  # see gae
-    lam: Annotated[float, "[0, 1]"] = 0.95  # see gae
+    gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
+    lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae
 
-    # what GRPO calls these options
+    # names that GRPO has for these options
     steps_per_generation = property(lambda self: self.num_mini_batches)
     num_iterations = property(lambda self: self.num_ppo_epochs)
     beta = property(lambda self: self.kl_coef)
-    max_num_gen_batches = 1  # every completion teaches, whatever the others of its prompt earn
+    max_num_gen_batches = 1  # PPO has no groups, so no group is resampled
 
 
 # ------------------------------------------------------------------------------------------ the run
@@ -420,40 +463,44 @@ class PPOOptions(TrainingOptions):
 
 @dataclass
 class RunConfig:
-    """A whole run."""
+    """All options of a training run."""
 
-    seed: int = 0  # of weights, rows and draws
-    output_dir: str = "runs/default"  # the run's folder
-    # algorithms, one after the other; also file.py:Class, whose section has the name Class.stage
+    seed: int = 0  # seed of weights, data order and sampling
+    output_dir: str = "runs/default"  # folder of all files of the run
+    # stages to run, in order; also file.py:Class, whose section has the name Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
-    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # passes over rows that end a stage
-    num_threads: Annotated[int, "[1, 4096]"] | None = None  # of a rank; None: its share of all
-    checkpoint_minutes: Annotated[float, ">= 0"] = (
-        10.0  # save the state so often, and after a stage
-    )
-    checkpoint_steps: Annotated[int, ">= 0"] = 0  # and every so many steps; both 0: after a signal
-    # "auto": from the newest state in output_dir, if any; the folder of a state; or "never": anew
-    # in a folder that holds a run
+    max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
+    num_threads: Annotated[int, "[1, 4096]"] | None = None  # CPU threads per rank
+    # minutes between saved training states, from which `resume` continues; one more is saved after
+    # each stage
+    checkpoint_minutes: Annotated[float, ">= 0"] = 10.0
+    # also save a state every N steps; if both options are 0, only a signal such as SIGTERM saves one
+    checkpoint_steps: Annotated[int, ">= 0"] = 0
+    # "auto" continues from the newest state in output_dir, if there is one; the folder of a state
+    # continues from it; "never" deletes the states in output_dir and starts again
     resume: str | None = None
-    eval_steps: Annotated[int, ">= 0"] = 0  # evaluate every so many too; 0: between stages only
-    save_steps: Annotated[int, ">= 0"] = 0  # checkpoint/ every so many too; 0: after a stage only
-    log_completions: Annotated[int, ">= 0"] = 10  # every so many steps, to completions.jsonl
-    report_minutes: Annotated[float, ">= 0"] = (
-        1.0  # write report.html so often; 0: when the run ends
-    )
-    # weights of the best such result, in best/
-    best_metric: Literal["sampled", "greedy", "pairs", "loss"] | None = None
-    # metrics too; a file's function (config, steps, closing) -> log(values, steps)
+    eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
+    # also write the weights to checkpoint/ every N steps; 0 writes them only after a stage
+    save_steps: Annotated[int, ">= 0"] = 0
+    log_completions: Annotated[int, ">= 0"] = 10  # steps between entries of completions.jsonl
+    # minutes between updates of report.html; 0 writes it only at the end of the run
+    report_minutes: Annotated[float, ">= 0"] = 1.0
+    # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in
+    # best/
+    best_metric: str | None = None
+    # trackers that receive the metrics too, or your own function: file.py:name, called with (config,
+    # steps, closing), which returns log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    check_memory: bool = True  # refuse a model that does not fit its GPUs by `minivlmrl memory`
-    timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for another
+    # refuse to start a model that, by `minivlmrl memory`, does not fit the memory of its GPUs
+    check_memory: bool = True
+    timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for other ranks
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
     data: DataOptions = field(default_factory=DataOptions)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    # name -> weight
+    # names and weights of the rewards: {accuracy: 1.0}
     rewards: Weights = field(
         default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0}
     )
@@ -466,20 +513,23 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # not options, but what load_config says of the recipe
-        self.recipe = ""  # what it was read from
-        # sections of stages in a file that an override of `stages` leaves out
+        # fields that load_config sets; they are not options
+        self.recipe = ""  # path of the recipe
+        # sections of stages from files that are not in `stages`, because an override changed them
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
-            raise ValueError(f"rewards are {self.rewards}: all weights are 0, nothing is learned")
+            raise ValueError(
+                f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise "
+                "nothing is learned"
+            )
 
     @property
     def stage_names(self) -> list[str]:
-        """Name the stages as their sections are: kto for recipes/kto.py:KTO."""
+        """Names of the stages as in their sections, such as kto for recipes/kto.py:KTO."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property
     def uses_fsdp(self) -> bool:
-        """Say whether FSDP2 holds the weights: sharded, or layers with a dtype of their own."""
+        """Whether FSDP2 holds the weights, because of sharding or a separate compute dtype."""
         return self.sharding.enabled or self.model.compute_dtype is not None

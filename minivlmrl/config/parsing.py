@@ -22,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
 
+from minivlmrl.config.renames import RENAMED_OPTIONS
 from minivlmrl.config.types import Code, Plain
 
 
@@ -42,7 +43,7 @@ THEIRS = {
     "max_completion_length": "sampling.max_new_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
     "reward_funcs": "rewards",
-    "chat_template_kwargs": "data.template",
+    "chat_template_kwargs": "data.chat_template_kwargs",
     "model_name_or_path": "model.path",
     "gradient_checkpointing": "model.activation_checkpointing",
     "deepspeed": "sharding.enabled",
@@ -312,6 +313,8 @@ class Reader:
 
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
     """Say what an unknown key may be: another trainer's, a field elsewhere, or one of the nearest."""
+    if prefix + key in RENAMED_OPTIONS:
+        return f"since 0.4.0 it is called {RENAMED_OPTIONS[prefix + key]}"
     theirs = THEIRS.get(key)
     if theirs:
         return f"here it is {theirs}"

@@ -94,12 +94,12 @@ def check_sharding(run: RunConfig) -> WithoutEffect:
 
 def check_rollout(run: RunConfig) -> WithoutEffect:
     engine = run.sampling.engine
-    if engine != "own":
+    if engine != "native":
         yield "rollout.gather_weights", f"sampling.engine {engine} has its own copy of the weights"
     elif not run.uses_fsdp:
         reason = "each rank has all weights unless sharding.enabled or model.compute_dtype is set"
         yield "rollout.gather_weights", reason
-    if engine == "own" and run.adapter.dropout > 0:
+    if engine == "native" and run.adapter.dropout > 0:
         yield (
             "rollout.max_logp_mismatch",
             "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, "
@@ -243,6 +243,6 @@ def check_sampling(run: RunConfig) -> WithoutEffect:
     if sampling.environment is None:
         yield "sampling.history", "completions have only one turn unless environment is set"
     if sampling.engine == "vllm":
-        yield "sampling.graph", "engine vllm decides itself when to use CUDA graphs"
-    if sampling.engine == "own":  # an engine from a file may use the options of vLLM too
+        yield "sampling.cuda_graph", "engine vllm decides itself when to use CUDA graphs"
+    if sampling.engine == "native":  # an engine from a file may use the options of vLLM too
         yield "sampling.vllm", "these options are read only with engine vllm"

@@ -253,7 +253,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     for name in values:
         if name not in template_names:
             raise template._error(
-                f"it reads no {name!r} of data.template; "
+                f"it reads no {name!r} of data.chat_template_kwargs; "
                 f"there are: {', '.join(sorted(template_names)) or 'none'}"
                 f"{did_you_mean(name, template_names)}"
             )

@@ -32,7 +32,7 @@ def torch_resize_frames(
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize
+RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize_backend
 
 Count = Annotated[int, ">= 1"]
 # an image of the largest is 2 GB as patches while they are made

@@ -205,11 +205,8 @@ def _with_common(item: Media, options: dict, common_options: dict) -> dict:
 
 
 def media_options(options: RowOptions) -> dict[str, dict]:
-    """Return by kind what is asked of every image and video; a row's own options win."""
-    image = {}
-    if isinstance(options.resize, tuple):
-        image = {"resized_height": options.resize[0], "resized_width": options.resize[1]}
-    return {"image": image, "video": check_options("video", options.video)}
+    """Return the options of all images and of all videos; options in a row take precedence."""
+    return {kind: check_options(kind, getattr(options, kind)) for kind in ("image", "video")}
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:

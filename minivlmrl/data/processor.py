@@ -44,7 +44,9 @@ class Processor:
     image_processor: ImageProcessor
     # chat template of the model's folder; None uses Qwen's template in chat_template.py
     template: "ChatTemplate | None" = None
-    answer: str = "tags"  # where a completion has its answer, see find_answer in rewards/text.py
+    answer_format: str = (
+        "tags"  # where a completion has its answer, see find_answer in rewards/text.py
+    )
     box_space: str = "resized"  # units of the boxes in an answer, see data/boxes.py
     tools: Sequence[str] = ()  # names of the tools that completions may call, see agents/
 

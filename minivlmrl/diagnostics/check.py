@@ -83,7 +83,7 @@ def check(config: RunConfig) -> Iterator[str]:
         is_drawn_first = config.stage_names[0] in online
         if config.model.path and is_drawn_first:
             gather_weights = config.rollout.gather_weights
-            sampling = replace(config.sampling, engine="own")
+            sampling = replace(config.sampling, engine="native")
             sample = make_sampler(model, processor, sampling, world, gather_weights)
             yield from check_completions(trial, sample, getattr(config, online[0]).num_generations)
         else:

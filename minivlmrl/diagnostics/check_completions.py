@@ -18,7 +18,7 @@ from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns
 from minivlmrl.rewards.text import find_answer
-from minivlmrl.run.evaluate import BLIND, generate_and_score
+from minivlmrl.run.evaluate import IMAGE_ABLATIONS, generate_and_score
 
 
 def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
@@ -58,10 +58,10 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     if "<answer>" not in prompt_text and reward_means.get("format", 1) < 0.05:
         yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
     texts = [processor.decode_assistant_turn(completion) for completion in completions]
-    yield from check_answers_found(texts, processor.answer)
+    yield from check_answers_found(texts, processor.answer_format)
     yield from unread_boxes(rewards, texts, processor)
     if equal_groups < 1 and any(row.images for row in rows):
-        grey_rows = [replace(row, images=BLIND["grey"](row, rows)) for row in rows]
+        grey_rows = [replace(row, images=IMAGE_ABLATIONS["gray_image"](row, rows)) for row in rows]
         grey_values, _ = generate_and_score(sample, grey_rows, num_generations, rewards)
         yield from check_grey(totals, combine(grey_values, trial.weights))
     columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
@@ -69,18 +69,18 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
 
 
 def check_answers_found(texts: Sequence[str], place: str) -> Iterator[str]:
-    """Check that most completions have an answer in the place that data.answer names.
+    """Check that most completions have an answer in the place that data.answer_format names.
 
     Args:
         texts: decoded completions.
-        place: value of data.answer: tags, whole or last_line.
+        place: value of data.answer_format: tags, whole or last_line.
     """
     answers = [find_answer(text, place) for text in texts]
     unparsed_share = answers.count(None) / len(texts)
     if unparsed_share > 0.5:
         yield (
-            f"{unparsed_share:.0%} of the completions have no answer where data.answer "
-            f"({place}) looks; set data.answer (tags, whole, last_line), or {FORM}"
+            f"{unparsed_share:.0%} of the completions have no answer where data.answer_format "
+            f"({place}) looks; set data.answer_format (tags, whole, last_line), or {FORM}"
         )
 
 

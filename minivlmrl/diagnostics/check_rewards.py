@@ -51,7 +51,7 @@ class Trial:
         )
 
     def answered(self, answers: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) of one answer per row, written in the format of data.answer."""
+        """Compute the rewards (n, K) of one answer per row, written in the format of data.answer_format."""
         return self.earned(as_rollout(answer, self.processor) for answer in answers)
 
 
@@ -74,8 +74,8 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         mean = replace(trial, rewards=[reward]).earned(texts).nanmean().item()
         if mean < 0.2:
             advice = "are the labels shuffled, or does the reward ask for another form?"
-            if reward.name != "format" and processor.answer == "tags" and not has_tags:
-                advice = "set data.answer: whole, or write <answer>...</answer>"
+            if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
+                advice = "set data.answer_format: whole, or write <answer>...</answer>"
             yield (
                 f"demonstrations earn {mean:.2f} of reward {reward.name}: "
                 f"sft would teach what is not rewarded; {advice}"
@@ -95,7 +95,7 @@ def unread_boxes(
     names = [reward.name for reward in rewards if reward.name in box_rewards]
     unread = []
     for text in texts:
-        answer = find_answer(text, processor.answer)
+        answer = find_answer(text, processor.answer_format)
         if answer and not parse_boxes(answer) and not says_none(answer):
             unread.append(answer)
     if names and len(unread) > 0.2 * len(texts):
@@ -213,11 +213,11 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def as_rollout(answer: str, processor: Processor) -> str:
-    """Format an answer as a completion in the format of data.answer: tags, whole or last_line."""
+    """Format an answer as a completion in the format of data.answer_format: tags, whole or last_line."""
     answer = find_answer(answer) or answer
-    if processor.answer == "tags":
+    if processor.answer_format == "tags":
         return ROLLOUT.format("hm", answer)
-    return answer if processor.answer == "whole" else f"hm\n{answer}"
+    return answer if processor.answer_format == "whole" else f"hm\n{answer}"
 
 
 def solutions_of(rows: Iterable[Row]) -> list[str]:

@@ -12,7 +12,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import json_text, read_json
 from minivlmrl.files import read_lines
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, curves
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, Logged
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -122,7 +122,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
     evaluations = []
     for line in read_lines(folder / EVALUATIONS, Logged):
         step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
-        evaluations.append({"step": step} | curves(line))
+        evaluations.append({"step": step} | line)
     return evaluations
 
 

@@ -18,6 +18,7 @@ from minivlmrl.files import read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.evaluate import IMAGE_ABLATIONS, metric_name
 from minivlmrl.run.metrics import EVALUATIONS, MetricsLog
 from minivlmrl.run.rollout_log import Logged
 from minivlmrl.run.trainer_state import TrainerState
@@ -37,6 +38,7 @@ class TrainingWarnings(Callback):
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
         self.evaluations = Path(config.output_dir, EVALUATIONS)
+        self.eval_reward = config.data.eval_rewards[0]
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         self.rules = WarningRules(trainer, optimizer)
@@ -51,8 +53,8 @@ class TrainingWarnings(Callback):
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         if self.log.world.is_main:
             lines = read_lines(self.evaluations, Logged)
-            for rule in (looks_away, forgets):
-                warning = rule(lines, num_rows)
+            for rule in (ignores_images, accuracy_regressed):
+                warning = rule(lines, num_rows, self.eval_reward)
                 if warning:
                     self.log.warn(stage, steps_done, warning, steps_done)
 
@@ -281,46 +283,57 @@ class WarningRules:
             )
 
 
-def looks_away(evaluations: list[dict], rows: int) -> str | None:
-    """Say that the reward rose while pictures became worth less than where they were worth most.
+def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | None:
+    """Warn if held-out accuracy rises while the benefit of seeing the image shrinks.
 
-    A picture is worth what is sampled with it and not with another or a grey one. Changes count
-    from 1 / sqrt(rows) on, two standard errors of a share of the held-out rows.
+    The benefit is the reward with the true image minus the reward with a gray or another image. A
+    change counts if it exceeds 1 / sqrt(rows), two standard errors of a fraction of the rows.
+
+    Args:
+        evaluations: lines of evaluations.jsonl.
+        rows: number of held-out rows.
+        reward: name of the first evaluation reward.
     """
+    sampled = metric_name(reward, "sampled")
+    gray, swapped = (metric_name(reward, way) for way in IMAGE_ABLATIONS)
 
-    def worth(line: dict) -> float:
-        return line["sampled"] - max(line["grey"], line["swapped"])
+    def benefit(line: dict) -> float:
+        return line[sampled] - max(line[gray], line[swapped])
 
-    if "grey" not in evaluations[-1]:
+    if gray not in evaluations[-1]:
         return None
-    lines = [line for line in evaluations if "grey" in line]
-    best_line = max(lines, key=worth)
+    lines = [line for line in evaluations if gray in line]
+    best_line = max(lines, key=benefit)
     last_line = lines[-1]
-    rise = last_line["sampled"] - best_line["sampled"]
-    loss = worth(best_line) - worth(last_line)
+    rise = last_line[sampled] - best_line[sampled]
+    loss = benefit(best_line) - benefit(last_line)
     if min(rise, loss) <= 1 / math.sqrt(rows):
         return None
     return (
-        f"what is sampled of held-out rows rose from {best_line['sampled']:.3g} to "
-        f"{last_line['sampled']:.3g}, but pictures add {worth(last_line):.3g} to it instead of "
-        f"{worth(best_line):.3g}; the text gives answers away: take rows that need their pictures"
+        f"held-out {sampled} rose from {best_line[sampled]:.3g} to {last_line[sampled]:.3g}, but "
+        f"images now add only {benefit(last_line):.3g} (best: {benefit(best_line):.3g}); the text of "
+        "the prompts may reveal the answers, so use rows that cannot be answered without the image"
     )
 
 
-def forgets(evaluations: list[dict], rows: int) -> str | None:
-    """Say that a stage has made greedy answers worse than they were before it.
+def accuracy_regressed(evaluations: list[dict], rows: int, reward: str) -> str | None:
+    """Warn if greedy answers to held-out rows are worse than before the stage.
 
-    Of shares alone: a fall counts from 1 / sqrt(rows) on, as above.
+    The warning is only for rewards of at most 1, and for a fall of more than 1 / sqrt(rows).
+
+    Args:
+        evaluations, rows, reward: see ignores_images.
     """
+    greedy = metric_name(reward, "greedy")
     stage = evaluations[-1]["stage"]
     before = math.nan
     for line in evaluations:
         if line["stage"] != stage or line["step"] == 0:
-            before = line.get("greedy", math.nan)
-    after = evaluations[-1].get("greedy", math.nan)
+            before = line.get(greedy, math.nan)
+    after = evaluations[-1].get(greedy, math.nan)
     if not (after < before - 1 / math.sqrt(rows) and before <= 1):
         return None
     return (
-        f"greedy answers to held-out rows earned {before:.3g} before {stage} and earn {after:.3g} "
-        f"now; lower {stage}.learning_rate, or raise {stage}.beta if it has one"
+        f"held-out {greedy} fell from {before:.3g} before {stage} to {after:.3g}; lower "
+        f"{stage}.learning_rate, or raise {stage}.beta if the stage has one"
     )

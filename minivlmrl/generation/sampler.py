@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # class of sampler for each value of the option sampling.engine
 ENGINES = {
-    "own": "minivlmrl.generation.sampler:Sampler",
+    "native": "minivlmrl.generation.sampler:Sampler",
     "vllm": "minivlmrl.generation.vllm:VLLMSampler",
 }
 
@@ -79,7 +79,7 @@ class Sampler:
         # a mixture of experts cannot be captured, because the tokens per expert vary
         fits_graph = not by_layer and model.config.experts is None
         on_gpu = self.device.type == "cuda" and fits_graph
-        self.captured = sampling.graph == "auto" and on_gpu
+        self.captured = sampling.cuda_graph == "auto" and on_gpu
         self.filters: Filters | None = None  # filters and stop strings of the current call
         self.stop_strings: StopStrings | None = None
 

@@ -155,7 +155,7 @@ class VLLMSampler(Sampler):
         model_type = read_json(Path(config)).get("model_type")
         if model_type in list(FAMILIES) and not FAMILIES[model_type].in_vllm:
             raise ValueError(
-                f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take own"
+                f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take native"
             )
 
     @classmethod
@@ -242,7 +242,7 @@ class VLLMSampler(Sampler):
         if prompt.row is not None:
             name = prompt.row.where or f"row {prompt.row.index}"
         if (ids == config.video_token_id).any():
-            raise ValueError(f"{name}: a video needs sampling.engine=own")
+            raise ValueError(f"{name}: a video needs sampling.engine=native")
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
         if limit and len(ids) + num_new > limit:  # vLLM would truncate the completion

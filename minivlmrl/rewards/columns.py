@@ -32,7 +32,7 @@ def reward_columns(
     columns["row_names"] = [row.where or f"row {row.index}" for row in row_of_each]
     columns["completion_ids"] = [completion.ids.tolist() for completion in flat_completions]
     columns["completions"] = texts
-    columns["answer_texts"] = [find_answer(text, processor.answer) for text in texts]
+    columns["answer_texts"] = [find_answer(text, processor.answer_format) for text in texts]
     return columns
 
 

@@ -157,8 +157,10 @@ class MetricsLog(ExitStack):
             return
         line = {"stage": stage, "step": steps_done}
         self.write(EVALUATIONS, line | values)
-        self.track(curves(values))
-        shown = " ".join(f"{name.replace(' ', '_')}={value:.3f}" for name, value in values.items())
+        self.track(values)
+        shown = " ".join(
+            f"{name.removeprefix('eval/')}={value:.3f}" for name, value in values.items()
+        )
         with ending_unread():
             tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
@@ -282,11 +284,6 @@ def weights_and_biases(config: RunConfig, steps: int, closing: ExitStack) -> Cal
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
-
-
-def curves(evaluation: dict[str, float]) -> dict[str, float]:
-    """Name values of an evaluation as curves: {"iou greedy": 0.5} -> {"eval/iou_greedy": 0.5}."""
-    return {f"eval/{name.replace(' ', '_')}": value for name, value in evaluation.items()}
 
 
 def find_tracker(name: str) -> Callable:

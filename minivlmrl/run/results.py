@@ -1,4 +1,4 @@
-"""What a run leaves beside metrics: config.yaml, summary.json and its weights."""
+"""Write the results of a run: config.yaml, evaluations, summary.json and the weights."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from minivlmrl.files import write_json
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
-from minivlmrl.run.evaluate import evaluate
+from minivlmrl.run.evaluate import check_best_metric, evaluate
 from minivlmrl.run.metrics import METRICS, MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks.registry import get_task
@@ -24,24 +24,32 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Refuse (ValueError) the folder of a finished run, or of any run if nothing is trained."""
+    """Raise ValueError if best_metric is unknown or if output_dir holds the results of a run."""
+    check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
-        raise ValueError("resume: torchrun's --max-restarts needs --resume=auto")
+        raise ValueError(
+            "resume: torchrun's --max-restarts only works with --resume=auto, because a restarted "
+            "process has to continue the run"
+        )
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
     has_results = (folder / SUMMARY).exists()
-    if not config.stages and metrics_file.exists():  # an evaluation would empty the metrics
+    if not config.stages and metrics_file.exists():  # an evaluation would overwrite the metrics
         has_results = has_results or metrics_file.stat().st_size > 0
     if has_results and not has_states and config.resume != "never":
         raise ValueError(
-            f"output_dir: {folder} holds the results of a run; "
-            "--resume=never begins anew there, another --output_dir leaves it alone"
+            f"output_dir: {folder} holds the results of a run; --resume=never deletes these results "
+            "and starts again, another --output_dir keeps them"
         )
 
 
 class Results:
-    """Evaluations of a run, added to progress.results, and its folder; held_out may be None."""
+    """Evaluate a run and write its results.
+
+    The results of each evaluation between stages are added to progress.results. Without held-out rows
+    (`held_out` is None) nothing is evaluated.
+    """
 
     def __init__(
         self, config: RunConfig, model: Qwen2_5_VL, processor: Processor, log: MetricsLog,
@@ -58,18 +66,21 @@ class Results:
         self.folder = Path(config.output_dir)
         if self.world.is_main:
             rows = f"evaluated on {len(held_out)} rows" if held_out else "not evaluated"
-            first_line = f"# {config.recipe}; {rows}\n"  # the page reads it
+            first_line = f"# {config.recipe}; {rows}\n"  # report.html shows this line
             text = first_line + to_yaml(config)
             (self.folder / "config.yaml").write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
-        """Evaluate the model before the first stage or at the end of one, for the table."""
+        """Evaluate the model before the first stage or after a stage, for the printed table."""
         if self.held_out is not None:
             steps_done = trainer.config.max_steps if trainer else 0
             self.progress.results[name] = self.evaluate(name, trainer, steps_done)
 
     def after_step(self, trainer: Trainer, steps_done: int):
-        """Evaluate and save if it is time after so many steps; at the end measure() evaluates."""
+        """Evaluate every eval_steps steps and save every save_steps steps.
+
+        After the last step of a stage `measure` evaluates the model instead.
+        """
         if steps_done == 0:
             return
         config = self.config
@@ -80,15 +91,18 @@ class Results:
             trainer.save(self.folder)
 
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
-        """Evaluate the model, save it if it is the best, and return what the table shows."""
+        """Evaluate the model, save it if it is the best so far, and return the printed metrics."""
         begin = time.perf_counter()
         config = self.config
         held_out = self.held_out
-        assert held_out is not None  # a recipe without held-out rows cannot set eval_steps
+        assert held_out is not None  # validation rejects eval_steps without held-out rows
         try:
             values = evaluate(self.model, self.processor, held_out, config, self.world)
         except FloatingPointError as error:
-            raise ValueError(f"evaluation {name}: {error}; try a lower learning rate") from error
+            raise ValueError(
+                f"evaluation {name}: {error}; the training has probably diverged, try a lower "
+                "learning rate"
+            ) from error
         stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
             stage = trainer.stage
@@ -100,15 +114,17 @@ class Results:
         best_metric = config.best_metric
         if trainer is not None and best_metric is not None and best_metric in values:
             value = values[best_metric]
-            score = -value if best_metric == "loss" else value
+            score = -value if best_metric == "eval/loss" else value
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 trainer.save(self.folder / BEST)
-        values.pop("loss", None)  # not all stages have one
+        values.pop(
+            "eval/loss", None
+        )  # the table has no column for the loss: not all stages have one
         return values
 
     def write(self, trainer: Trainer | None = None):
-        """Write the table and then, as this may fill the disk, the weights."""
+        """Write summary.json and then the weights, because weights may fill the disk."""
         if self.world.is_main:
             name = self.config.data.task
             task = get_task(name) if name else None
@@ -131,16 +147,24 @@ class Results:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
-    """Print what was measured on so many held-out rows, and what chance would earn of them."""
+    """Print the metrics of all evaluations as a table, with the value that guessing would reach.
+
+    Args:
+        results: name of the evaluation -> metric -> value.
+        num_rows: number of held-out rows.
+        chance: expected first reward of a policy that guesses, or None.
+        chance_name: title of the row for `chance`.
+    """
     first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
     widths = {}
     for row in results.values():
         for column in row:
-            widths[column] = max(9, len(column) + 2)
-    titles = "".join(f"{column:>{width}}" for column, width in widths.items())
+            widths[column] = max(9, len(column.removeprefix("eval/")) + 2)
+    titles = "".join(f"{column.removeprefix('eval/'):>{width}}" for column, width in widths.items())
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        print(f"{chance_name:<{first_width}}{chance:>9.3f}{chance:>9.3f}")  # sampled and greedy
+        first_two = list(widths.values())[:2]  # the first reward, sampled and greedy
+        print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():
         line = f"{name.replace('_', ' '):<{first_width}}"
         for column, width in widths.items():

@@ -142,19 +142,19 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     """Let a processor do what the recipe's data section asks for, and say so in its folder."""
     data = config.data
     image_processor = processor.image_processor
-    if isinstance(data.resize, str):
-        image_processor = replace(image_processor, resize=RESIZE[data.resize])
+    if data.resize_backend:
+        image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
-    if data.template:
+    if data.chat_template_kwargs:
         from minivlmrl.data.folder_template import with_values  # here, because it needs Jinja
 
-        template = with_values(template, data.template)
+        template = with_values(template, data.chat_template_kwargs)
     processor.tokenizer.files[INFERENCE_CONFIG] = inference_yaml(config).encode()
     processor = replace(
         processor,
         image_processor=image_processor,
         template=template,
-        answer=data.answer,
+        answer_format=data.answer_format,
         box_space=data.box_space or processor.box_space,
     )
     return prepare_tools(processor, config.sampling.environment)

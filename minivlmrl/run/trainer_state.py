@@ -1,10 +1,12 @@
-"""How far a run has come: the part of a checkpoint that is not a tensor, stored as run.json."""
+"""Progress of a run: the part of a training state that is not a tensor, stored as run.json."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from minivlmrl.config.loading import flat, nested
 from minivlmrl.config.parsing import build, read_json
+from minivlmrl.config.renames import eval_rewards, is_from_0_3, rename_metric, translate_options
 
 RUN = "run.json"
 
@@ -56,5 +58,19 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """Read the run.json of a checkpoint (ValueError: a field is missing or not valid)."""
-    return build(TrainerState, read_json(folder / RUN), str(folder / RUN), json=True)
+    """Read run.json in the folder of a state.
+
+    A state of minivlmrl 0.3 gets the new names of options and evaluation metrics.
+
+    Raises:
+        ValueError: a field is missing or not valid.
+    """
+    state = build(TrainerState, read_json(folder / RUN), str(folder / RUN), json=True)
+    options = nested(state.recipe)
+    if is_from_0_3(options):
+        state.recipe = flat(translate_options(options, folder / RUN))
+        rewards = eval_rewards(options)
+        for name, metrics in state.results.items():
+            renamed = {rename_metric(metric, rewards): value for metric, value in metrics.items()}
+            state.results[name] = renamed
+    return state

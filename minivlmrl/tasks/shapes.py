@@ -156,7 +156,7 @@ def datasets(
             demonstrations,
             f"{seed}/sft",
             wrong_labels=wrong_demonstrations,
-            tags=data.answer == "tags",  # they say the label where the rewards look for it
+            tags=data.answer_format == "tags",  # they say the label where the rewards look for it
         ),
         "pairs": pictures(pairs, f"{seed}/pairs"),
         "labels": pictures(pairs, f"{seed}/pairs", labelled=True),

@@ -121,7 +121,7 @@ class PairTrainer(OfflineTrainer):
         margins = torch.cat([self.margins(part) for part in parts])[:count]
         reshard(self.trained)
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
-        return {"pairs": ahead / pairs}
+        return {"eval/pair_accuracy": ahead / pairs}
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

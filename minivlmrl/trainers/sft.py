@@ -51,4 +51,4 @@ class SFTTrainer(OfflineTrainer):
             sums += torch.stack([total, mask.sum().double()]).cpu()
         reshard(self.policy)
         total, tokens = self.world.sum(*sums.tolist())
-        return {"loss": total / tokens}
+        return {"eval/loss": total / tokens}

@@ -31,7 +31,7 @@ def evaluate(checkpoint, rows, tmp_path, monkeypatch):
 
 
 def test_results_scored_again_give_the_same_mean(evaluate, capsys):
-    lines, summary = evaluate("--num_generations=2", "--data.answer=whole")
+    lines, summary = evaluate("--num_generations=2", "--data.answer_format=whole")
     assert [line["row"] for line in lines] == list(range(8)) and summary["rows"] == 8
     texts = [one["text"] for line in lines for one in line["answers"]]
     solutions = [line["solution"] for line in lines for _ in "12"]
@@ -53,7 +53,7 @@ def test_the_recipe_of_the_models_run_is_taken_without_its_adapter(evaluate, che
 
 
 def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
-    said = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer=whole")
+    said = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer_format=whole")
     trained = run("--stages=[]", *own, *said, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
     lines = evaluate("--rows=2", model=trained / "checkpoint")[0]
     alone = shutil.copytree(trained / "checkpoint", tmp_path / "elsewhere" / "alone")

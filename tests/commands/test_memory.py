@@ -78,7 +78,7 @@ def rows_of_memory(name):
     return [[text.strip() for text in row] for row in rows]
 
 
-THOUGHTS = ["--data.template.enable_thinking=true", "--sampling.max_new_tokens=2048"]
+THOUGHTS = ["--data.chat_template_kwargs.enable_thinking=true", "--sampling.max_new_tokens=2048"]
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 
 

@@ -303,5 +303,5 @@ def test_a_recipe_of_ours_is_found_by_its_name(tmp_path, monkeypatch):
 
 
 def test_rewards_that_weigh_nothing_are_refused():
-    with pytest.raises(ValueError, match="all weights are 0, nothing is learned"):
+    with pytest.raises(ValueError, match="at least one weight must not be 0"):
         load_config("shapes.yaml", ["--rewards={accuracy: 0, format: 0.0}"])

@@ -132,7 +132,7 @@ OPTIONS = [  # field, another value, base
     ("data.task", "shapes(demonstrations=8, pairs=8, wrong_demonstrations=1.0)", SFT),
     ("data.prompt_template", "'Look. {problem}'", ["own", *SFT]),
     ("data.system_prompt", "Be brief.", ["own", *SFT]),
-    ("data.template", "{add_vision_id: true}", ["own", *SFT]),
+    ("data.chat_template_kwargs", "{add_vision_id: true}", ["own", *SFT]),
     ("data.min_pixels", 112 * 112, ["own", *SFT]),
     ("data.max_pixels", 28 * 28, ["own", *SFT]),
     ("data.train_file", "{home}/other.jsonl", ["own", *SFT]),
@@ -161,7 +161,7 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
         "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
         "grpo.scale_rewards": GRPO,
         "grpo.multi_objective_aggregation": GRPO,
-        "data.answer": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
+        "data.answer_format": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
     }.items()],
     ("grpo.rollout_correction", CORRECTION_MODES, [*DRIFT, "--grpo.rollout_correction_bounds=[null, 1.5]"]),
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
@@ -182,13 +182,14 @@ OUTPUTS = [  # field, another value, base, the file that it changes, or where a 
     ("data.train", "[{file: {home}/other.jsonl}]", SEVERAL, METRICS),
     ("data.columns", "{solution: key}", ["own", *GRPO, "--rewards={letters: 1}"], "completions.jsonl"),
     ("data.image_root", "{home}/elsewhere", OWN, METRICS),
-    ("data.resize", "torch", OWN, METRICS),
+    ("data.resize_backend", "torch", OWN, METRICS),
+    ("data.image", "{resized_height: 28, resized_width: 28}", OWN, METRICS),
     ("eval_steps", 1, EVALUATED, "evaluations.jsonl"),
     ("data.eval_rows", 2, EVALUATED, "evaluations.jsonl"),
     ("data.eval_rewards", "[format]", EVALUATED, "evaluations.jsonl"),
     ("data.eval_without_images", "true", EVALUATED, "evaluations.jsonl"),
     ("data.eval_file", "{home}/other.jsonl", ["own", *EVALUATED], "evaluations.jsonl"),
-    ("best_metric", "loss", [*EVALUATED, "--eval_steps=1"], "best"),
+    ("best_metric", "eval/loss", [*EVALUATED, "--eval_steps=1"], "best"),
     ("log_completions", 0, GRPO, "completions.jsonl"),
     ("save_steps", 1, SFT, "checkpoint"),
     ("checkpoint_steps", 1, SFT, "states"),
@@ -215,10 +216,10 @@ ELSEWHERE = {  # fields of the machine, of several processes, or of what takes l
     "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
     "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_draw_the_same",
     "sampling.max_batch_tokens": "generation/test_sampler.py: test_keys_alone_decide",
-    "sampling.graph": "generation/test_sampler.py: test_the_option_graph_chooses_how_a_step_is_run",
+    "sampling.cuda_graph": "generation/test_sampler.py: test_the_option_cuda_graph_chooses_how_a_step_is_run",
     "sampling.environment": "agents/test_environment.py: test_the_one_of_the_page",
     "sampling.history": "agents/test_trajectories.py: test_what_windows_show",
-    "sampling.engine": "generation/test_vllm.py: test_a_run_is_the_own_samplers_run",
+    "sampling.engine": "generation/test_vllm.py: test_a_run_is_the_native_engines_run",
     "sampling.vllm": "generation/test_vllm.py: test_what_it_cannot_do_is_refused",
     "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_are_the_references",
     "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",  # noqa: E501
@@ -372,12 +373,13 @@ def test_every_option_has_an_effect_that_a_test_shows():
         assert name.split(".")[-1] in text
 
 
-def test_resize_can_be_the_size_of_every_image(home, own):
+def test_all_images_can_have_one_size(home, own):
     """Its area keeps the bounds of the folder."""
-    config = load_config(home / "recipe.yaml", [*own, "--data.resize=[50, 86]", "--data.min_pixels=784"])
+    size = "{resized_height: 50, resized_width: 86}"
+    config = load_config(home / "recipe.yaml", [*own, f"--data.image={size}", "--data.min_pixels=784"])
     (_, processor), rows = build_model(config, ONE), load_datasets(config, {"sft": "demonstrations"})["sft"]
-    seen = [rows[i].prompt(processor).image_grid_thw.tolist() for i in range(3)]
-    assert seen == [[[1, 4, 6]]] * 3
-    for wrong in ("50", "[50]", "[50, 0]", "[50, a]"):
-        with pytest.raises(ValueError, match=r"data\.resize is .*, it must be of type 'pil' or 'torch' or tuple"):
-            load_config(home / "recipe.yaml", [f"--data.resize={wrong}"])
+    grids = [rows[i].prompt(processor).image_grid_thw.tolist() for i in range(3)]
+    assert grids == [[[1, 4, 6]]] * 3
+    for wrong in ("{resized_height: 50}", "{resized_height: 0, resized_width: 9}", "{height: 50}"):
+        with pytest.raises(ValueError, match=r"data\.image: options of the image"):
+            load_config(home / "recipe.yaml", [f"--data.image={wrong}"])

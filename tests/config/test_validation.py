@@ -33,7 +33,7 @@ BOTH = {"stages": ["dpo", "grpo"], "grpo.beta": 0.1, "reference.path": "folder"}
 MOVING = {"reference.sync_ref_model": True}
 CASES = [  # option, a value, recipes in which it has no effect, and in which it has one
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
-    ("best_metric", "greedy", [FILES], [{}]),
+    ("best_metric", "eval/accuracy_greedy", [FILES], [{}]),
     ("adapter.path", "folder", [{}], [ADAPTER]),
     ("adapter.alpha", 8.0, [{}], [ADAPTER]),
     ("adapter.dropout", 0.1, [{}], [ADAPTER]),
@@ -64,7 +64,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
     ("sampling.top_p", 0.5, [GREEDY], [{}]),
     ("sampling.min_p", 0.5, [GREEDY], [{}]),
     ("sampling.history", 2, [{}], [{"sampling.environment": "zoom.py:Zoom"}]),
-    ("sampling.graph", "never", [VLLM], [{}]),
+    ("sampling.cuda_graph", "never", [VLLM], [{}]),
     ("sampling.vllm", {"dtype": "float32"}, [{}], [VLLM, {"sampling.engine": "my_vllm.py:VLLMSampler"}]),
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
     ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}],

@@ -38,7 +38,7 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():
     rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
-    processor = SimpleNamespace(answer="tags")
+    processor = SimpleNamespace(answer_format="tags")
     texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
     [sentence] = check_rewards.unread_boxes(rewards, texts, processor)
     assert sentence.startswith(

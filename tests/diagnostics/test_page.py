@@ -62,7 +62,7 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     steps = metrics(trained)
     assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[1]["reward"])
     charts = re.findall(r'aria-label="(\S+) by step"', html)
-    evaluated = {f"eval/{name}" for name in ("sampled", "greedy", "format")}
+    evaluated = {"eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"}
     assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
     assert html.count('src="data:image/webp;base64,') == 2  # beside the completions, and a button
     assert "http" not in TEMPLATE.read_text()  # neither server nor network
@@ -113,11 +113,13 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     write_lines(trained / "completions.jsonl", lines)
     step = {"stage": "grpo", "step": 2}
     write_lines(trained / "warnings.jsonl", [step | {"warning": "all <groups> earn the same"}])
-    evaluation = {"stage": "grpo", "step": 3, "sampled": 0.25, "greedy": 0.5}
+    evaluation = {"stage": "grpo", "step": 3, "eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5}
     write_lines(trained / "evaluations.jsonl", [evaluation])
     sft = [{"stage": "sft", "step": i, "loss": 1.0} for i in range(7)]
     write_lines(trained / "metrics.jsonl", sft + metrics(trained))
-    assert collect_run(trained)["evaluations"] == [{"step": 10, "eval/sampled": 0.25, "eval/greedy": 0.5}]
+    assert collect_run(trained)["evaluations"] == [
+        {"step": 10, "eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5}
+    ]
     report.main([str(trained)])
     html = browse(trained / "report.html", "", tmp_path)
     assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
@@ -134,13 +136,15 @@ def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(train
     other = shutil.copytree(trained, tmp_path / "other")
     dpo = [{"stage": "dpo", "step": i, "loss": 1.0} for i in range(2)]
     write_lines(other / "metrics.jsonl", metrics(other) + dpo)
-    evaluations = [{"stage": "grpo", "step": 3 * i, "sampled": 0.25, "loss": 1 + i / 1e6} for i in range(2)]
+    evaluations = [
+        {"stage": "grpo", "step": 3 * i, "eval/accuracy_sampled": 0.25, "eval/loss": 1 + i / 1e6} for i in range(2)
+    ]
     write_lines(trained / "evaluations.jsonl", evaluations)
     report.main([str(trained), str(other), "--out", str(tmp_path / "ab.html")])
     html = browse(tmp_path / "ab.html", "", tmp_path)
     charts = {text.partition('"')[0]: text for text in html.split('aria-label="')}
     assert "reward by step" in charts  # dpo is the last stage of one of them
-    sampled, flat = charts["eval/sampled by step"], charts["eval/loss by step"]
+    sampled, flat = charts["eval/accuracy_sampled by step"], charts["eval/loss by step"]
     assert '<path class="error" d="M46.0 112.0L46.0 46.4"></path>' in sampled and ">1</text>" in sampled
     assert 'd="M46.0 64.0L294.0 64.0"' in flat and "error" not in flat
 

@@ -11,7 +11,15 @@ import torch
 from runs import metrics
 
 from minivlmrl.config.options import LoRAOptions, RunConfig, SamplingOptions
-from minivlmrl.diagnostics.warnings import BLIND, IDLE, WINDOW, TrainingWarnings, WarningRules, forgets, looks_away
+from minivlmrl.diagnostics.warnings import (
+    BLIND,
+    IDLE,
+    WINDOW,
+    TrainingWarnings,
+    WarningRules,
+    accuracy_regressed,
+    ignores_images,
+)
 from minivlmrl.run.metrics import MetricsLog, check_mismatch
 from minivlmrl.run.trainer_state import TrainerState
 
@@ -216,18 +224,21 @@ def test_a_policy_must_be_better_than_one_answer(mean, said):
         assert "accuracy was 0.5, and always answering 'cat' 0.5" in found[0]
 
 
+WAYS = "sampled", "gray_image", "swapped_image"
+
+
 def seen(*curves):
-    return [{"sampled": a, "grey": b, "swapped": c} for a, b, c in curves]
+    return [dict(zip((f"eval/iou_{way}" for way in WAYS), values, strict=True)) for values in curves]
 
 
 AWAY = seen((0.0, 0.0, 0.0), (0.4, 0.1, 0.1), (0.6, 0.3, 0.4), (0.8, 0.7, 0.75))
 
 
 def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
-    said = looks_away(AWAY, 256)
-    assert said.startswith("what is sampled of held-out rows rose from 0.4 to 0.8, but pictures add 0.05 to it instead")
-    assert said.endswith("of 0.3; the text gives answers away: take rows that need their pictures")
-    assert looks_away([{"sampled": 0.1}, *AWAY], 256) == said  # evaluations before it was asked for
+    said = ignores_images(AWAY, 256, "iou")
+    assert said.startswith("held-out eval/iou_sampled rose from 0.4 to 0.8, but images now add only 0.05 (best: 0.3); ")
+    assert said.endswith("so use rows that cannot be answered without the image")
+    assert ignores_images([{"eval/iou_sampled": 0.1}, *AWAY], 256, "iou") == said  # evaluations before it was asked for
 
 
 @pytest.mark.parametrize("healthy", [
@@ -237,24 +248,24 @@ def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
     seen((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
 ])  # fmt: skip
 def test_other_curves_say_nothing(healthy):
-    assert looks_away(healthy, 256) is None
-    assert looks_away(AWAY, 9) is None  # of few rows
+    assert ignores_images(healthy, 256, "iou") is None
+    assert ignores_images(AWAY, 9, "iou") is None  # of few rows
 
 
 def greedy(stage, step, value):
-    return {"stage": stage, "step": step, "greedy": value}
+    return {"stage": stage, "step": step, "eval/accuracy_greedy": value}
 
 
 FORGOTTEN = [greedy("sft", 0, 0.9), greedy("sft", 40, 0.582), greedy("dpo", 150, 0.516)]
 
 
 def test_a_stage_that_makes_answers_worse_is_named():
-    said = forgets(FORGOTTEN, 256)
-    assert said.startswith(
-        "greedy answers to held-out rows earned 0.582 before dpo and earn 0.516 now; lower dpo.learn"
-    )
+    said = accuracy_regressed(FORGOTTEN, 256, "accuracy")
+    assert said.startswith("held-out eval/accuracy_greedy fell from 0.582 before dpo to 0.516; lower dpo.learning_rate")
     alone = [greedy("dpo", 0, 0.582), greedy("dpo", 50, 0.9), greedy("dpo", 150, 0.516)]
-    assert forgets(alone, 256) == said  # the only stage of a run; what it gained in between does not count
+    assert (
+        accuracy_regressed(alone, 256, "accuracy") == said
+    )  # the only stage of a run; what it gained in between does not count
 
 
 @pytest.mark.parametrize("healthy", [
@@ -264,8 +275,8 @@ def test_a_stage_that_makes_answers_worse_is_named():
     [greedy("sft", 0, 23.0), greedy("grpo", 9, 22.0)],  # no share
 ])  # fmt: skip
 def test_no_stage_forgot(healthy):
-    assert forgets(healthy, 256) is None
-    assert forgets(FORGOTTEN, 64) is None  # of few rows
+    assert accuracy_regressed(healthy, 256, "accuracy") is None
+    assert accuracy_regressed(FORGOTTEN, 64, "accuracy") is None  # of few rows
 
 
 def evaluated(folder, *lines):
@@ -282,13 +293,16 @@ def evaluated(folder, *lines):
 
 def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
     shares = enumerate([(0.4, 0.1), (0.9, 0.8)])
-    lines = [("grpo", step, {"sampled": x, "grey": grey, "swapped": 0.0}) for step, (x, grey) in shares]
+    lines = [
+        ("grpo", step, {f"eval/accuracy_{way}": value for way, value in zip(WAYS, (x, grey, 0.0), strict=True)})
+        for step, (x, grey) in shares
+    ]
     [line] = evaluated(tmp_path, *lines)
-    assert (line["stage"], line["step"]) == ("grpo", 1) and "pictures add 0.1 to it instead of 0.3" in line["warning"]
+    assert (line["stage"], line["step"]) == ("grpo", 1) and "images now add only 0.1 (best: 0.3)" in line["warning"]
     assert f"step 1: {line['warning']}\n" in capsys.readouterr().err
 
 
 def test_a_stage_that_makes_answers_worse_is_a_warning(tmp_path, capsys):
-    [line] = evaluated(tmp_path, ("sft", 9, {"greedy": 0.6}), ("dpo", 9, {"greedy": 0.5}))
+    [line] = evaluated(tmp_path, ("sft", 9, {"eval/accuracy_greedy": 0.6}), ("dpo", 9, {"eval/accuracy_greedy": 0.5}))
     assert line["stage"] == "dpo" and "0.6 before dpo" in line["warning"]
     assert line["warning"] in capsys.readouterr().err

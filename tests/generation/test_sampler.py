@@ -78,7 +78,7 @@ def decodes(monkeypatch):
 
 
 @pytest.mark.parametrize(("graph", "on_a_gpu"), [("auto", True), ("never", False)])
-def test_the_option_graph_chooses_how_a_step_is_run(sampler, decodes, graph, on_a_gpu):
+def test_the_option_cuda_graph_chooses_how_a_step_is_run(sampler, decodes, graph, on_a_gpu):
     drawn(sampler(graph=graph))
     assert set(decodes) == {(Decode, False)}
     assert sampler(world=SimpleNamespace(device=torch.device("cuda")), graph=graph).captured == on_a_gpu
@@ -156,5 +156,5 @@ def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
     for name in ("NoSampler", "Counting(a=1)", "Sampler(a=1)"):
         with pytest.raises(ValueError, match=r"^sampling\.engine .*: it must be a class made of minivlmrl\.generation"):
             stage("grpo", f"--sampling.engine={file}:{name}")
-    with pytest.raises(ValueError, match=r"sampling\.engine is '.*, it must be own with an environment"):
+    with pytest.raises(ValueError, match=r"sampling\.engine is '.*, it must be native with an environment"):
         stage("grpo", option, "--sampling.environment=recipes/zoom.py:Zoom")

@@ -103,7 +103,7 @@ def test_the_form_of_runner_v2_follows_its_slots(monkeypatch):
     assert sampling.steps[0][0].tolist() == [1, 0] and sampling.ended == ["1"] and sampling.counts.tolist() == [1, 1]
 
 
-def test_a_run_is_the_own_samplers_run(stage, monkeypatch):
+def test_a_run_is_the_native_engines_run(stage, monkeypatch):
     vllm_stand_in.install(monkeypatch)
     own, engine = (stage("grpo", *more, dtype=torch.float32).go(2) for more in ((), (ENGINE,)))
     chance = {"rollout/logp_mismatch": 0, "rollout/logp_mismatch_rms": 0}  # differences of rounding
@@ -123,7 +123,7 @@ def test_a_run_that_draws_from_another_policy_ends_in_its_first_rollout(stage, m
 
 
 def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
-    with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', it must be own with an environment"):
+    with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', it must be native with an environment"):
         load_config("shapes.yaml", [ENGINE, "--sampling.environment=recipes/zoom.py:Zoom"])
     prompt = prompts(1)[0]
     video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))

@@ -70,7 +70,7 @@ FAULTS = {
     ),
     "answers are looked for where there are none": Fault(
         ["--rewards={accuracy: 1}"],
-        check=("have no answer where data.answer (tags) looks", "set data.answer"),
+        check=("have no answer where data.answer_format (tags) looks", "set data.answer_format"),
     ),
     "all rows have one solution": Fault(
         change={"solution": "cat"},
@@ -82,7 +82,7 @@ FAULTS = {
     ),
     "demonstrations without the tags in which answers are looked for": Fault(
         ["--stages=[sft, grpo]"], {"completion": "dog"},
-        check=("demonstrations earn 0.00 of reward accuracy", "set data.answer: whole"),
+        check=("demonstrations earn 0.00 of reward accuracy", "set data.answer_format: whole"),
     ),
     "a reward that likes what is no answer": Fault(
         ["--rewards={one.py:words: 1}"],

@@ -102,7 +102,7 @@ class Stage:
         return [(self.next(), self.update())[1] for _ in range(steps)]
 
     def accuracy(self):
-        return self.trainer.evaluate(self.held_out).get("pairs")
+        return self.trainer.evaluate(self.held_out).get("eval/pair_accuracy")
 
 
 @pytest.fixture

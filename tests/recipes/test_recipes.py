@@ -27,14 +27,16 @@ def test_the_localisation_recipe_runs(run, capsys):
     assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     assert table["chance"] == constant_box(held_out)[1]
     for name in ("start", "after_sft", "after_grpo"):
-        assert list(table[name])[3:] == ["acc_0_5 sampled", "acc_0_5 greedy", "unseen sampled", "unseen greedy"]
+        assert list(table[name])[3:] == [
+            "eval/acc_0_5_sampled", "eval/acc_0_5_greedy", "eval/unseen/iou_sampled", "eval/unseen/iou_greedy",
+        ]  # fmt: skip
         assert all(0 <= share <= 1 for share in table[name].values())
     lines = metrics(folder)
     assert [line["stage"] for line in lines] == ["sft", "grpo"]
     assert {"rewards/iou/mean", "rewards/box_format/mean", "kl"} <= set(lines[-1])
     load_model(folder / "checkpoint")
     said = capsys.readouterr().out
-    assert "after grpo" in said and "unseen greedy" in said and f"constant box {table['chance']:>9.3f}" in said
+    assert "after grpo" in said and "unseen/iou_greedy" in said and f"{table['chance']:>13.3f}" in said
 
 
 def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):

@@ -87,4 +87,4 @@ def test_the_recipe_runs(run, plain, monkeypatch):
     monkeypatch.chdir(ROOT)
     small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
     folder = run("--num_threads=1", "--data.eval_rows=8", *small, recipe=ROOT / "recipes" / "site.yaml")
-    assert {"sampled", "greedy", "recipes/site.py:pressed sampled"} <= set(summary(folder)["after_grpo"])
+    assert {"eval/recipes/site.py:pressed_sampled"} <= set(summary(folder)["after_grpo"])

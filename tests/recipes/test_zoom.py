@@ -65,4 +65,4 @@ def test_the_recipe_runs(run, plain, monkeypatch):
     small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
     folder = run("--num_threads=1", "--data.eval_rows=8", *small, recipe=RECIPE)
     table = summary(folder)
-    assert {"sampled", "greedy", "recipes/zoom.py:looks sampled"} <= set(table["after_grpo"])
+    assert {"eval/recipes/zoom.py:looks_sampled"} <= set(table["after_grpo"])

@@ -80,7 +80,7 @@ found["A form of rows"] = to_columns({"picture": "a.png", "problem": "?"}, {})["
 picture = Image.new("RGB", (4, 2), "white")
 pixels = RESIZE["padded"]([picture], 4, 4, torch.zeros(3, 1).numpy(), torch.ones(3, 1).numpy())
 has_bars = pixels[0, 0].mean(1).tolist() == [0, 1, 1, 0]
-found["An image processor"] = has_bars and load_config("shapes.yaml", ["--data.resize=padded"])
+found["An image processor"] = has_bars and load_config("shapes.yaml", ["--data.resize_backend=padded"])
 model = load_model("run/checkpoint")
 weight = model.model.layers[0].self_attn.q_proj.weight
 inject_adapters(model, LoRAOptions(r=2, quantize="nf4"))

@@ -140,7 +140,7 @@ def test_the_band_of_the_default_run():
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
-            assert f"{run['results']['after_grpo']['sampled']:.3f}".lstrip("0") in shown
+            assert f"{run['results']['after_grpo']['eval/accuracy_sampled']:.3f}".lstrip("0") in shown
     assert f"between 0{min(shown)} and 0{max(shown)} on" in README
     [table] = blocks(README, "text")
     assert re.search(r"after grpo +0(\S+)", table)[1] in shown

@@ -22,7 +22,7 @@ def trained(home, run, plain, tmp_path, capsys):
         line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
         line |= {"environment": expect.environment(), "results": json.loads(json.dumps(found))} | changes
         if sampled is not None:
-            line["results"]["after_sft"]["sampled"] = sampled
+            line["results"]["after_sft"]["eval/accuracy_sampled"] = sampled
         expect.add_run(tmp_path / "expected.json", line)
         capsys.readouterr()
         code = expect.report(*expect.find([*arguments, *other], tmp_path / "expected.json"))
@@ -33,23 +33,26 @@ def trained(home, run, plain, tmp_path, capsys):
 
 def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
     code, lines = trained("--log_completions=0")
-    names = ("sampled", "greedy", "format")
+    names = ("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled")
     inside = "0.000 is inside the band 0.000 to 0.306 of 1 runs"
     assert code == 0 and lines[:3] == [f"expect: after_sft {name} {inside}" for name in names]
     assert lines[3:] == ["expect: as recorded on this machine, every number to the last bit"]
     code, lines = trained(sampled=0.25)  # inside the band, and yet a mistake
-    assert code == 1 and lines[0] == "expect: after_sft sampled 0.000 is inside the band 0.000 to 0.592 of 1 runs"
-    assert lines[3:] == ["expect: after_sft sampled is 0.0000, recorded here 0.2500: off by -0.2500"]
+    assert (
+        code == 1
+        and lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.592 of 1 runs"
+    )
+    assert lines[3:] == ["expect: after_sft eval/accuracy_sampled is 0.0000, recorded here 0.2500: off by -0.2500"]
     assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
 
 
 def test_elsewhere_the_band_decides(trained, monkeypatch):
     code, lines = trained(environment="another CPU", sampled=0.3)  # of 4 rows: two standard errors are .35
     assert code == 0 and len(lines) == 3
-    assert lines[0] == "expect: after_sft sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
+    assert lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
     code, lines = trained(environment="another CPU", sampled=0.9)
     band = "the band 0.576 to 1.000 of 1 runs, 0 of which are below it too: try another seed"
-    assert code == 1 and lines[0] == f"expect: after_sft sampled 0.000 is below {band}"
+    assert code == 1 and lines[0] == f"expect: after_sft eval/accuracy_sampled 0.000 is below {band}"
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, lines = trained(sampled=0.25)
     assert code == 0 and len(lines) == 3, "several processes sum in another order"
@@ -64,9 +67,9 @@ def test_elsewhere_the_band_decides(trained, monkeypatch):
 def test_of_ten_runs_one_may_go_astray_and_too_good_is_a_sentence(got, position, is_low, capsys):
     """The band of .742 and nine at .89 to .93 of 256 rows begins at .89 less two standard errors, .039."""
     values = [0.742, *[0.89, 0.92, 0.93] * 3]
-    runs = [{"results": {"start": {}, "after_grpo": {"sampled": value}}} for value in values]
+    runs = [{"results": {"start": {}, "after_grpo": {"eval/accuracy_sampled": value}}} for value in values]
     runs.append({"results": {"start": {}, "after_grpo": {}}})  # of another reward
-    assert expect.print_band({"after_grpo": {"sampled": got}}, runs, 256) == is_low
+    assert expect.print_band({"after_grpo": {"eval/accuracy_sampled": got}}, runs, 256) == is_low
     out = capsys.readouterr().out
     assert f"{got:.3f} is {position} the band 0.851 to 0.969 of 10 runs" in out
     assert ("1 of which are below it too: try another seed" in out) == is_low

@@ -12,7 +12,9 @@ def test_each_value_of_a_row_is_there_once_per_completion():
     """Two rows of two completions; a column that only one row has is None for the other."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
     completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
-    processor = SimpleNamespace(decode_assistant_turn=lambda completion: f"{completion.ids.tolist()}", answer="whole")
+    processor = SimpleNamespace(
+        decode_assistant_turn=lambda completion: f"{completion.ids.tolist()}", answer_format="whole"
+    )
     columns = reward_columns(rows, completions, processor)
     assert columns["completions"] == columns["answer_texts"] == ["[3, 7]", "[3, 8]", "[4, 7]", "[4, 8]"]
     assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]

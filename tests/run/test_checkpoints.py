@@ -171,9 +171,10 @@ def straight(recipe):
 
 STATES = ["--checkpoint_steps=2", "--resume=auto"]
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
+BEST = "--best_metric=eval/accuracy_sampled"
 KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its state comes with the last
     "grpo": (["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
-    "sft": (["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", "--best_metric=sampled"], [
+    "sft": (["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", BEST], [
         ("before the tensors of a state", 1), ("after the tensors of a state", 1), ("before the rename", 1),
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
@@ -256,7 +257,7 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
 
 
 @pytest.mark.parametrize(("options", "backward", "kept"), [
-    (["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", "--best_metric=sampled"], 5, "000002"),
+    (["--stages=[sft]", "--sft.micro_batch_size=1", "--eval_steps=1", BEST], 5, "000002"),
     (["--grpo.micro_batch_size=1"], 9, "000004"),
     (["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"], 3, "000002"),
 ], ids=["sft", "a rollout of four steps", "the first of a stage"])  # fmt: skip

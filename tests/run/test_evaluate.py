@@ -43,7 +43,7 @@ def scripted(monkeypatch):
         return torch.tensor([row.columns[sample.kind][: len(rewards)] for row in rows]), [[None]] * len(rows)
 
     monkeypatch.setattr(file, "make_sampler", make_sampler)
-    monkeypatch.setattr(file, "answer_and_score", answer)
+    monkeypatch.setattr(file, "generate_and_score", answer)
 
 
 def scored(sampled, greedy, **columns):
@@ -63,16 +63,19 @@ ROWS = [
 def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monkeypatch, batch_size):
     monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
     assert evaluate(None, None, ROWS, config(REWARDS, SAMPLING), ONE) == {
-        "sampled": 0.25, "greedy": 0.5, "format": 0.6,
-        "acc_0_5 sampled": 0.25, "acc_0_5 greedy": 0.5, "unseen sampled": 0.375, "unseen greedy": 0.75,
+        "eval/iou_sampled": 0.25, "eval/iou_greedy": 0.5, "eval/box_format_sampled": 0.6,
+        "eval/acc_0_5_sampled": 0.25, "eval/acc_0_5_greedy": 0.5,
+        "eval/unseen/iou_sampled": 0.375, "eval/unseen/iou_greedy": 0.75,
     }  # fmt: skip
 
 
 def test_what_no_row_can_tell_is_not_reported(scripted):
     """No row is marked unseen; acc_0_5 could judge no row."""
     rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]  # of one reward the others are not read
-    assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {"greedy": 0.5, "format": 1.0}
-    assert evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"greedy": 0.5}
+    assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {
+        "eval/iou_greedy": 0.5, "eval/box_format_sampled": 1.0,
+    }  # fmt: skip
+    assert evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"eval/iou_greedy": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +99,11 @@ def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
         shown.extend([image.tobytes() for image in row.images] for row in batch)
         return torch.full((len(batch), 2), way), [[None]] * len(batch)
 
-    monkeypatch.setattr(file, "answer_and_score", recorded)
+    monkeypatch.setattr(file, "generate_and_score", recorded)
     monkeypatch.setattr(file, "BATCH_SIZE", 2)
     values = evaluate(*model, rows, config(blind=True), ONE)
-    assert (values["sampled"], values["grey"], values["swapped"]) == (0.0, 2.0, 3.0)
-    assert "grey" not in evaluate(*model, rows, config(), ONE)
+    assert [values[f"eval/accuracy_{way}"] for way in ("sampled", "gray_image", "swapped_image")] == [0.0, 2.0, 3.0]
+    assert "eval/accuracy_gray_image" not in evaluate(*model, rows, config(), ONE)
     assert keys == [f"evaluation/{i}" for i in range(4)] * 6
     own = shown[:4]
     blank = PIL.Image.new("RGB", rows[0].images[0].size, "grey").tobytes()

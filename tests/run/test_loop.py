@@ -45,7 +45,7 @@ def test_the_files_and_the_numbers_of_a_run(run, capsys):
     assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     assert table["chance"] == 1 / 12
     for stage in ("start", "after_sft", "after_grpo"):
-        assert list(table[stage]) == ["sampled", "greedy", "format"]
+        assert list(table[stage]) == ["eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"]
         assert all(0 <= share <= 1 for share in table[stage].values())
     assert list(table["seconds"]) == ["sft", "grpo"]
     assert all(seconds > 0 for seconds in table["seconds"].values())
@@ -74,9 +74,9 @@ def test_the_numbers_of_the_other_stages(run, plain):
         "rollout/logp_mismatch", "rollout/logp_mismatch_rms",
     } | ROLLOUT  # fmt: skip
     table = summary(folder)
-    judged = [name for name, values in table.items() if name != "seconds" and "pairs" in str(values)]
+    judged = [name for name, values in table.items() if name != "seconds" and "eval/pair_accuracy" in str(values)]
     assert judged == ["after_dpo", "after_reward_model"]
-    assert all(table[name]["pairs"] * 5 in range(6) for name in judged)
+    assert all(table[name]["eval/pair_accuracy"] * 5 in range(6) for name in judged)
 
 
 def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path, monkeypatch):

@@ -87,15 +87,15 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
 
 def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_path, capsys):
     log = open_log(tmp_path)
-    log.evaluation("sft", 0, {"greedy": 0.5}, 100.0)  # before the first stage
+    log.evaluation("sft", 0, {"eval/accuracy_greedy": 0.5}, 100.0)  # before the first stage
     begin(log, "sft", 2, 1, seconds=1000.0)
-    log.evaluation("sft", 1, {"greedy": 0.25, "iou greedy": 0.125}, 900.0)
+    log.evaluation("sft", 1, {"eval/accuracy_greedy": 0.25, "eval/iou_greedy": 0.125}, 900.0)
     log.step(1, {"loss": 1.0}, STEP)
     first, second = metrics(tmp_path, "evaluations.jsonl")
-    assert first == {"stage": "sft", "step": 0, "greedy": 0.5}
-    assert second == {"stage": "sft", "step": 1, "greedy": 0.25, "iou greedy": 0.125}
+    assert first == {"stage": "sft", "step": 0, "eval/accuracy_greedy": 0.5}
+    assert second == {"stage": "sft", "step": 1, "eval/accuracy_greedy": 0.25, "eval/iou_greedy": 0.125}
     assert 100 <= metrics(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
-    assert "held-out, sft 1: greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
+    assert "held-out, sft 1: accuracy_greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
 
 
 def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
@@ -142,11 +142,11 @@ def curves(folder):
 def expected(folder):
     """The same from metrics.jsonl and evaluations.jsonl; grpo follows two steps of sft."""
     found, before = {}, {"sft": 0, "grpo": 2}
-    for prefix, lines, offset in (("", metrics(folder), 1), ("eval/", metrics(folder, "evaluations.jsonl"), 0)):
+    for lines, offset in ((metrics(folder), 1), (metrics(folder, "evaluations.jsonl"), 0)):
         for line in lines:
             step = before[line.pop("stage")] + line.pop("step") + offset
             for name, value in line.items():
-                found.setdefault(prefix + name, []).append((step, pytest.approx(value, rel=1e-6)))
+                found.setdefault(name, []).append((step, pytest.approx(value, rel=1e-6)))
     return found
 
 
@@ -181,12 +181,12 @@ def test_wandb_has_what_the_files_say(run, monkeypatch, tmp_path):
     assert found == expected(folder)
 
 
-def test_what_is_no_number_is_left_out_and_names_have_no_spaces(tmp_path):
+def test_a_tracker_gets_no_value_that_is_not_a_number(tmp_path):
     said = []
     log = begin(open_log(tmp_path, steps=4), "sft", 9, 4)
     log.trackers = [lambda *arguments: said.append(arguments)]
     log.step(4, {"reward": math.nan, "loss": 1.5}, STEP)
-    log.evaluation("sft", 5, {"iou greedy": 0.5}, 0.0)
+    log.evaluation("sft", 5, {"eval/iou_greedy": 0.5}, 0.0)
     assert said == [({"loss": 1.5}, 5), ({"eval/iou_greedy": 0.5}, 5)]
 
 

@@ -71,10 +71,12 @@ def test_a_run_says_whether_prompts_open_a_thought(checkpoint, published, run, o
     """A checkpoint keeps the values that its template was handed."""
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
-    options = [f"--model.path={model}", "--stages=[]", f"--data.template={{enable_thinking: {value}}}"]
+    options = [f"--model.path={model}", "--stages=[]", f"--data.chat_template_kwargs={{enable_thinking: {value}}}"]
     folder = run(*own, *options)
     assert f"\nprompts open {says}" in capsys.readouterr().out
-    assert load_config(folder / "checkpoint" / "minivlmrl.yaml").data.template == {"enable_thinking": value == "true"}
+    assert load_config(folder / "checkpoint" / "minivlmrl.yaml").data.chat_template_kwargs == {
+        "enable_thinking": value == "true"
+    }
 
 
 def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys):

@@ -46,16 +46,16 @@ def trained(stage, max_steps=3, saved=None, **says):
 
 
 def test_what_is_measured_is_written(results, monkeypatch, capsys):
-    plain = {"sampled": 0.25, "greedy": 0.5, "format": 1.0}
+    plain = {"eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, "eval/format_sampled": 1.0}
     monkeypatch.setattr(file, "evaluate", lambda *_: dict(plain))
     found = results(held_out=Shapes(4, "x"))
     found.measure("start")
-    found.measure("after_sft", trained("sft", pairs=0.5))
+    found.measure("after_sft", trained("sft", **{"eval/pair_accuracy": 0.5}))
     found.write()
     assert summary(found.folder) == {
         "chance": 1 / 12,
         "start": plain,
-        "after_sft": plain | {"pairs": 0.5},
+        "after_sft": plain | {"eval/pair_accuracy": 0.5},
         "seconds": {"sft": 1.5},
     }
     out = capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
-    ways = "--resume=never begins anew there, another --output_dir leaves it alone"
+    ways = "--resume=never deletes these results and starts again, another --output_dir keeps them"
     for options in (["--stages=sft", "--seed=1"], own, [*own, "--resume=auto"]):
         with pytest.raises(ValueError, match=f"^output_dir: {folder} holds the results of a run; {ways}$"):
             run(*options)
@@ -90,6 +90,7 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     assert load_config(folder / "config.yaml").resume is None
 
 
+METRICS = "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"
 INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2")
 evaluations = partial(metrics, name="evaluations.jsonl")
 
@@ -101,34 +102,33 @@ def test_evaluations_on_the_way_change_nothing_else(run, capsys):
     steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 2), ("grpo", 3)]
     assert [(line["stage"], line["step"]) for line in lines] == steps
     for line, name in ((0, "start"), (2, "after_sft"), (4, "after_grpo")):
-        assert {key: lines[line][key] for key in ("sampled", "greedy", "format")} == table[name]
-    assert ["loss" in line for line in lines] == [False, True, True, False, False]
-    assert lines[2]["loss"] < lines[1]["loss"]
+        assert {key: lines[line][key] for key in METRICS} == table[name]
+    assert ["eval/loss" in line for line in lines] == [False, True, True, False, False]
+    assert lines[2]["eval/loss"] < lines[1]["eval/loss"]
     assert evaluations(without) == [lines[0], lines[2], lines[4]]
     for name in ("metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):
         assert (with_them / name).read_bytes() == (without / name).read_bytes()
     out = capsys.readouterr().out
-    assert "held-out, grpo 2: sampled=0.000 greedy=0.000 format=0.000 (" in out
-    assert collect_run(with_them)["evaluations"][-1] == {"step": 6} | {
-        f"eval/{name}": lines[4][name] for name in ("sampled", "greedy", "format")
-    }
+    assert "held-out, grpo 2: accuracy_sampled=0.000 accuracy_greedy=0.000 format_sampled=0.000 (" in out
+    assert collect_run(with_them)["evaluations"][-1] == {"step": 6} | {name: lines[4][name] for name in METRICS}
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "saved"),
-    [("sampled", [0.9, 0.1, 0.5, 0.5, 0.7], [1, 2, 4]), ("loss", [9.0, 0.5, 0.4, 0.6, 0.1], [1, 2, 4]),
-     ("pairs", [None] * 5, [])],
+    [("eval/accuracy_sampled", [0.9, 0.1, 0.5, 0.5, 0.7], [1, 2, 4]),
+     ("eval/loss", [9.0, 0.5, 0.4, 0.6, 0.1], [1, 2, 4]),
+     ("eval/pair_accuracy", [None] * 5, [])],
 )  # fmt: skip
 def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
     """The first evaluation is of the model as it came: it is on the disk already."""
-    monkeypatch.setattr(file, "evaluate", lambda *_: {"sampled": values[len(done)] or 0})
+    monkeypatch.setattr(file, "evaluate", lambda *_: {"eval/accuracy_sampled": values[len(done)] or 0})
     found, done, kept = results(f"--best_metric={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
     trainer = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))
-    trainer.evaluate = lambda rows: {"loss": values[len(done)]} if kind == "loss" else {}
+    trainer.evaluate = lambda rows: {"eval/loss": values[len(done)]} if kind == "eval/loss" else {}
     found.measure("start")
     for step in range(1, 5):
         done.append(step)
         found.after_step(trainer, step)
     found.measure("after_sft", trainer)
     assert kept == [(step, found.folder / "best") for step in saved]
-    assert found.progress.best == (None if kind == "pairs" else -0.1 if kind == "loss" else 0.7)
+    assert found.progress.best == (None if kind == "eval/pair_accuracy" else -0.1 if kind == "eval/loss" else 0.7)

@@ -29,7 +29,7 @@ def test_random_weights_are_the_seeds(build):
 
 def test_options_of_data_reach_the_processor(build, own):
     _, plain = build(*own)
-    options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize=torch"]
+    options = ["--data.min_pixels=784", "--data.max_pixels=1568", "--data.resize_backend=torch"]
     _, changed = build(*own, *options)
     assert (changed.image_processor.min_pixels, changed.image_processor.max_pixels) == (784, 1568)
     assert (plain.image_processor.resize, changed.image_processor.resize) == (RESIZE["pil"], RESIZE["torch"])

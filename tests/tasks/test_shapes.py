@@ -55,7 +55,7 @@ def test_share_of_wrong_labels(share):
 
 @pytest.mark.parametrize("where", ["tags", "whole", "last_line"])
 def test_demonstrations_say_the_label_where_the_rewards_look_for_it(where):
-    training, _ = get_task("shapes(wrong_demonstrations=0)").datasets(DataOptions(answer=where), 0)
+    training, _ = get_task("shapes(wrong_demonstrations=0)").datasets(DataOptions(answer_format=where), 0)
     row = training["demonstrations"][3]
     assert find_answer(row.completion, where) == row.columns["solution"]
 

@@ -48,7 +48,7 @@ def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
 
     found = Pairs(Rank(rank, 2, torch.device("cpu")), margins).evaluate(rows)
     assert asked == seen
-    assert found == {"pairs": ((1 if rank == 0 else 0) + 1) / 3}
+    assert found == {"eval/pair_accuracy": ((1 if rank == 0 else 0) + 1) / 3}
 
 
 def test_rows_without_both_answers_are_no_pairs():
