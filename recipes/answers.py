@@ -2,8 +2,7 @@
 
 In a recipe, from the folder where the command runs:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
-data.answer_format selects the part of a completion that is the answer, see find_answer in rewards/text.py. All of it has
-to be the answer:
+data.answer_format selects the part of a completion that is its answer. All of this part has to be the answer:
 two answers, a denial of the right one, or a list of all earn 0. A row without a solution (None, "") is not judged.
 """
 

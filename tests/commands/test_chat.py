@@ -123,7 +123,8 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
-        "max_batch_tokens": 500, "cuda_graph": "never", "environment": f"{ROOT}/recipes/tools.py:calculator", "history": 2,
+        "max_batch_tokens": 500, "cuda_graph": "never",
+        "environment": f"{ROOT}/recipes/tools.py:calculator", "history": 2,
     }  # fmt: skip
     assert given.keys() | {"engine", "vllm"} == {field.name for field in dataclasses.fields(SamplingOptions)}
     words = ["--model", str(folder / "checkpoint"), "--prompt", "p"]

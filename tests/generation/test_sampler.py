@@ -79,9 +79,9 @@ def decodes(monkeypatch):
 
 @pytest.mark.parametrize(("graph", "on_a_gpu"), [("auto", True), ("never", False)])
 def test_the_option_cuda_graph_chooses_how_a_step_is_run(sampler, decodes, graph, on_a_gpu):
-    drawn(sampler(graph=graph))
+    drawn(sampler(cuda_graph=graph))
     assert set(decodes) == {(Decode, False)}
-    assert sampler(world=SimpleNamespace(device=torch.device("cuda")), graph=graph).captured == on_a_gpu
+    assert sampler(world=SimpleNamespace(device=torch.device("cuda")), cuda_graph=graph).captured == on_a_gpu
 
 
 @pytest.mark.usefixtures("alone")
