@@ -36,7 +36,7 @@ IMAGE, TEXT = 0, 1  # token ids of the M-RoPE picture
 STEPS = {  # a function: what it makes, and in which form
     "Row.prompt": ("token ids, patches", "(P,), (patches, 1176)"),
     "generate": ("completions", "G a prompt, by temperature"),
-    "ask_rewards": ("rewards", "(n, K), of texts"),
+    "call_rewards": ("rewards", "(n, K), of texts"),
     "group_advantages": ("advantages", "(n,), within groups"),
     "pack": ("one run, no padding", "(N,), each prompt once"),
     "per_token_logps": ("log-probabilities", "(M,) nats, with gradient"),

@@ -68,7 +68,7 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
 @pytest.mark.parametrize(("options", "message"), [
     ({"pixels": 2}, "unknown key pixels; did you mean min_pixels or max_pixels or total_pixels"),
     ({"max_pixels": 50_000}, "max_pixels 50000 must be at least min_pixels 100352"),
-    ({"resized_width": 100}, "resized_height and resized_width belong together"),
+    ({"resized_width": 100}, "resized_height and resized_width must be given together"),
 ])  # fmt: skip
 def test_a_wrong_size_is_named(options, message):
     with pytest.raises(ValueError, match=message):

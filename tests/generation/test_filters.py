@@ -57,11 +57,11 @@ def test_other_options_ask_for_no_filters():
 
 
 @pytest.mark.parametrize("bad, says", [
-    (dict(stop_token_ids=[3, -1]), "0 or more"), (dict(stop_strings=["a", ""]), "without an empty text"),
+    (dict(stop_token_ids=[3, -1]), "0 or more"), (dict(stop_strings=["a", ""]), "not contain an empty text"),
     (dict(temperature=float("nan")), "0 or more"),
 ], ids=str)  # fmt: skip
 def test_settings_out_of_bounds_are_refused(bad, says):
-    with pytest.raises(ValueError, match=f"recipe.yaml: sampling.{next(iter(bad))}.* must be .*{says}"):
+    with pytest.raises(ValueError, match=f"recipe.yaml: sampling.{next(iter(bad))}.* must .*{says}"):
         build(SamplingOptions, bad, "recipe.yaml", "sampling.")
 
 

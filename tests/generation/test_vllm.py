@@ -128,7 +128,7 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
     prompt = prompts(1)[0]
     video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))
     video.row = SimpleNamespace(where="rows.jsonl line 3")
-    with pytest.raises(ValueError, match=r"rows\.jsonl line 3: a video needs sampling\.engine=own"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl line 3: a video needs sampling\.engine=native"):
         samplers()[1]([video], 1, ["a"])
     with pytest.raises(ValueError, match=r"sampling\.vllm: .*load_format"):
         samplers(vllm={"load_format": "auto"})

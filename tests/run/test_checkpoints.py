@@ -297,7 +297,11 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight,
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_at_once_and_loses_nothing(recipe, straight, tmp_path):
-    PLACES["signal"] = (evaluate_file, "answer_and_score", {"before": lambda *_: os.kill(os.getpid(), signal.SIGTERM)})
+    PLACES["signal"] = (
+        evaluate_file,
+        "generate_and_score",
+        {"before": lambda *_: os.kill(os.getpid(), signal.SIGTERM)},
+    )
     options = ["--stages=[sft]", "--sft.max_steps=2", "--checkpoint_minutes=10", "--data.eval_rows=2"]
     assert attempt(recipe, tmp_path, *options, die="signal") == [PREEMPTED]
     assert not (tmp_path / "summary.json").exists()
@@ -427,7 +431,7 @@ def test_states_are_never_overwritten_unasked(recipe, copy):
 def test_restarts_need_auto(recipe, copy, monkeypatch, option):
     """Else a restart would remove what the attempt before it has saved, or refuse to begin."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ValueError, match="resume: torchrun's --max-restarts needs --resume=auto"):
+    with pytest.raises(ValueError, match="resume: torchrun's --max-restarts only works with --resume=auto"):
         resume(recipe, copy, option)
     assert states(copy) == ["000002", "000003"]
 

@@ -156,7 +156,7 @@ def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
     options = *OPTIONS, "--report_to=[tensorboard]", "--checkpoint_steps=1", "--eval_steps=1"
     folder = run(*options)
     assert curves(folder) == expected(folder)
-    assert [step for step, _ in curves(folder)["eval/sampled"]] == [0, 1, 2, 3, 4]
+    assert [step for step, _ in curves(folder)["eval/accuracy_sampled"]] == [0, 1, 2, 3, 4]
     shutil.rmtree(folder / "states" / "000004")
     run(*options, "--resume=auto")
     assert curves(folder) == expected(folder)

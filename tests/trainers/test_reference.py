@@ -184,7 +184,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"2 tokens of the policy have other ids .*, for example '[ab]'; use a model"):
         stage("dpo", option)
-    with pytest.raises(ValueError, match=r"reference\.num_shared_layers: a model of path shares none"):
+    with pytest.raises(ValueError, match=r"reference\.num_shared_layers cannot be combined with path"):
         load_config(home / "recipe.yaml", [option, "--reference.num_shared_layers=1"])
 
 

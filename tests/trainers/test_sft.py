@@ -41,7 +41,7 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
         losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]
         return sum(loss * (math.exp(-loss) if loss_type == "dft" else 1) for loss in losses) / len(losses)
 
-    assert run.trainer.evaluate(rows) == {"loss": pytest.approx(mean(ids), rel=1e-12)}
+    assert run.trainer.evaluate(rows) == {"eval/loss": pytest.approx(mean(ids), rel=1e-12)}
     assert run.trainer.evaluate(Rows([rows[1]])) == {}
     run.trainer.world = Second(1, 2, torch.device("cpu"))  # it scores rows 2 and 0, which the first rank counts
-    assert run.trainer.evaluate(rows)["loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
+    assert run.trainer.evaluate(rows)["eval/loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
