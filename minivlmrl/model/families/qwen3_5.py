@@ -199,7 +199,7 @@ def go_on(attention: Attention, index: int, inputs: list[Tensor], scan: Callable
         results.append(out.flatten(0, 1))
         memories.append(memory)
         if slots is not None:  # each from a copy of its prompt's memory
-            out, _ = scan(completions, [slots.spread(kept) for kept in memory])
+            out, _ = scan(completions, [slots.expand_to_rows(kept) for kept in memory])
             results.append(out.flatten(0, 1))
     if attention.keep_keys:  # for decoding, in the order of the prompts
         order = layout.inverse[layout.last_index].argsort().argsort()
