@@ -16,6 +16,7 @@ from minivlmrl.losses.advantages import group_advantages
 from minivlmrl.losses.grpo import GRPOLossOptions, grpo_loss, importance_ratio
 from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards, whiten
 from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+from minivlmrl.losses.sft import sft_loss
 from minivlmrl.rewards.text import tag_format
 
 PAGE = (ROOT / "docs" / "from_the_articles.md").read_text()
@@ -158,6 +159,11 @@ def test_the_loss_of_mpo(page, completions):
     )
 
 
+def test_the_loss_of_sft(page, completions):
+    logps, _, _, _, mask = completions
+    same_with_gradient(lambda x: page("nll")(x, mask), lambda x: sft_loss(x, mask), logps)
+
+
 def test_ppo(page, completions, random):
     logps, old, ref, _, mask = completions
     scores, old_values = random(B), random(B, T) * mask
@@ -247,7 +253,7 @@ def test_names_of_the_sources_are_in_a_table(name):
     assert any(name in re.findall(r"\w+", cell) for cell in cells)
 
 
-@pytest.mark.parametrize("title", ["TRL: GRPO", "TRL: DPO and MPO"])
+@pytest.mark.parametrize("title", ["TRL: GRPO", "TRL: DPO and MPO", "TRL: SFT"])
 def test_functions_of_trl_are_trls(title):
     """Except those that a row calls older."""
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
