@@ -1,15 +1,15 @@
-"""GRPO on a vision-language model, all of it on one page: the default run of train.py, written out.
+"""GRPO on a vision-language model in one file: the default run of train.py, written out.
 
     python minimal.py                  # 40 steps of SFT, then 160 of GRPO; a minute on two cores
-    python minimal.py --seed=1         # other weights, pictures and samples
+    python minimal.py --seed=1         # other initial weights, images and samples
 
-A model with random weights learns to name the shape in a small picture. SFT on 96 demonstrations,
-half of them with a wrong label, teaches the format and a vague idea of the task; GRPO rewards
-answers that are well formed and right, and the reward rises. The weights at the end are those of
-`python train.py`, bit for bit. What this page calls are functions of the library without state, but
-for the optimizer; for your own files, many GPUs, restarts and logs take train.py.
+A randomly initialised model learns to name the shape in a small image. First, SFT on 96
+demonstrations, half of them mislabelled, teaches the answer format and a rough idea of the task.
+Then GRPO rewards answers that are well formed and correct, and the reward rises. The final weights
+equal those of `python train.py`, bit for bit. The script calls functions of the library; only the
+optimizer has state. For your own data, several GPUs, checkpoints and logs, use train.py.
 
-It runs in a clone of the repository: it reads recipes/shapes_model.json, the sizes of the model.
+Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
 """
 
 import argparse
@@ -37,16 +37,16 @@ from minivlmrl.rewards.text import accuracy, tag_format
 from minivlmrl.tasks.registry import FRESH_ROWS
 from minivlmrl.tasks.shapes import Shapes, tokenizer
 
-GROUP = 8  # G, completions of each prompt
+GROUP = 8  # G, number of completions per prompt
 TEMPERATURE = 1.0
 MAX_NEW_TOKENS = 20
 LOSS = GRPOLossOptions(loss_type="grpo", beta=0.02)
-REWARDS = {tag_format: 0.5, accuracy: 1.0}
+REWARDS = {tag_format: 0.5, accuracy: 1.0}  # reward function -> weight
 
 
 @dataclass
 class Schedule:
-    """Learning rate: it rises over warmup_steps, then falls to a share of its maximum."""
+    """Learning-rate schedule: linear warmup, then decay to min_lr_ratio times the maximum."""
 
     learning_rate: float
     warmup_steps: int
@@ -63,10 +63,10 @@ class Schedule:
 
 
 def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[list[Row]]:
-    """Yield the rows of each step, every pass in a new order.
+    """Yield the rows of each step, reshuffled in every epoch.
 
-    The key of a row is what its samples depend on, instead of the state of a generator: so they are
-    the same on any number of GPUs, and after a restart.
+    Each row gets a key that seeds its samples. They do not depend on the state of a random generator,
+    so that they are the same on any number of GPUs and after a restart.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = []
@@ -80,18 +80,20 @@ def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[lis
 
 
 def sample(model: Qwen2_5_VL, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
-    """Sample G completions of each prompt: its tokens and images are read once for all of them."""
+    """Sample G completions of each prompt; the prompt is processed once for all of them."""
     uniforms = uniform_numbers(keys, GROUP, MAX_NEW_TOKENS)
     sample_token = make_token_sampler(TEMPERATURE, processor.stop_token_ids, sample_by_uniforms(uniforms))
     return generate(model, prompts, GROUP, MAX_NEW_TOKENS, sample_token)
 
 
 def adamw(model: Qwen2_5_VL, learning_rate: float, beta2: float) -> torch.optim.AdamW:
+    """Create the optimizer."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(parameters, learning_rate, (0.9, beta2), weight_decay=0, fused=True)
 
 
 def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float):
+    """Backpropagate the loss, clip the gradient norm to 1, and update the weights."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.param_groups[0]["lr"] = learning_rate
@@ -100,16 +102,16 @@ def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, le
 
 
 def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Supervised fine-tuning: raise the log-probability of demonstrations."""
+    """Run supervised fine-tuning, which raises the log-probability of demonstrations."""
     schedule = Schedule(3e-3, 10, max_steps, min_lr_ratio=0.3, cosine=True)
     optimizer = adamw(model, schedule.learning_rate, beta2=0.95)
     batches = shuffled(rows, 32, seed, "sft")
     for step in range(max_steps):
         batch = next(batches)
-        # all prompts and answers lie end to end in one packed sequence, without padding
+        # All prompts and answers are concatenated to one packed sequence without padding.
         answers = [[encode_completion(processor, r.messages, r.completion)] for r in batch]
         group = pack([row.prompt(processor) for row in batch], answers, model.config)
-        logps, _ = per_token_logps(model, group)  # (M,) of all answer tokens
+        logps, _ = per_token_logps(model, group)  # (M,), for all answer tokens
         mask = group.completion_mask  # (R, T)
         normalizer = LossNormalizer(len(mask), mask.sum().item())
         loss = sft_loss(group.pad(logps), mask, "nll", normalizer=normalizer)
@@ -117,39 +119,42 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
 
 
 def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Group relative policy optimization (DeepSeekMath, arXiv 2402.03300)."""
+    """Run group relative policy optimization (GRPO; DeepSeekMath, arXiv 2402.03300)."""
     reference = copy.deepcopy(model).requires_grad_(False)
     schedule = Schedule(3e-4, 5, max_steps, min_lr_ratio=0.1)
     optimizer = adamw(model, schedule.learning_rate, beta2=0.99)
     batches = shuffled(rows, 16, seed, "grpo")
     for step in range(max_steps):
         batch = next(batches)
-        # 1. Prompts: image -> patches, messages -> tokens; and G completions of each.
+        # 1. Convert images to patches and messages to tokens, and sample G completions per prompt.
         prompts = [row.prompt(processor) for row in batch]
         completions = sample(model, processor, prompts, [row.key for row in batch])
-        # 2. Rewards of all n completions, (n, K), and their weighted sums, (n,).
+        # 2. Compute K rewards of all n completions, (n, K), and their weighted sums, (n,).
         columns = reward_columns(batch, completions, processor)
         rewards = combine(call_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
-        # 3. Advantages: how much better a completion is than the others of its group, (n,).
+        # 3. Compute advantages (n,): compare each completion with the other ones of its group.
         advantages = group_advantages(rewards, GROUP)
-        # 4. One packed sequence; a prompt is computed once for its group, with exact gradients.
+        # 4. Pack everything into one sequence, in which each prompt occurs once for its whole group.
+        #    The gradients are exactly those of processing every completion separately.
         group = pack(prompts, completions, model.config)
-        # 5. Log-probabilities of reference and policy, (n, T) in nats; no full logits are stored.
+        # 5. Compute log-probabilities (n, T) in nats under reference and policy, without storing all
+        #    logits.
         with torch.no_grad():
             ref_logps = group.pad(per_token_logps(reference, group)[0])
         logps = group.pad(per_token_logps(model, group)[0])
-        # 6. The loss; the ratio to the policy that sampled is 1, as each rollout has one update.
+        # 6. Compute the loss. The ratio to the policy that sampled is 1, because each rollout is
+        #    used for only one update.
         mask = group.completion_mask
         normalizer = LossNormalizer(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
         loss, _ = grpo_loss(logps, advantages, mask, LOSS, ref_per_token_logps=ref_logps, normalizer=normalizer)
-        # 7. The update.
+        # 7. Update the weights.
         update(model, optimizer, loss, schedule.at(step))
         if step % 10 == 0 or step == max_steps - 1:
             print(f"step {step:3}  reward {rewards.mean():.3f}  of 1.5", flush=True)
 
 
 def main(seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160) -> tuple[Qwen2_5_VL, Processor]:
-    """Train, and return the model with the processor that makes its prompts."""
+    """Run SFT and GRPO; return the model and its processor."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
     sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)
     grpo(model, processor, Shapes(FRESH_ROWS, f"{seed}/grpo"), seed, grpo_steps)
@@ -163,8 +168,8 @@ if __name__ == "__main__":
     parser.add_argument("--output_dir", default="runs/minimal")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    trained, its_processor = main(arguments.seed)
-    from minivlmrl.model.checkpoint import save_model  # a folder that transformers loads
+    trained_model, trained_processor = main(arguments.seed)
+    from minivlmrl.model.checkpoint import save_model  # writes a folder that transformers can load
 
-    save_model(f"{arguments.output_dir}/checkpoint", trained, its_processor)
+    save_model(f"{arguments.output_dir}/checkpoint", trained_model, trained_processor)
     print(f"saved {arguments.output_dir}/checkpoint")

@@ -1,15 +1,16 @@
-"""DPO on a vision-language model, all of it on one page: recipes/shapes_dpo.yaml, written out.
+"""DPO on a vision-language model in one file: recipes/shapes_dpo.yaml, written out.
 
     python minimal_dpo.py              # 40 steps of SFT, then 150 of DPO; half a minute on two cores
-    python minimal_dpo.py --seed=1     # other weights and pictures
+    python minimal_dpo.py --seed=1     # other initial weights and images
 
-A model with random weights learns to name the shape in a small picture. SFT on 96 demonstrations,
-half of them with a wrong label, teaches the format and a vague idea of the task. DPO then reads
-1024 pictures with a right and a worse answer each, and moves probability from the worse answers to
-the right ones; nothing is sampled, and there are no rewards. The weights at the end are those of
-`python train.py recipes/shapes_dpo.yaml`, bit for bit. minimal.py is GRPO in the same form.
+A randomly initialised model learns to name the shape in a small image. First, SFT on 96
+demonstrations, half of them mislabelled, teaches the answer format and a rough idea of the task.
+Then DPO trains on 1024 images, each with a correct and a worse answer, and moves probability from
+the worse answers to the correct ones. It samples no completions and needs no rewards. The final
+weights equal those of `python train.py recipes/shapes_dpo.yaml`, bit for bit. minimal.py is the same
+for GRPO.
 
-It runs in a clone of the repository: it reads recipes/shapes_model.json, the sizes of the model.
+Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
 """
 
 import argparse
@@ -36,7 +37,7 @@ LOSS = DPOLossOptions(loss_type=["sigmoid"], beta=1.0)
 
 
 def shuffled(rows: Shapes, seed: int) -> Iterator[list[Row]]:
-    """Yield the rows of each step, every pass in a new order."""
+    """Yield the rows of each step, reshuffled in every epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator).tolist()
@@ -45,7 +46,10 @@ def shuffled(rows: Shapes, seed: int) -> Iterator[list[Row]]:
 
 
 def encode(model: Qwen2_5_VL, processor: Processor, rows: list[Row], names: list[str]) -> GroupBatch:
-    """Lay prompts and their named answers end to end; a prompt is computed once for its answers."""
+    """Pack prompts and their answers into one sequence; each prompt is processed once.
+
+    names: columns of the answers, for example "chosen" and "rejected".
+    """
     prompts = [row.prompt(processor) for row in rows]  # image -> patches, messages -> tokens
     answers = [[encode_completion(processor, row.messages, getattr(row, name)) for name in names] for row in rows]
     return pack(prompts, answers, model.config)
@@ -53,23 +57,24 @@ def encode(model: Qwen2_5_VL, processor: Processor, rows: list[Row], names: list
 
 def answer_logps(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
     """Compute the log-probability of each token of the R answers, (R, T) in nats."""
-    logps, _ = per_token_logps(model, batch)  # (M,) of all answer tokens
+    logps, _ = per_token_logps(model, batch)  # (M,), for all answer tokens
     return batch.pad(logps)
 
 
 def by_pair(rows: Tensor) -> Tensor:
-    """(2B, T) -> (B, 2, T): of each pair the chosen answer, then the rejected one."""
+    """Reshape (2B, T) to (B, 2, T): for each pair the chosen answer, then the rejected one."""
     return rows.unflatten(0, (-1, 2))
 
 
 def adamw(model: Qwen2_5_VL, beta2: float) -> torch.optim.AdamW:
+    """Create the optimizer."""
     return torch.optim.AdamW(list(model.parameters()), betas=(0.9, beta2), weight_decay=0, fused=True)
 
 
 def learning_rate(
     step: int, maximum: float, max_steps: int, warmup_steps: int, min_ratio: float, cosine=False
 ) -> float:
-    """Rise over warmup_steps, then fall to a share of the maximum."""
+    """Compute the learning rate of a step: linear warmup, then decay to min_ratio times maximum."""
     if step < warmup_steps:
         return maximum * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
@@ -78,6 +83,7 @@ def learning_rate(
 
 
 def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float):
+    """Backpropagate the loss, clip the gradient norm to 1, and update the weights."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.param_groups[0]["lr"] = rate
@@ -86,7 +92,7 @@ def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, ra
 
 
 def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Supervised fine-tuning: raise the log-probability of demonstrations."""
+    """Run supervised fine-tuning, which raises the log-probability of demonstrations."""
     optimizer = adamw(model, beta2=0.95)
     for step, batch in zip(range(max_steps), shuffled(rows, seed), strict=False):
         group = encode(model, processor, batch, ["completion"])
@@ -96,23 +102,23 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
 
 
 def dpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Direct preference optimization (arXiv 2305.18290)."""
+    """Run direct preference optimization (DPO; arXiv 2305.18290)."""
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = adamw(model, beta2=0.99)
     for step, batch in zip(range(max_steps), shuffled(rows, seed), strict=False):
-        # 1. One packed sequence of B prompts, each with its chosen and its rejected answer.
+        # 1. Pack B prompts, each with its chosen and its rejected answer, into one sequence.
         group = encode(model, processor, batch, ["chosen", "rejected"])
-        # 2. Log-probabilities of the answers by the frozen reference and by the policy, (2B, T).
+        # 2. Compute log-probabilities (2B, T) under the frozen reference and under the policy.
         with torch.no_grad():
             ref_logps = answer_logps(reference, group)
         logps = answer_logps(model, group)
-        # 3. The loss of pairs, (B, 2, T): -log sigmoid(beta (u - v)). u is the log-probability of
-        #    the chosen answer, a sum over its tokens, minus that of the reference; v that of the
-        #    rejected answer.
+        # 3. Compute the loss -log sigmoid(beta (u - v)) from tensors (B, 2, T). u is the log-ratio
+        #    of policy and reference for the chosen answer, summed over its tokens; v is the
+        #    log-ratio for the rejected answer.
         loss, metrics = dpo_loss(
             by_pair(logps), by_pair(group.completion_mask), LOSS, ref_per_token_logps=by_pair(ref_logps)
         )
-        # 4. The update.
+        # 4. Update the weights.
         rate = learning_rate(step, 3e-4, max_steps, warmup_steps=5, min_ratio=0.1)
         update(model, optimizer, loss, rate)
         if step % 10 == 0 or step == max_steps - 1:
@@ -121,7 +127,7 @@ def dpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
 
 
 def main(seed: int = 0, sft_steps: int = 40, dpo_steps: int = 150) -> tuple[Qwen2_5_VL, Processor]:
-    """Train, and return the model with the processor that makes its prompts."""
+    """Run SFT and DPO; return the model and its processor."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
     sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)
     dpo(model, processor, Shapes(1024, f"{seed}/pairs"), seed, dpo_steps)
@@ -135,8 +141,8 @@ if __name__ == "__main__":
     parser.add_argument("--output_dir", default="runs/minimal_dpo")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    trained, its_processor = main(arguments.seed)
-    from minivlmrl.model.checkpoint import save_model  # a folder that transformers loads
+    trained_model, trained_processor = main(arguments.seed)
+    from minivlmrl.model.checkpoint import save_model  # writes a folder that transformers can load
 
-    save_model(f"{arguments.output_dir}/checkpoint", trained, its_processor)
+    save_model(f"{arguments.output_dir}/checkpoint", trained_model, trained_processor)
     print(f"saved {arguments.output_dir}/checkpoint")

@@ -1,4 +1,4 @@
-"""From a clone: torchrun train.py [RECIPE] [--section.name=value ...], as `python -m minivlmrl train` elsewhere."""
+"""Train in a clone: torchrun train.py [RECIPE] [--section.name=value ...]; same as `python -m minivlmrl train`."""
 
 import sys
 

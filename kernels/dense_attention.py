@@ -1,9 +1,10 @@
-"""Softmax attention with grouped heads: the one call that every attention of this project ends in.
+"""Softmax attention with grouped heads (GQA), used by every attention of this project.
 
-    S = q k^T D^-1/2, -inf where a query does not see a key       P = softmax(S)       out = P v
+    S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
-Query head i reads key head i // (H / K). Where the formula is written out, the query heads of one
-key head are concatenated as if they were more queries: fewer and larger products, no copies.
+Query head i uses key head i // (H / K). Where the formula is computed step by step, the query heads
+of one key head are concatenated as if they were further queries, because this gives fewer and
+larger products without copies.
 """
 
 import math
@@ -15,18 +16,19 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# On a CPU, with at most this many keys and heads this narrow, the formula written out takes half
-# the time of the fused kernel, forward and backward. With more keys the scores no longer fit the
-# caches; with heads of 80 and 128 the fused kernel is as fast.
+# On a CPU, with at most this many keys and this head size, computing the formula step by step takes
+# half the time of the fused kernel, forward and backward. With more keys the scores no longer fit
+# into the caches; with heads of 80 and 128 the fused kernel is as fast.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first axis, (*index.shape, ...).
+    """Compute x[index] along the first axis: (*index.shape, ...).
 
-    On a CPU an embedding look-up, whose backward is 17 times faster. That of a card is slow up to
-    3,072 indices, and wrong now and then with over 1,024 (pytorch issue 187687); x[index] sorts.
+    On a CPU this is an embedding look-up, whose backward pass is 17 times faster. On a GPU the
+    embedding's backward pass is slow up to 3,072 indices, and sometimes wrong with more than 1,024
+    (pytorch issue 187687); x[index] sorts the indices instead.
     """
     if x.device.type != "cpu":
         return x[index]
@@ -34,10 +36,13 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """x[index] with a gradient that is a copy of rows too, which adds nothing up.
+    """Compute x[index] so that the backward pass only copies rows, without summing gradients.
 
-    back: (len(x),) the position in `index` of each row of x; other positions are padding, and must
-    get no gradient. None: index has no row twice.
+    Arguments of apply:
+        x: (N, ...).
+        index: rows to select.
+        back: (N,), position of each row of x in `index`. All other positions are padding and must
+            get no gradient. None means that `index` contains no row twice.
     """
 
     @staticmethod
@@ -55,16 +60,23 @@ class Reorder(torch.autograd.Function):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute attention with scale D^-1/2 of q (S, H, L, D) to k, v (S, K, T, D), K divides H.
+    """Compute attention with scale D^-1/2 and grouped heads.
 
-    is_causal: query i sees keys 0..T-L+i, so the last query sees all keys; L <= T.
+    Args:
+        q: (S, H, L, D).
+        k, v: (S, K, T, D), where K divides H.
+        is_causal: query i attends to the keys 0..T-L+i, so that the last query attends to all keys;
+            needs L <= T.
+    Returns:
+        (S, H, L, D).
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # no mask in memory, unseen blocks skipped; causal_lower_right ends here too
+        # This operator needs no mask in memory and skips masked blocks; torch's causal_lower_right
+        # calls it, too
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     written_out = q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM
     if is_causal and L == T and not written_out:
@@ -83,13 +95,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute q k^T D^-1/2 + mask, in float32 (float64 of float64): (..., L, T).
+    """Compute q k^T D^-1/2 + mask: (..., L, T), float32 (float64 for float64 inputs).
 
-    mask: (L, T), or of as many dimensions as the scores; 0 or -inf.
+    mask: 0 or -inf, (L, T) or with as many dimensions as the scores.
     """
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
-        scores = float32_matmul(q, k.mT)  # a scaled q would be rounded
+        scores = float32_matmul(q, k.mT)  # scaled afterwards, because a scaled q would be rounded
         return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
     queries = q.flatten(0, -3)
     keys = k.flatten(0, -3).mT

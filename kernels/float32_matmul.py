@@ -1,6 +1,8 @@
-"""Products of bfloat16 (float16) tensors that stay float32, in which they are summed anyway.
+"""Matrix products of bfloat16 or float16 tensors with float32 results.
 
-In bfloat16 a logit of 20 is off by up to .06, an attention score of 220 (Qwen2.5's biases) by .5.
+Products are summed in float32 anyway, so that only the rounding of the result is left out. In
+bfloat16 this rounding changes a logit of 20 by up to 0.06 and an attention score of 220 (which
+occurs because of Qwen2.5's biases) by up to 0.5.
 """
 
 import torch
@@ -8,12 +10,15 @@ from torch import Tensor
 
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute a @ b in float32 (float64 of float64), of matrices or batches; out: matrices only."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    # PyTorch has such products for CUDA alone
-    if a.dtype == wide or not a.is_cuda or torch.version.hip:
-        return torch.matmul(a.to(wide), b.to(wide), out=out)
+    """Compute a @ b with a float32 result (float64 for float64), for matrices or batches.
+
+    out: memory for the result, only for matrices.
+    """
+    out_dtype = torch.promote_types(a.dtype, torch.float32)
+    # PyTorch supports out_dtype only on CUDA
+    if a.dtype == out_dtype or not a.is_cuda or torch.version.hip:
+        return torch.matmul(a.to(out_dtype), b.to(out_dtype), out=out)
     if a.dim() == 2:
-        return torch.mm(a, b, out_dtype=wide, out=out)
-    products = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=wide)
+        return torch.mm(a, b, out_dtype=out_dtype, out=out)
+    products = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=out_dtype)
     return products.unflatten(0, a.shape[:-2])

@@ -1,27 +1,33 @@
-"""The gated delta rule: a matrix S (K, V) a head, written with the error of what it says of a key.
+"""The gated delta rule, the linear attention of Qwen3.5.
+
+Each head has a state S (K, V) that predicts the value of a key as S^T k. A token first decays the
+state by a, then adds the prediction error of its key, and reads the state with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
-Derivation of the form in chunks. With G_i = g_1 + ... + g_i in a chunk and S the state before it,
+Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S the state before the
+chunk,
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-The key of u_i meets a S_(i-1), so there j < i. Put in, this is a triangular system
+u_i uses the decayed state a S_(i-1), so that only j < i occur there. Inserting S_(i-1) gives a
+triangular system
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)
     L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-with S on its right side alone. So it is solved for all chunks at once, X = (I + L)^-1 beta V and
-Y = (I + L)^-1 beta e^G K, and from chunk to chunk a few products are left:
+S occurs only on the right side. Therefore the system is solved for all chunks at once,
+X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K, and only a few products remain to be computed
+chunk after chunk:
 
     U = X - Y S        O = e^G Q S + M U with M_ij = e^(G_i - G_j) q_i . k_j, j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: k = q = 1, beta = a = 1/2, v = 8, 6. Token by token u = 4, S = 4; then a S = 2, u = 2 and
-S = 4. As a chunk L_21 = 1/4 and beta v = 4, 3, so u = 4, 3 - 4/4 = 2.
+Example: k = q = 1, beta = a = 1/2 and v = 8, 6. Token by token: u = 4 and S = 4; then a S = 2,
+u = 2 and S = 4. As one chunk: L_21 = 1/4 and beta v = 4, 3, so that u = 4 and 3 - 4/4 = 2.
 
-Dimension letters: b rows, T tokens of each, H heads, C tokens of a chunk.
-Source: Gated Delta Networks (arXiv 2412.06464); chunks as of DeltaNet (arXiv 2406.06484).
+Dimension letters: b rows, T tokens per row, H heads, C tokens per chunk.
+Source: Gated Delta Networks (arXiv 2412.06464); chunks as in DeltaNet (arXiv 2406.06484).
 """
 
 import math
@@ -29,13 +35,13 @@ import math
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens
+CHUNK = 64  # number of tokens in a chunk
 
 
 def by_definition(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute gated_delta_rule token by token."""
+    """Compute `gated_delta_rule` token by token, directly from its definition."""
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
@@ -49,14 +55,16 @@ def by_definition(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write T tokens of each row into its state and read it after each; one token by definition.
+    """Compute gated linear attention: update the state with each token and read it afterwards.
 
     Args:
-        q, k, v: (b, T, H, K) twice, (b, T, H, V), float32 or float64 as all that follows.
-        beta, g: (b, T, H), share of the error that is written, and log of the decay.
-        state: (b, H, K, V) before the first token.
+        q, k: (b, T, H, K).
+        v: (b, T, H, V). All tensors are float32, or all are float64.
+        beta: (b, T, H), share of the prediction error that is written.
+        g: (b, T, H), logarithm of the decay.
+        state: (b, H, K, V), state before the first token.
     Returns:
-        (b, T, H, V), and the state after the last token.
+        The outputs (b, T, H, V), and the state after the last token.
     """
     T = q.shape[1]
     if T == 1:
@@ -66,8 +74,8 @@ def gated_delta_rule(
     G = g.cumsum(-1)  # (b, H, chunks, C)
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()  # from j to i
-    since = G.exp()[..., None]  # the decay since the chunk began, (b, H, chunks, C, 1)
-    until = (G[..., -1:] - G).exp()[..., None]  # the decay until it ends
+    since = G.exp()[..., None]  # decay since the start of the chunk, (b, H, chunks, C, 1)
+    until = (G[..., -1:] - G).exp()[..., None]  # decay until the end of the chunk
     X, Y = solve_chunks(k, v, beta, decay, since)
     queries = q * since
     M = (q @ k.mT) * decay
@@ -83,7 +91,10 @@ def gated_delta_rule(
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """(b, T, H, ...) -> (b, H, chunks, size, ...): zeros at the end change no state."""
+    """Divide tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...).
+
+    The last chunk is padded with zeros, which do not change the state.
+    """
     (b, T) = x.shape[:2]
     filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)
     return filled.unflatten(1, (-1, size)).movedim(3, 1)
@@ -92,8 +103,8 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 def solve_chunks(
     k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Solve the triangular systems of all chunks: X and Y of the derivation."""
+    """Solve the triangular systems of all chunks; return X and Y of the derivation."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
-    lower = beta * (k @ k.mT) * decay  # L; its diagonal is not read
+    lower = beta * (k @ k.mT) * decay  # L; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     return solved.split([v.shape[-1], k.shape[-1]], dim=-1)

@@ -1,8 +1,9 @@
-"""Weights of 4 bits, to compute with: one read of what is packed and one write.
+"""Triton kernel that unpacks NF4 weights (4 bits each), with one read and one write.
 
-A byte has two indices into a table of 16 numbers, the first in its upper half; 64 numbers share a
-scale, an index of 8 bits into a table of 256 numbers, times one of float32 for 256 blocks, plus an
-offset. In torch that is 24 bytes of traffic a weight, here 2.6 with bfloat16.
+A byte holds two indices into a table of 16 values, the first one in its upper half. A block of 64
+values shares a scale. The scale is an 8-bit index into a table of 256 numbers, times a float32
+scale of 256 blocks, plus an offset. In torch, unpacking moves 24 bytes of memory per weight; this
+kernel moves 2.6 with bfloat16 results.
 """
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import tl, triton
 
-BLOCK = 64  # values of one scale
-GROUP = 256  # scales of one scale
-BYTES = 1024  # of a program: 16 values of bfloat16 a thread, in two writes
+BLOCK = 64  # number of values that share a scale
+GROUP = 256  # number of blocks whose scales share a scale
+BYTES = 1024  # bytes that a program reads: 16 bfloat16 values per thread, in two writes
 constexpr = tl.constexpr
 
 
@@ -29,7 +30,7 @@ def _kernel(
     BYTES: constexpr,
     GROUP: constexpr,
 ):
-    """Unpack BYTES bytes, two values of each; `size` is the number of all bytes."""
+    """Unpack BYTES bytes to two values each; `size` is the number of bytes of the whole tensor."""
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
     inside = byte < size
@@ -48,9 +49,14 @@ def _kernel(
 def nf4_unpack(
     packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype
 ) -> Tensor:
-    """Unpack (n / 2,) bytes into (n,) values of a dtype, with torch's bits: no fused multiply-add.
+    """Unpack n NF4 values to a tensor (n,) of the given dtype.
 
-    Args: see pack_nf4 in model/nf4.py; tables: of scales (256,) and of values (16,).
+    The bits equal those of the torch path, because fused multiply-add is switched off.
+
+    Args:
+        packed: (n / 2,) bytes.
+        indices, scales, offset: see pack_nf4 in model/nf4.py.
+        tables: table of scales (256,) and table of values (16,).
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)

@@ -1,10 +1,12 @@
-"""RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, with the statistics in float32.
+"""RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, with statistics in float32.
 
-Derivation of the backward. With r = (mean(x^2) + eps)^-1/2, n = x r, the gradient g of the result:
+Derivation of the backward pass. Let r = (mean(x^2) + eps)^-1/2, n = x r, and g the gradient of the
+result. Then
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-Only x and r are kept. Autograd of the formula keeps four such tensors and takes half as long again.
+Only x and r are saved. Autograd of the formula would save four such tensors and take 1.5 times as
+long.
 """
 
 import torch
@@ -13,9 +15,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's module, computed by its fused kernel on a GPU and by the formulas above elsewhere."""
+    """torch.nn.RMSNorm with torch's fused kernel on a GPU and the formulas above on a CPU."""
 
-    eps: float  # torch's may be None
+    eps: float  # in torch.nn.RMSNorm it may be None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -46,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
         g = g.to(r.dtype)
         wide_weight = weight.to(r.dtype)
         products = (g * n).flatten(0, -2)  # (rows, D)
-        means = (products @ wide_weight / -len(weight)).view(r.shape)  # of -g weight n, of each row
+        means = (products @ wide_weight / -len(weight)).view(r.shape)  # mean(-g weight n) per row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         grad_weight = products.sum(0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -1,7 +1,7 @@
-"""Pointer to <repository>/kernels: its files import as `minivlmrl.kernels.<name>` in a source tree.
+"""Make the files of <repository>/kernels importable as `minivlmrl.kernels.<name>` in a source tree.
 
-An installed wheel lacks this file, or has it from an old build/ beside those files: pyproject.toml
-maps `minivlmrl.kernels` to them.
+An installed wheel does not need this file, because pyproject.toml maps `minivlmrl.kernels` to the
+folder. A wheel built from an old build/ folder may contain this file without harm.
 """
 
 from pathlib import Path
