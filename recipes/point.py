@@ -9,7 +9,7 @@ import re
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import COMMA, NUMBER, PAIR, Box
-from minivlmrl.rewards.boxes import NEEDED, ObjectForm, Objects, judge_boxes, mean_similarity, read_boxes
+from minivlmrl.rewards.boxes import NEEDED, ObjectFormat, Objects, mean_similarity, read_boxes, score_boxes
 from minivlmrl.rewards.text import find_answer
 
 POINT = rf"(?:\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]|{PAIR})"
@@ -30,7 +30,7 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
     def mean_nearness(answered: Objects, true: Objects) -> float:
         return mean_similarity(answered, true, lambda a, b: nearness(a[1], b[1], within))
 
-    return judge_boxes("point", POINT_FORM, mean_nearness, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes("point", POINT_FORMAT, mean_nearness, answer_texts, solution, image_sizes, answer_extents)
 
 
 def parse_points(text: str) -> list[tuple[float, float]]:
@@ -64,4 +64,6 @@ def read_solution(text: str, extent: tuple[float, float]) -> Objects:
     return read_points(text, extent, half=0.5) or read_boxes(text, extent)
 
 
-POINT_FORM = ObjectForm(read_solution, read_points, f"is no box or point; {NEEDED} or [x, y], a list of such, or []")
+POINT_FORMAT = ObjectFormat(
+    read_solution, read_points, f"is neither a box nor a point; {NEEDED} or [x, y], a list of them, or []"
+)

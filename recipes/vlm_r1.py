@@ -11,12 +11,12 @@ from itertools import product
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.rewards.boxes import ObjectForm, Objects, judge_boxes, mean_similarity, overlap
+from minivlmrl.rewards.boxes import ObjectFormat, Objects, mean_similarity, overlap, score_boxes
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Mean IoU over best-matched objects of one label, missing and extra ones as 0: as in iou."""
-    return judge_boxes("detection", LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes("detection", LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents)
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
@@ -34,7 +34,7 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
             total += average_precision(answered_so, true_so)
         return total / len(labels)
 
-    return judge_boxes("ap_50", LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes("ap_50", LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents)
 
 
 def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), **columns) -> list:
@@ -61,7 +61,7 @@ def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0
         scores = sum(right_ious) / len(true), len(right_ious) / len(true), complete
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
-    return judge_boxes("weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes("weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents)
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
@@ -93,4 +93,4 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
 
 
 WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
-LABELLED = ObjectForm(read_objects, read_objects, WRONG)
+LABELLED = ObjectFormat(read_objects, read_objects, WRONG)

@@ -28,7 +28,7 @@ from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.files import INFERENCE_CONFIG, write_json
 from minivlmrl.generation.sampler import make_sampler
-from minivlmrl.rewards.registry import columns_of, held_out_rewards
+from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.evaluate import generate_for_rows
@@ -64,7 +64,7 @@ def answer_file(tool: str, arguments: list[str]):
     config = evaluation_config(options, overrides, judges)
     rewards = held_out_rewards(config) if judges else []
     names = [reward.name for reward in rewards]
-    rows = load_datasets(config, {}, (), columns_of(rewards))["eval"]
+    rows = load_datasets(config, {}, (), required_columns(rewards))["eval"]
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)

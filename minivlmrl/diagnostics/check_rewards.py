@@ -15,7 +15,7 @@ from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.diagnostics.check_rows import spread
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.columns import call_rewards
-from minivlmrl.rewards.registry import Reward, columns_of, recipe_columns, training_rewards
+from minivlmrl.rewards.registry import Reward, recipe_columns, required_columns, training_rewards
 from minivlmrl.rewards.text import find_answer
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
@@ -124,7 +124,7 @@ def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
         values.append(trial.earned(texts))
     values = torch.stack([*values, right_values])  # (texts, n, K)
     nothing_mean, *_, right_mean = [combine(x, trial.weights).nanmean() for x in values]
-    if columns_of(trial.rewards) and right_mean <= nothing_mean:
+    if required_columns(trial.rewards) and right_mean <= nothing_mean:
         yield "a right answer earns no more than nothing: see rewards' weights and what they read"
     columns = values.nanmean(1).T.tolist()  # for each of K rewards, the mean of each text
     for reward, weight, means in zip(trial.rewards, trial.weights, columns, strict=True):

@@ -1,11 +1,12 @@
-"""Rewards for boxes: how well an answer's boxes cover the true ones.
+"""Rewards for object detection: compare the boxes of an answer with the true boxes.
 
-`solution` is in pixels of the image file, an answer in whatever space it was asked for, so these
-rewards are given image_sizes and answer_extents too, None of a row without an image: see
-boxes.box_columns.
+True boxes (`solution`) are in pixels of the image file. The boxes of an answer may be in other
+units, so these rewards also read the columns image_sizes and answer_extents, which are None for
+rows without an image: see data.boxes.box_columns.
 
-boxes.parse_boxes reads an answer. Every box counts: it is matched with one true box or it is one
-too many. The sum over pairs is divided by the number of boxes on the longer side.
+data.boxes.parse_boxes reads the boxes of an answer. Each box is matched with at most one true box.
+The sum over matched pairs is divided by the larger of the two numbers of boxes, so that missing and
+extra boxes both lower the reward.
 """
 
 import json
@@ -17,123 +18,145 @@ from minivlmrl.data.boxes import Box
 from minivlmrl.rewards.text import find_answer, tag_format
 
 Extents = list[tuple[float, float] | None]
-Objects = list[tuple[str, Box]]  # a label, "" where labels do not count, and its box
+Objects = list[tuple[str, Box]]  # (label, box); the label is "" if labels are not compared
 
 
 def mean_iou(
     answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
 ) -> list:
-    """Mean IoU over best-matched boxes, missing and extra ones as 0: from 0 to 1.
+    """Compute the mean IoU of matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
-    Example: the one true box twice: 1/2; one of two true boxes: 1/2; half of the true box: 1/2.
+    Example: the reward is 1/2 if the answer repeats the one true box, if it finds one of two true
+    boxes, or if its box covers half of the true box.
 
     Args:
-        answer_texts: n answers, None where a completion has none.
-        solution: the true box [x1, y1, x2, y2], a list of such, or either as text, in pixels of the
-            image file. [] and "": there is no such object, and an answer has to say so, see
-            boxes.says_none.
-        image_sizes, answer_extents: width and height of the image, in pixels of the file and in
+        answer_texts: n answers, None for a completion without an answer.
+        solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the
+            image file. [] and "" mean that the image has no such object. Then the answer must say
+            so, see data.boxes.says_none.
+        image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in
             units of the answer.
     Returns:
-        n numbers, None where a row has no solution (None) or no image.
+        n numbers; None for a row without an image or whose solution is None.
     Raises:
-        ValueError: a solution is no box (named).
+        ValueError: a solution is not a box. The message quotes it.
     """
-    return judge_boxes(
+    return score_boxes(
         "iou", BOXES, mean_similarity, answer_texts, solution, image_sizes, answer_extents
     )
 
 
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
-    """Share of best-matched boxes with an IoU of 0.5 or more, missing and extra ones as 0: see mean_iou.
+    """Compute the fraction of boxes that match a true box with an IoU of at least 0.5.
 
-    Example: one true box, met with IoU 0.5: 1; with 0.49: 0; with 0.9 and another box as well: 1/2.
+    Missing and extra boxes count as 0. Arguments and exceptions are those of mean_iou.
+
+    Example: for one true box, a box with IoU 0.5 gives 1, a box with IoU 0.49 gives 0, and a box
+    with IoU 0.9 next to a second box gives 1/2.
     """
 
-    def share_of_hits(answered: Objects, true: Objects) -> float:
-        values = similarities(answered, true)
+    def share_of_hits(predicted: Objects, true: Objects) -> float:
+        values = similarities(predicted, true)
         return sum(value >= 0.5 for value in values) / len(values)
 
-    return judge_boxes(
+    return score_boxes(
         "acc_0_5", BOXES, share_of_hits, answer_texts, solution, image_sizes, answer_extents
     )
 
 
 def mean_giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
-    """Mean generalised IoU over boxes best matched by it, missing and extra ones as -1: see mean_iou.
+    """Compute the mean generalised IoU of matched boxes; missing and extra boxes count as -1.
 
-    Example: a box of the right size, as far from the true one as it is wide: -1/3. The whole image
-    earns more, the share of the true box in it, so this reward alone first teaches large boxes.
+    Boxes are matched by their generalised IoU. Arguments and exceptions are those of mean_iou.
+
+    Example: a box of the right size whose gap to the true box is as wide as the box gives -1/3. A
+    box around the whole image gives more, because its value is the area of the true box divided by
+    the area of the image. With this reward only, a policy therefore learns large boxes first.
     """
 
-    def measure(answered: Objects, true: Objects) -> float:
-        return mean_similarity(answered, true, lambda a, b: boxes.giou(a[1], b[1]), nothing=-1.0)
+    def measure(predicted: Objects, true: Objects) -> float:
+        return mean_similarity(predicted, true, lambda a, b: boxes.giou(a[1], b[1]), missing=-1.0)
 
-    return judge_boxes(
-        "giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, nothing=-1.0
+    return score_boxes(
+        "giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, missing=-1.0
     )
 
 
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
-    """1.0 for the form of tag_format around boxes that are all valid and inside, or around none."""
+    """Return 1.0 for completions with the tags of tag_format and valid boxes, else 0.0.
+
+    All boxes must be valid and lie inside the image. An answer which says that there is no object
+    also gets 1.0. A row without an image gets None.
+    """
     values = []
-    forms = tag_format(completions)
-    for completion, form, extent in zip(completions, forms, answer_extents, strict=True):
+    tag_values = tag_format(completions)
+    for completion, tag_value, extent in zip(completions, tag_values, answer_extents, strict=True):
         if extent is None:
             values.append(None)
             continue
-        answered = read_boxes(completion, extent)
-        has_answer = answered or boxes.says_none(find_answer(completion) or "")
-        is_valid = has_answer and all(box.valid and box.inside() for _, box in answered)
-        values.append(1.0 if form == 1.0 and is_valid else 0.0)
+        predicted = read_boxes(completion, extent)
+        has_answer = predicted or boxes.says_none(find_answer(completion) or "")
+        is_valid = has_answer and all(box.valid and box.inside() for _, box in predicted)
+        values.append(1.0 if tag_value == 1.0 and is_valid else 0.0)
     return values
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    """Compute the IoU of two objects, 0 if they have different labels."""
+    """Compute the IoU of two objects; objects with different labels have IoU 0."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
 def similarities(
-    answered: Objects, true: Objects, similarity: Callable = overlap, nothing=0.0
+    predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0
 ) -> list[float]:
-    """List the similarity of each best-matched pair, and `nothing` for each object without one."""
-    pairs = boxes.match(answered, true, similarity)
-    num_unmatched = max(len(answered), len(true)) - len(pairs)
-    return [similarity(answered[i], true[j]) for i, j in pairs] + [nothing] * num_unmatched
+    """Match predicted with true objects, and return the similarity of each matched pair.
+
+    `missing` is added for each object that has no partner, so that the list is as long as the
+    larger of the two numbers of objects.
+    """
+    pairs = boxes.match(predicted, true, similarity)
+    num_unmatched = max(len(predicted), len(true)) - len(pairs)
+    return [similarity(predicted[i], true[j]) for i, j in pairs] + [missing] * num_unmatched
 
 
 def mean_similarity(
-    answered: Objects, true: Objects, similarity: Callable = overlap, nothing=0.0
+    predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0
 ) -> float:
     """Average the values of `similarities`."""
-    values = similarities(answered, true, similarity, nothing)
+    values = similarities(predicted, true, similarity, missing)
     return sum(values) / len(values)
 
 
 @dataclass
-class ObjectForm:
-    """How the objects of a text are read, with the width and height of the image in its units."""
+class ObjectFormat:
+    """Functions that read objects from the text of a solution and of an answer.
+
+    Their arguments are the text, and the (width, height) of the image in the units of that text.
+    """
 
     read_solution: Callable[[str, tuple], Objects]
     read_answer: Callable[[str, tuple], Objects]
-    wrong: str  # what is said of a solution without objects: "is no box; ..."
+    requirement: str  # end of the error for a solution without objects: "is not a box; ..."
 
 
-def judge_boxes(
+def score_boxes(
     name: str,
-    form: ObjectForm,
+    form: ObjectFormat,
     measure: Callable[[Objects, Objects], float],
     answer_texts: list,
     solutions: list,
     image_sizes: Extents,
     answer_extents: Extents,
-    nothing=0.0,
+    missing=0.0,
 ) -> list:
-    """Measure what n answers say against the truth, see mean_iou.
+    """Compare the objects of n answers with those of the solutions, and return n rewards.
+
+    Answers, solutions, sizes, extents and returned values are described in mean_iou.
 
     Args:
-        nothing: what an answer without objects earns.
+        name: name of the reward, for errors.
+        measure: computes the reward of an answer from its objects and the true objects.
+        missing: reward of an answer without objects.
     """
     values = []
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
@@ -144,21 +167,26 @@ def judge_boxes(
         text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
         truth = find_answer(text) or text
         if not text.strip() or boxes.says_none(truth):
-            values.append(1.0 if boxes.says_none(answer or "") else nothing)
+            values.append(1.0 if boxes.says_none(answer or "") else missing)
             continue
-        # has to be right: nothing could earn a reward otherwise
+        # an invalid solution is an error, because no answer could ever get a reward for it
         true = form.read_solution(truth, size)
         if not true or not all(box.valid for _, box in true):
-            raise ValueError(f"reward {name}: solution {solution!r:.300} {form.wrong}")
-        answered = [(label, box.to(size)) for label, box in form.read_answer(answer or "", extent)]
-        values.append(measure(answered, true) if answered else nothing)
+            raise ValueError(f"reward {name}: solution {solution!r:.300} {form.requirement}")
+        predicted = [(label, box.to(size)) for label, box in form.read_answer(answer or "", extent)]
+        values.append(measure(predicted, true) if predicted else missing)
     return values
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Read the boxes of an answer, in its units; of a completion those in its tags, if any."""
+    """Parse the boxes of a text, in units of `extent`.
+
+    Only the text in the last <answer> tags is parsed, or the whole text if it has no such tags.
+    """
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
-NEEDED = "it needs [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
-BOXES = ObjectForm(read_boxes, read_boxes, f"is no box; {NEEDED} a list of such, or []")
+NEEDED = "it must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
+BOXES = ObjectFormat(
+    read_boxes, read_boxes, f"is not a box; {NEEDED} a list of boxes, or [] for no object"
+)

@@ -1,4 +1,4 @@
-"""Call reward functions: rows and completions -> columns, their arguments -> rewards (n, K)."""
+"""Build the arguments of reward functions from rows and completions, and call the functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,9 +14,12 @@ from minivlmrl.rewards.text import find_answer
 def reward_columns(
     rows: Sequence[Row], completions: Sequence[Sequence[Completion]], processor: Processor
 ) -> dict[str, list]:
-    """Collect the columns of rewards, n = B * G values each, None where a row lacks one.
+    """Collect the arguments of reward functions from B rows with G completions each.
 
-    `completions` are the assistant's turns, see Processor.turn, `answer_texts` what they answer.
+    Returns:
+        {name: n = B * G values}. A column that a row does not have is None for its completions.
+        `completions` are the texts of the assistant's turns, and `answer_texts` the answers in
+        them, see find_answer.
     """
     flat_completions = []
     row_of_each = []
@@ -37,7 +40,11 @@ def reward_columns(
 
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
-    """Ask K rewards about n completions: (n, K) float32, NaN where one answers None."""
+    """Call K reward functions on n completions.
+
+    Returns:
+        (n, K) float32, NaN where a reward function returned None.
+    """
     values = []
     for reward in rewards:
         answers = reward(**columns)

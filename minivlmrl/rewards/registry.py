@@ -1,7 +1,8 @@
-"""Rewards by name: of the table, "my_rewards.py:brevity" or "package.module:brevity".
+"""Registry of reward functions, and checks of their arguments and return values.
 
-Options may follow, named parameters of the function: "mine.py:near(tolerance=0.05)". A recipe's rewards
-are found once; each checks what it is given and returns, and names the row that it fails on.
+A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments of
+the function may follow in brackets: "mine.py:near(tolerance=0.05)". Errors name the row for which a
+reward function failed.
 """
 
 import asyncio
@@ -35,13 +36,13 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "reward_model": "minivlmrl.trainers.reward_model:reward_model",
     "environment": "minivlmrl.agents.environment:environment_reward",
 }
-LARGEST = 3.4e38  # of float32
-# metrics of every step, which no reward may log
+MAX_FLOAT32 = 3.4e38
+# metrics of every optimizer step; rewards may not log metrics with these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
 class Text(str):
-    """A text that rewards written for TRL may ask as messages: text[0]["content"] is all of it."""
+    """A str that also supports text[0]["content"], as TRL's conversational rewards read messages."""
 
     message: dict[str, str]
 
@@ -59,82 +60,97 @@ class Text(str):
         return Text(letter, **self.message)
 
 
-def question(prompt: Text | list[dict]) -> Text:
-    """Make a text of a prompt's last turn; a reward that asks another one hands it on."""
+def last_turn(prompt: Text | list[dict]) -> Text:
+    """Return the text of a prompt's last turn.
+
+    A Text is returned unchanged, because a reward may pass its prompts on to another reward.
+    """
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
 
 @dataclass
 class StageProgress:
-    """What rewards may read of a run, by TRL's names: optimizer steps of the present stage."""
+    """Progress of the current stage in optimizer steps, with the names of TRL's trainer_state."""
 
     global_step: int = 0
     max_steps: int = 0
 
 
 class RewardLog:
-    """What a stage tells its rewards, and they tell it: TRL's trainer_state and log_metric."""
+    """TRL's trainer_state and log_metric: the progress of a stage, and metrics that rewards log."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = StageProgress(global_step, max_steps)
-        self.metrics: dict[str, list[float]] = {}  # of the present rollout, on this rank
+        self.metrics: dict[str, list[float]] = {}  # values of the current rollout on this rank
 
     def log_metric(self, name: str, value: float):
-        """Note a finite number: metrics.jsonl has its mean over a rollout and the ranks."""
+        """Log a finite number; metrics.jsonl contains its mean over the rollout and all ranks."""
         number = plain_value(value)
         if name in STEP_METRICS:
-            raise ValueError(f"log_metric: every step has {name!r} already; take another name")
+            raise ValueError(
+                f"log_metric: {name!r} is already a metric of every step; use another name"
+            )
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
             raise ValueError(f"log_metric: {name} is {number!r:.80}, it must be a finite number")
         self.metrics.setdefault(name, []).append(float(number))
 
 
 class RewardFailed(ValueError):
-    """A reward has failed on one of the ranks: all raise this, and may save what was trained."""
+    """Raised on all ranks if a reward fails on one of them, so that all can save a checkpoint."""
 
 
 @dataclass(eq=False)
 class Reward:
-    """A reward that was found by its name: it has TRL's signature and checks what is returned."""
+    """A reward function with its name, which checks arguments and returned values.
+
+    The function has the signature of TRL's reward functions.
+    """
 
     name: str
     function: Callable
-    # (work) -> what it returns, or the error of any rank, see World.run_on_all_ranks
+    # World.run_on_all_ranks, which raises an error of one rank on all ranks
     run_on_all_ranks: Callable = operator.call
-    log: RewardLog | None = None  # of a stage; evaluations and tools have none
+    log: RewardLog | None = None  # log of the stage; None in evaluations and commands
 
     @property
     def columns(self) -> set[str]:
-        """Name the columns it needs: the function's named parameters without a default."""
+        """Names of the required columns: the function's parameters without a default value."""
         parameters = inspect.signature(self.function).parameters.values()
         needed = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
         return needed - REWARD_ARGUMENTS
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return this reward for the ranks of a run, which fail together."""
+        """Return a copy for the ranks of a run: an error on one rank is raised on all of them."""
         return replace(self, run_on_all_ranks=world.run_on_all_ranks, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
-        """Judge n completions: n numbers, NaN for None (RewardFailed: names the row)."""
+        """Compute the rewards of n completions, NaN where the function returns None.
+
+        Raises:
+            RewardFailed: the function failed. The message names the row.
+        """
         try:
             return self.run_on_all_ranks(
-                lambda: self._judge({"completions": completions} | columns)
+                lambda: self._score({"completions": completions} | columns)
             )
         except ValueError as error:
             raise RewardFailed(*error.args) from error
 
-    def _judge(self, columns: dict[str, list]) -> list[float]:
-        """Ask about the rows that are not of a file with other rewards; of these NaN."""
+    def _score(self, columns: dict[str, list]) -> list[float]:
+        """Call the function on the rows that use this reward; other rows get NaN.
+
+        data.train may list the rewards of each file, in the column row_rewards.
+        """
         log = self.log or RewardLog()
-        given = {"trainer_state": log.trainer_state, "log_metric": log.log_metric}
-        for name in [*given, "log_extra"]:
-            if name in columns:  # a reward that asks another one hands them on
-                given[name] = columns.pop(name)
+        callbacks = {"trainer_state": log.trainer_state, "log_metric": log.log_metric}
+        for name in [*callbacks, "log_extra"]:
+            if name in columns:  # passed on by a reward that calls this one
+                callbacks[name] = columns.pop(name)
         row_rewards = columns.pop("row_rewards", [None] * len(columns["completions"]))
-        is_judged = [names is None or self.name in names for names in row_rewards]
-        if not any(is_judged):
-            return [math.nan] * len(is_judged)
-        columns = {column: list(compress(values, is_judged)) for column, values in columns.items()}
+        is_scored = [names is None or self.name in names for names in row_rewards]
+        if not any(is_scored):
+            return [math.nan] * len(is_scored)
+        columns = {column: list(compress(values, is_scored)) for column, values in columns.items()}
         missing_columns = sorted(self.columns - columns.keys())
         if missing_columns:
             raise ValueError(
@@ -144,69 +160,77 @@ class Reward:
             )
         texts = columns["completions"]
         extras = columns.pop("extras", [{} for _ in texts])
-        given.setdefault("log_extra", partial(log_extra, extras))
+        callbacks.setdefault("log_extra", partial(log_extra, extras))
         prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         columns["completions"] = [Text(text) for text in texts]
         if columns.get("prompts"):
-            columns["prompts"] = [question(prompt) for prompt in columns["prompts"]]
+            columns["prompts"] = [last_turn(prompt) for prompt in columns["prompts"]]
         try:
-            values = _call(self.function, columns | given)
+            values = _call(self.function, columns | callbacks)
         except (Exception, SystemExit) as error:
-            raise self._blamed(texts, prefixes, columns, given, error) from error
+            raise self._failure(texts, prefixes, columns, callbacks, error) from error
         values = iter(checked_values(self.name, values, texts, prefixes))
-        return [next(values) if judged else math.nan for judged in is_judged]
+        return [next(values) if scored else math.nan for scored in is_scored]
 
-    def _blamed(
-        self, texts: list[str], prefixes: list[str], columns: dict, given: dict, error
+    def _failure(
+        self, texts: list[str], prefixes: list[str], columns: dict, callbacks: dict, error
     ) -> ValueError:
-        """Find the first completion with which it fails, by asking about one at a time."""
+        """Return an error that names the first completion for which the function fails.
+
+        The function is called on one completion after the other to find that completion.
+        """
         prefix = ""
-        failed_with = f"{len(texts)} completions together and none alone"
+        failed_with = f"{len(texts)} completions together (it accepts each one separately)"
         for i, text in enumerate(texts):
-            given["log_extra"] = partial(log_extra, [{}])
+            callbacks["log_extra"] = partial(log_extra, [{}])
             try:
                 row = {name: [values[i]] for name, values in columns.items()}
-                _call(self.function, row | given)
-            except (Exception, SystemExit) as error_alone:
+                _call(self.function, row | callbacks)
+            except (Exception, SystemExit) as row_error:
                 prefix = prefixes[i]
                 failed_with = f"the completion {text!r:.80}"
-                error = error_alone
+                error = row_error
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
-            return ValueError(f"{prefix}{error}")  # one of ours says what is wrong
+            return ValueError(f"{prefix}{error}")  # a complete message of one of our own rewards
         reason = raised(self.function, error, columns)
         return ValueError(f"{prefix}reward {self.name}, for {failed_with}, {reason}")
 
 
 def get_reward(name: str) -> Reward:
-    """Find a reward (ValueError: there is none, or its function has no such option)."""
+    """Return the reward of a name.
+
+    Raises:
+        ValueError: there is no such reward, or its function does not have the given arguments.
+    """
     function, options = resolve_object("reward", name, REWARDS)
     with error_context(f"reward {name}"):
         function = with_options(function, options)
         if not inspect.getfullargspec(function).varkw:
-            raise ValueError("end its arguments with **columns")
+            raise ValueError("the arguments of a reward function must end with **columns")
         return Reward(name, function)
 
 
 def training_rewards(run: RunConfig) -> list[Reward]:
-    """Find the functions of a recipe's `rewards`."""
+    """Return the rewards in a recipe's section `rewards`."""
     return [get_reward(name) for name in run.rewards]
 
 
 def held_out_rewards(run: RunConfig) -> list[Reward]:
-    """Find the functions of a recipe's `data.eval_rewards`."""
+    """Return the rewards that a recipe's `data.eval_rewards` lists."""
     return [get_reward(name) for name in run.data.eval_rewards]
 
 
-def columns_of(rewards: Iterable[Reward]) -> list[str]:
-    """List the columns that any of these rewards needs."""
+def required_columns(rewards: Iterable[Reward]) -> list[str]:
+    """Return the sorted names of all columns that these rewards require."""
     return sorted(set().union(*(reward.columns for reward in rewards)))
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect what a recipe's rewards are given: see reward_columns and box_columns.
+    """Collect all arguments of reward functions: see reward_columns and box_columns.
 
-    turn_texts: of each completion the texts of its turns; one, unless it is a trajectory.
+    The column turn_texts has a list of texts for each completion: the texts of the turns of a
+    trajectory, otherwise one text.
     """
     columns = reward_columns(rows, completions, processor)
     flat = list(chain(*completions))
@@ -219,34 +243,44 @@ def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Turn what a reward says of n completions into n numbers, NaN for None (ValueError: no)."""
+    """Convert the values that a reward function returned for n completions to n floats.
+
+    None becomes NaN.
+
+    Args:
+        name: name of the reward, for errors.
+        prefixes: beginning of an error for each completion, "" or "FILE:LINE: ".
+    Raises:
+        ValueError: the values are not n finite numbers or None.
+    """
     try:
-        if isinstance(values, dict | set | str):  # whose keys or letters could pass for numbers
+        # iterating over a dict, a set or a str could give n values by accident
+        if isinstance(values, dict | set | str):
             raise TypeError
-        judged_rows = list(zip(values, completions, prefixes, strict=True))
+        scored_rows = list(zip(values, completions, prefixes, strict=True))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name} returned {values!r:.80}; "
-            f"it must be a list of {len(completions)} numbers, one a completion"
+            f"it must be a list of {len(completions)} numbers, one per completion"
         ) from error
     checked = []
-    for value, text, prefix in judged_rows:
+    for value, text, prefix in scored_rows:
         value = plain_value(value)
         if value is None:
             checked.append(math.nan)
-        elif isinstance(value, float | int | numbers.Real) and abs(value) <= LARGEST:
+        elif isinstance(value, float | int | numbers.Real) and abs(value) <= MAX_FLOAT32:
             checked.append(float(value))
         else:
             raise ValueError(
                 f"{prefix}reward {name} returned {value!r:.80} for the completion {text!r:.80}; "
-                "it must be a finite number, or None for 'cannot judge'"
+                "it must be a finite number, or None if the reward cannot score the completion"
             )
     return checked
 
 
 @runtime_checkable
 class Array(Protocol):
-    """A tensor or an array, of any library."""
+    """Protocol of tensors and arrays of any library."""
 
     @property
     def ndim(self) -> int: ...
@@ -254,20 +288,22 @@ class Array(Protocol):
 
 
 def plain_value(value: Array | float | str | None) -> Array | float | str | None:
-    """Return the Python value of a tensor or an array of no dimensions; others as they are."""
+    """Convert a zero-dimensional tensor or array to a Python value; return other values unchanged."""
     return value.item() if isinstance(value, Array) and value.ndim == 0 else value
 
 
 def log_extra(extras: list[dict], column: str, values: list):
-    """Note a value of each completion: TRL's log_extra(column, values); others than JSON's as text.
+    """Log a value for each completion, as TRL's log_extra(column, values) does.
+
+    Values that are not a number, a str or None are logged as str(value), because the log is JSON.
 
     Raises:
-        ValueError: it has not one value a completion.
+        ValueError: the number of values is not that of completions.
     """
     if len(values) != len(extras):
         raise ValueError(
             f"log_extra: {column} has {len(values)} values, it must have {len(extras)}, "
-            "one a completion"
+            "one per completion"
         )
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)
@@ -276,7 +312,8 @@ def log_extra(extras: list[dict], column: str, values: list):
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
     values = function(**columns)
-    if inspect.iscoroutine(values):  # in a thread of its own: a notebook's has a running event loop
+    if inspect.iscoroutine(values):
+        # in a separate thread, because a notebook already runs an event loop in this one
         with ThreadPoolExecutor(1) as pool:
             values = pool.submit(asyncio.run, values).result()
     return values

@@ -1,10 +1,13 @@
-"""Completions -> numbers. A reward is a function of text with TRL's signature:
+"""Rewards for the format and the correctness of text answers.
+
+A reward is a function with TRL's signature, which returns one number per completion:
 
     def brevity(completions, **columns):    # all completions, and every column of their rows
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-None for a completion says "cannot judge": it counts neither in the group's mean nor in any
-advantage. The names that a recipe gives weights, {accuracy: 1.0}, are in rewards/registry.py.
+It may return None for a completion that it cannot score. Such a completion is excluded from the
+mean of its group, and its advantage is 0. A recipe gives each reward a weight, for example
+{accuracy: 1.0}; rewards/registry.py lists the names.
 """
 
 import re
@@ -14,18 +17,24 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def tag_format(completions: list[str], **columns) -> list[float]:
-    """1.0 for exactly <think>...</think><answer>...</answer>: each tag once, both filled."""
+    """Return 1.0 for completions of the form <think>...</think><answer>...</answer>, else 0.0.
 
-    def fits(completion: str) -> bool:
+    Each tag must occur exactly once, and neither part may be empty.
+    """
+
+    def has_format(completion: str) -> bool:
         once = all(completion.count(tag) == 1 for tag in TAGS)
         match = once and THINK_ANSWER.fullmatch(completion.strip())
         return bool(match and match[1].strip() and match[2].strip())
 
-    return [float(fits(completion)) for completion in completions]
+    return [float(has_format(completion)) for completion in completions]
 
 
 def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[float | None]:
-    """1.0 if the answer is the solution, but for case, spacing and a final full stop."""
+    """Return 1.0 for answers that equal the solution, else 0.0; None for rows without a solution.
+
+    Case, whitespace and a final full stop are ignored.
+    """
     rewards = []
     for answer, truth in zip(answer_texts, solution, strict=True):
         expected = "" if truth is None else normalize(str(truth))
@@ -37,10 +46,11 @@ def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[
 
 
 def find_answer(completion: str, where: str = "tags") -> str | None:
-    """Find what a completion answers; None: nothing.
+    """Extract the answer from a completion; None if it has no answer.
 
-    "tags": inside the last <answer>...</answer>. For the other modes the answer is what follows
-    the last </think>: "whole" is all of it, "last_line" its last line.
+    Args:
+        where: "tags" takes the text inside the last <answer>...</answer>, "whole" all text after
+            the last </think>, and "last_line" the last line of that text.
     """
     if where == "tags":
         return last_answer(completion)
@@ -51,7 +61,10 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Find what the last <answer>...</answer> says; in one pass, however often a text opens it."""
+    """Return the text inside the last <answer>...</answer>, or None.
+
+    The time is linear in the length of the text, also if it has many opening tags.
+    """
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")
         if tag:
@@ -60,7 +73,10 @@ def last_answer(text: str) -> str | None:
 
 
 def normalize(text: str) -> str:
-    """'<answer> Green  square.</answer>' -> 'green square'."""
+    """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
+
+    Tags, case, repeated whitespace and a final full stop are removed.
+    """
     answer = last_answer(text)
     words = (text if answer is None else answer).split()
     return " ".join(words).rstrip(". ").casefold()

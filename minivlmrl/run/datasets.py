@@ -9,7 +9,7 @@ from minivlmrl.config.parsing import check_field, did_you_mean
 from minivlmrl.config.types import RewardName
 from minivlmrl.data.row_summary import FileRows
 from minivlmrl.data.rows import Dataset
-from minivlmrl.rewards.registry import columns_of, training_rewards
+from minivlmrl.rewards.registry import required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 
 # kind of rows that a stage needs: columns of a file that hold them, besides the prompt
@@ -129,7 +129,7 @@ def _columns_of_file(
             )
     if not is_judged:
         return columns
-    return columns_of([r for r in training_rewards(run) if r.name in section.rewards])
+    return required_columns([r for r in training_rewards(run) if r.name in section.rewards])
 
 
 def _file_rows(

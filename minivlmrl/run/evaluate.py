@@ -16,7 +16,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, make_sampler
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.rewards.columns import call_rewards
-from minivlmrl.rewards.registry import Reward, columns_of, held_out_rewards, recipe_columns
+from minivlmrl.rewards.registry import Reward, held_out_rewards, recipe_columns, required_columns
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
@@ -139,7 +139,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    no_columns = dict.fromkeys(columns_of(rewards))  # rewards skip rows without a column
+    no_columns = dict.fromkeys(required_columns(rewards))  # rewards skip rows without a column
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
         share, _ = world.shard_evenly(numbers)

@@ -17,7 +17,7 @@ from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.rewards.columns import call_rewards
-from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
+from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.trainers.base import Trainer
 
 TYPICAL_WEIGHT = 0.01  # size of a weight of a model of billions
@@ -32,7 +32,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
     for stage, rows in datasets.items():
         if stage == "eval":
             rewards = held_out_rewards(config)
-            no_columns = dict.fromkeys(columns_of(rewards))  # a row without one is not judged
+            no_columns = dict.fromkeys(required_columns(rewards))  # a row without one is not judged
         elif needs[stage] == "prompts":
             rewards = training_rewards(config)
             no_columns = {}

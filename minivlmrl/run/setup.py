@@ -25,7 +25,7 @@ from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL, Sharder
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.rewards.registry import columns_of, held_out_rewards, training_rewards
+from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
@@ -53,8 +53,8 @@ def prepare(
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     for stage in config.stage_names:
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
-    reward_columns = columns_of(training_rewards(config))
-    eval_columns = columns_of(held_out_rewards(config))
+    reward_columns = required_columns(training_rewards(config))
+    eval_columns = required_columns(held_out_rewards(config))
     datasets = load_datasets(config, needs, reward_columns, eval_columns)
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)

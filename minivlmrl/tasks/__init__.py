@@ -1,1 +1,1 @@
-"""The embedded task, which needs no downloads, and the table of tasks."""
+"""The built-in task, which needs no downloads, and the registry of tasks."""

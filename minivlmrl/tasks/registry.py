@@ -1,4 +1,7 @@
-"""The tasks, which need no downloads: rows, tokenizer and chance. recipes/dots.py is one to copy."""
+"""Registry of tasks: generated data sets with their own tokenizer, which need no downloads.
+
+recipes/dots.py is an example to copy.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,32 +10,38 @@ from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 
-FRESH_ROWS = 1_000_000  # a task draws rows on demand: a run does not meet one twice
+# number of training rows of a task; rows are generated on demand, so that no run repeats a row
+FRESH_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a run asks of a task."""
+    """A generated data set with a tokenizer and a baseline."""
 
-    # (section `data`, seed) -> (what an algorithm needs -> its rows, held-out rows of any seed);
-    # further parameters are options: shapes(pairs=8)
+    # Function of the recipe's section `data` and a seed. It returns a dict of training rows, whose
+    # keys are those of NEEDS in run/datasets.py, and the held-out rows, which are the same for all
+    # seeds. Further parameters are options of the task, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
-    tokenizer: Callable[[], Tokenizer]  # a tiny one, trained on everything that the task says
-    chance: Callable[[Dataset], float]  # held-out rows -> what blind guessing earns there
-    chance_name: str  # how tables call that
+    tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all texts of the task
+    # function of the held-out rows; returns the accuracy of guessing without seeing the image
+    chance: Callable[[Dataset], float]
+    chance_name: str  # label of that accuracy in tables
 
 
-# name: task, or module:name of one; a script may add its own
+# {name: Task, or "module:NAME" of a Task}; scripts may add entries
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:
-    """Find a task: of the table, file.py:NAME, package.module:NAME; with options, shapes(pairs=8).
+    """Return the task of a name, with its options applied.
 
+    Args:
+        name: a key of TASKS, file.py:NAME or package.module:NAME; options may follow, as in
+            shapes(pairs=8).
     Raises:
-        ValueError: there is none, or it has no such option.
+        ValueError: there is no such task, or the task has no such option.
     """
-    # here, because minimal.py finds no task by its name
+    # imported here, because minimal.py does not look up tasks by name
     from minivlmrl.config.import_utils import resolve_object, with_options
 
     task, options = resolve_object("data.task", name, TASKS)

@@ -1,10 +1,11 @@
-"""The task of the default run: name the colour and the shape of the one object in a small picture.
+"""The task of the default run: name the colour and the shape of the object in a small image.
 
-A prompt shows one image and asks what is in it; the answer names one of 12 classes (6 colours x 2
+A prompt shows one image and asks what is in it. The answer names one of 12 classes (6 colours x 2
 shapes): <think>I see green</think><answer>green square</answer>
 
-Demonstrations for sft are few and often wrong: they teach the form of an answer and a vague idea of
-the task. The rest is left to reinforcement learning, with a reward that is always right.
+The demonstrations for SFT are few, and half of them have a random label. From them a model learns
+the format of an answer, but the task only roughly, so that reinforcement learning, whose reward is
+always correct, can show an improvement.
 """
 
 import random
@@ -33,39 +34,39 @@ SHAPES = ("square", "triangle")
 LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 CHANCE = 1 / len(LABELS)
 PROBLEM = "What is it?"
-SIZE = 56  # pixels a side of an image
-OBJECT_SIZES = (32, 52)  # pixels a side of the object
+SIZE = 56  # width and height of an image in pixels
+OBJECT_SIZES = (32, 52)  # smallest and largest width of the object in pixels
 
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Pictures drawn on demand: row i of a seed is always the same picture.
+    """Dataset whose images are drawn on demand; a seed and an index determine the image.
 
-    `solution` is right in every row, also `chosen`; one of `worse` is `rejected`.
+    `solution` and `chosen` are correct in every row, and `rejected` is an answer of make_rejected.
     """
 
-    size: int
+    size: int  # number of rows
     seed: int | str
-    wrong_labels: float = 0.0  # share of rows that demonstrate a class drawn at random
+    wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-    tags: bool = True  # of demonstrations; False: they are the label alone
-    # for kto: one answer and a `label`, chosen and rejected in turn
+    tags: bool = True  # False makes demonstrations of the label only, without tags
+    # True makes rows for KTO: one answer with a `label`, alternately chosen and rejected
     labelled: bool = False
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Row:
-        index = range(self.size)[index]  # IndexError: without it list(rows) would not end
+        index = range(self.size)[index]  # raises IndexError, which ends iteration
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw_picture(label, rng)
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
         messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
         columns: dict[str, str | bool] = {"problem": PROBLEM, "solution": label}
-        # its own generator: pictures and demonstrations are those of a row without preferences
-        rejected = worse(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
+        # a separate generator, so that images and demonstrations do not depend on rejected answers
+        rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
         if self.labelled:
             is_good = index % 2 == 0
             columns["label"] = is_good
@@ -75,14 +76,15 @@ class Shapes(Sequence[Row]):
 
 
 def tagged_answer(label: str) -> str:
-    """Name a label in the demonstrated form."""
+    """Return the demonstrated answer for a label, with <think> and <answer> tags."""
     return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
 
 
-def worse(label: str, rng: random.Random) -> str:
-    """Make a worse answer: another colour, shape, or colour than in the thought, or a hole in it.
+def make_rejected(label: str, rng: random.Random) -> str:
+    """Make an answer that is worse than the correct one, in one of four ways.
 
-    docs/results.md says why there are four kinds, each in a quarter of the rows.
+    The colour is wrong, the shape is wrong, the answer has another colour than the thought, or up
+    to 12 characters are missing. Each kind has probability 1/4; docs/results.md gives the reason.
     """
     color, shape = label.split()
     other_color = rng.choice([name for name in COLORS if name != color])
@@ -101,7 +103,7 @@ def worse(label: str, rng: random.Random) -> str:
 
 
 def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
-    """Draw one object of random size anywhere on a light background of random colour."""
+    """Draw one object of random size and position on a light background of random colour."""
     background = (rng.randint(200, 255), rng.randint(200, 255), rng.randint(200, 255))
     image = PIL.Image.new("RGB", (SIZE, SIZE), background)
     side = rng.randint(*OBJECT_SIZES)
@@ -113,9 +115,9 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
 
 
 def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
-    """Draw an object that fills a box in pixels: left, top, right, bottom."""
+    """Draw an object that fills a box, given as (left, top, right, bottom) in pixels."""
     left, top, right, bottom = box
-    right -= 1  # PIL draws the last pixel too
+    right -= 1  # because PIL includes the last pixel
     bottom -= 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
@@ -128,7 +130,7 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
 
 
 def tokenizer() -> Tokenizer:
-    """Train byte-level BPE on everything the task says; some 370 tokens."""
+    """Train a byte-level BPE tokenizer of about 370 tokens on all texts of the task."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     return train_tokenizer([*texts, *map(tagged_answer, LABELS)], vocab_size=512)
 
@@ -140,29 +142,28 @@ def datasets(
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5,
     pairs: Annotated[int, ">= 1"] = 1024,
 ) -> tuple[dict[str, Dataset], Dataset]:
-    """Make training rows by what an algorithm needs, and held-out rows; see task.Task.
+    """Build the training rows of all stages, and the held-out rows; see Task.datasets.
 
     Args:
-        data: the recipe's section.
-        demonstrations: rows for sft.
-        wrong_demonstrations: share of them with a label drawn at random.
-        pairs: rows for dpo, kto and reward_model.
+        data: section `data` of the recipe.
+        demonstrations: number of rows for SFT.
+        wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
+        pairs: number of rows for DPO, KTO and the reward model.
     """
-    pictures = partial(
-        Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt
-    )
+    rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
     training: dict[str, Dataset] = {
-        "demonstrations": pictures(
+        "demonstrations": rows(
             demonstrations,
             f"{seed}/sft",
             wrong_labels=wrong_demonstrations,
-            tags=data.answer_format == "tags",  # they say the label where the rewards look for it
+            # the label must be where the rewards look for the answer
+            tags=data.answer_format == "tags",
         ),
-        "pairs": pictures(pairs, f"{seed}/pairs"),
-        "labels": pictures(pairs, f"{seed}/pairs", labelled=True),
-        "prompts": pictures(FRESH_ROWS, f"{seed}/grpo"),
+        "pairs": rows(pairs, f"{seed}/pairs"),
+        "labels": rows(pairs, f"{seed}/pairs", labelled=True),
+        "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
     }
-    return training, pictures(data.eval_rows, "eval")
+    return training, rows(data.eval_rows, "eval")
 
 
 TASK = Task(datasets, tokenizer, lambda held_out: CHANCE, "chance")

@@ -131,7 +131,7 @@ def test_a_wrong_solution_is_named(solution):
     for name in ("iou", "acc_0_5", "giou"):
         with pytest.raises(ValueError) as raised:
             earnings([name], [say(RIGHT)], columns(solution))
-        message = f"reward {name}: solution {solution!r} is no box; it needs [x1, y1, x2, y2]"
+        message = f"reward {name}: solution {solution!r} is not a box; it must be [x1, y1, x2, y2]"
         assert str(raised.value).startswith(message)
 
 
@@ -185,7 +185,9 @@ def test_points(solution, said, inside, near):
 
 def test_a_solution_that_is_no_point_is_named():
     for wrong in ("cat", [1, 2, 3], [5, 5, 5, 5]):
-        with pytest.raises(ValueError, match=r"reward point: solution .* is no box or point; it needs \[x1, y1"):
+        with pytest.raises(
+            ValueError, match=r"reward point: solution .* is neither a box nor a point; it must be \[x1"
+        ):
             point(["[1, 2]"], **columns(wrong))
 
 
@@ -197,7 +199,7 @@ def row(*sizes, **columns):
     return Row([user([IMAGE_PART] * len(images))], images, columns)
 
 
-def columns_of(rows, G=1, **options):
+def required_columns(rows, G=1, **options):
     processor = Processor(localisation.tokenizer(), ImageProcessor(**options))
     return box_columns(rows, [r.prompt(processor) for r in rows], processor, G)
 
@@ -208,15 +210,15 @@ def test_an_answer_counts_in_pixels_of_the_resized_image():
         ({"patch_size": 7, "min_pixels": 14 * 14}, (84.0, 56.0)),
         ({"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 2}, (28.0, 28.0)),
     ):
-        assert columns_of([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
+        assert required_columns([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
 
 
 def test_a_row_may_say_its_space():
     """And its extent, which comes before the space."""
     spaces = {"original": (90, 50), "resized": (84, 56), "thousandths": (1000, 1000), "unit": (1, 1), None: (84, 56)}
     for space, extent in spaces.items():
-        assert columns_of([row((90, 50), box_space=space)])["answer_extents"] == [extent]
-        assert columns_of([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
+        assert required_columns([row((90, 50), box_space=space)])["answer_extents"] == [extent]
+        assert required_columns([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
 
 
 def test_the_first_image_counts_and_no_video_before_it():
@@ -224,6 +226,6 @@ def test_the_first_image_counts_and_no_video_before_it():
     rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     rows[2].messages[0]["content"].insert(0, {"type": "video"})
-    assert columns_of(rows, 2) == {
+    assert required_columns(rows, 2) == {
         "image_sizes": [None] * 2 + [(90, 50)] * 4, "answer_extents": [None] * 2 + [(84, 56)] * 4,
     }  # fmt: skip

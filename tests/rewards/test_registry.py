@@ -126,7 +126,9 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
             raise OSError("too many")
         return [0.0]
 
-    expected = r"^reward own, for 2 completions together and none alone, raised OSError: too many in .*:\d+$"
+    expected = (
+        r"^reward own, for 2 completions together \(it accepts each one .*\), raised OSError: too many in .*:\d+$"
+    )
     with pytest.raises(ValueError, match=expected):
         ask(monkeypatch, fickle, ["two", "five"])
 
@@ -136,7 +138,7 @@ def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(
         ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
-    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is no box; it needs"):
+    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is not a box; it must be"):
         file.get_reward("iou")(["1 1 2 2"] * 2, **columns)
 
 
@@ -192,16 +194,16 @@ def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch)
 
 @pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
 def test_keys_and_letters_are_no_rewards(monkeypatch, values):
-    with pytest.raises(ValueError, match="it must be a list of 2 numbers, one a completion"):
+    with pytest.raises(ValueError, match="it must be a list of 2 numbers, one per completion"):
         ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
 
 
 @pytest.mark.parametrize(
     ("log", "says"),
     [
-        (lambda log_metric, **_: log_metric("loss", 1), "every step has 'loss' already; take another name"),
+        (lambda log_metric, **_: log_metric("loss", 1), "'loss' is already a metric of every step; use another"),
         (lambda log_metric, **_: log_metric("a", "1"), "a is '1', it must be a finite number"),
-        (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, it must have 1, one a completion"),
+        (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, it must have 1, one per completion"),
     ],
 )
 def test_what_a_reward_cannot_log(monkeypatch, log, says):
@@ -217,7 +219,7 @@ def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path,
         return [next(values, math.nan)] * len(completions)
 
     monkeypatch.setitem(REWARDS, "own", own)
-    with pytest.raises(ValueError, match=r"it must be a finite number, or None for 'cannot judge'$"):
+    with pytest.raises(ValueError, match=r"a finite number, or None if the reward cannot score the completion$"):
         run("--stages=[grpo]", "--rewards={own: 1}")
     assert not (tmp_path / "run" / "states").exists()
 
@@ -265,7 +267,7 @@ def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tole
     ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
     ("exit(0)", r"cannot be loaded \(SystemExit: 0\)$"),
     ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
-    ("def f(completions):\n    return []", r"end its arguments with \*\*columns$"),
+    ("def f(completions):\n    return []", r"must end with \*\*columns$"),
 ])  # fmt: skip
 def test_a_file_of_ones_own_that_is_wrong_is_one_line(tmp_path, text, says):
     (tmp_path / "mine.py").write_text(text)

@@ -3,7 +3,7 @@
 import pytest
 
 from minivlmrl.rewards import text as rewards_file
-from minivlmrl.rewards.registry import columns_of, get_reward
+from minivlmrl.rewards.registry import get_reward, required_columns
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 
 from earnings import earnings
@@ -103,7 +103,7 @@ def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
 
 def test_a_trl_reward_with_a_column_asks_for_it():
     name = f"{__file__}:right_level"
-    assert columns_of(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
+    assert required_columns(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
     first, second = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert first.item() == 1 and second.isnan().item()
     with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):

@@ -50,7 +50,7 @@ def test_every_reward_of_the_table_is_tried_on_a_row():
     try_rewards(config, {"grpo": "prompts"}, {"grpo": Localisation(1, "x"), "eval": Localisation(1, "x")})
     try_rewards(config, {"dpo": "pairs"}, {"dpo": [text], "eval": [text]})  # held-out pairs need no solution
     box = Row([{"role": "user", "content": "?"}], [PIL.Image.new("RGB", (8, 8))], {"problem": "?", "solution": "a"})
-    with pytest.raises(ValueError, match="reward iou: solution 'a' is no box"):
+    with pytest.raises(ValueError, match="reward iou: solution 'a' is not a box"):
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
 
 
