@@ -43,84 +43,99 @@ PROMPT, OPTIONS = 1, ["--sft.max_steps=12", "--model.dtype=float64", "--num_thre
 COMMAND = f"python -m minivlmrl replay recipes/shapes.yaml --prompt={PROMPT} {' '.join(OPTIONS)}"
 FILMED = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4"]
 HEAD = f"""\
-# One prompt on its way through a GRPO step
+# Walkthrough
 
-After this page you know what a GRPO step makes of one picture and one question, from pixels to the update, in numbers.
-Below each title is the function that does it. This command prints completions, rewards and
-log-probabilities:
+Use this page to follow one image and one question through a GRPO step, from pixels to the update of the weights. Each
+section names a function, explains it, and shows the numbers that it computes.
+
+This command prints the completions, rewards and log-probabilities of this page:
 
 ```bash
 {COMMAND}
 ```
 
-SFT has had 12 of its 40 steps, so that completions still differ. All is in float64, so that every machine prints the
-same.
+The model is trained by 12 of the 40 steps of SFT, so that its completions still differ. The whole step is computed in
+float64, so that every machine prints the same numbers.
 
-Of a run of your own, `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4` trains a step again and
-prints this. `--lines=step5.html` writes [a page](step.html) of every line of the reading list and what it made;
+You can see a step of your own run in the same way. `python -m minivlmrl replay runs/shapes --stage=grpo --step=5
+--prompt=4` repeats step 5 and prints these numbers for its prompt 4. `--lines=step5.html` writes
+[a page](step.html) that shows every line of the reading list with the tensors that it computed, and
 `--lines=step5.html,my_rewards.py` adds a file of yours.
 
-![a GRPO step as a flow](step.svg)
+![A GRPO step as a flow chart](step.svg)
 
-P tokens of a prompt, G completions of it, n of all prompts, K rewards; M tokens of all completions, N of the run.
+The pictures use these letters for sizes:
+
+- P: tokens of the prompt
+- G: completions of one prompt
+- n: completions of all prompts
+- K: rewards
+- M: tokens of all completions
+- N: tokens of the packed sequence
 """
 WHY = """\
 # RGB
-A picture is numbers from 0 to 255: height, width, and red, green, blue.
+An image is an array of height x width x 3 values from 0 to 255, for red, green and blue.
 
 <img src='walkthrough.png' width='168' alt='a purple triangle'>
 
 # Patches
-A patch is one row of {patch_dim} numbers: 3 channels x 2 frames (a still picture is shown twice) x {side} x {side}
-pixels, normalised. Four patches that will become one token come together.
+The image is cut into patches. A patch is one row of {patch_dim} normalised values: 3 channels x 2 frames x
+{side} x {side} pixels. A still image has two equal frames. The four patches that will become one image token follow
+one another.
 
 # Windows
-Most blocks attend inside windows, so the tower sorts tokens by window. [Windows](windows.svg) of a larger picture.
+Most blocks of the vision tower attend only within windows, so the tokens are sorted by window.
+[This picture](windows.svg) shows the windows of a larger image.
 
-![the picture, its patches in their order, and the order of merged tokens by windows](walkthrough_patches.svg)
+![The image, its patches in their order, and the order of image tokens by window](walkthrough_patches.svg)
 
-# Merged tokens
-A small MLP makes one vector of four patches, as wide as a word's embedding.
+# Image tokens
+A small MLP, the merger, turns four patches into one vector with the width of a word embedding.
 
 # Prompt
-The template lays out the messages. The image is {merged} placeholders, one for each merged token.
+The chat template turns the messages into text. {merged} placeholders stand for the image, one for each image token.
 
 # Positions
-Text counts up on all three axes together. An image has one time, and its rows and columns count from there. The text
-after it goes on from the largest: [drawn](mrope.svg).
+For text, the positions on all three axes count up together. An image has one position in time, and its rows and columns
+count up from there. The text after the image continues from the largest position, as [this picture](mrope.svg) shows.
 
-# Run
-The prompt is computed once for all eight completions. With `GroupAttention` a token of a completion sees the prompt
-and its own completion so far. The last token of a completion predicts nothing and is left out:
-{length} + {M} - 8 = {N} tokens.
+# Packed sequence
+The prompt is processed once for all eight completions. With `GroupAttention`, a token of a completion attends to the
+prompt and to the earlier tokens of its own completion. The last token of a completion predicts nothing and is left out,
+so the sequence has {length} + {M} - 8 = {N} tokens.
 
 # Log-probabilities
-The state before a token makes {vocab} logits. The token's log-probability is its logit minus the logsumexp of all.
+The hidden state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp
+of all logits.
 
-![the eight completions, token by token, shaded by probability](walkthrough_tokens.svg)
+![The eight completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
 # Text
-Rewards judge text. Half a character shows as a replacement mark.
+The rewards read text. A token can end in the middle of a multi-byte character, and then the broken character is shown
+as \ufffd.
 
 # Rewards
-1 for the form with weight {form:g}, and 1 for the right answer with weight {truth:g}.
+The format has a reward of 1 with weight {form:g}, and the right answer a reward of 1 with weight {truth:g}.
 
 # Advantages
-(reward - mean) / (standard deviation + {epsilon:g}) of these eight. The two right answers are {best:.2g} deviations
-above the group.
+The advantage is (reward - mean) / (standard deviation + {epsilon:g}) over these eight completions. The two right
+answers are {best:.2g} standard deviations above the mean of the group.
 
 # Loss
-Ratios are 1 and advantages add up to 0, so the loss is [0](faq.md). Its gradient is not: it is -advantage x the
-gradient of the log-probability.
+All ratios are 1 and the advantages add up to 0, so [the loss is 0](faq.md#why-is-my-loss-0). The gradient is not 0: for
+each token, it is -advantage times the gradient of the log-probability.
 
 # Gradient
-Of all {prompts} prompts of the step. It reaches every module, through the merged tokens also the vision tower.
+These are the norms of the gradient of the whole step, for all {prompts} prompts. It reaches every module, including the
+vision tower, through the image tokens.
 
 # Update
-AdamW moves each weight by about the learning rate. The two right answers become likelier, the two without the form
-less likely. Most wrong answers in the right form gain too: they share tokens with the right ones.
+AdamW changes each weight by about the learning rate. The two right answers become more likely, and the two completions
+without the format become less likely. Most wrong answers with the format also become more likely, because they share
+tokens with the right answers.
 
-![gradient norms of the modules, and how far each completion's log-probability moves](walkthrough_update.svg)
+![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
 
 
@@ -159,10 +174,10 @@ class Walk:
         lines = [shown("pixel_values", self.prompt.pixel_values), shown("image_grid_thw", grids)]
         yield Stop("Patches", image.patchify, lines, {"grid": grids[0].tolist(), "side": settings.patch_size})
         order, windows, frames = vision.window_order(grids, self.policy.config.vision_config)
-        lines = [shown("order", order, 16), f"patches of each window {windows}, of each frame {frames}"]
+        lines = [shown("order", order, 16), f"patches per window {windows}, per frame {frames}"]
         yield Stop("Windows", vision.window_order, lines, {"order": order.tolist()})
         merged = self.policy.visual(self.group.pixel_values, grids)
-        yield Stop("Merged tokens", vision.VisionTransformer.forward, [shown("vision_embeds", merged)])
+        yield Stop("Image tokens", vision.VisionTransformer.forward, [shown("vision_embeds", merged)])
 
     def ask(self) -> Iterator[Stop]:
         """The prompt as ids, their positions, and the run that it shares with its completions."""
@@ -176,17 +191,17 @@ class Walk:
         for name, axis in zip(("time", "height", "width"), positions.tolist(), strict=True):
             lines.append(f"  {name:<7}" + " ".join(f"{x:2}" for x in axis[start : start + 21]))
         yield Stop("Positions", rope.get_rope_index, lines)
-        lines = [f"a prompt of {len(ids)} tokens, completions of {lengths} less 1 each"]
-        lines.append(f"as separate rows they would be {sum(len(ids) + n - 1 for n in lengths)} tokens")
-        yield Stop("Run", attention.GroupLayout, [shown("input_ids", self.group.input_ids), *lines])
+        lines = [f"a prompt of {len(ids)} tokens and completions of {lengths} tokens, each without its last token"]
+        lines.append(f"as separate rows, they would be {sum(len(ids) + n - 1 for n in lengths)} tokens")
+        yield Stop("Packed sequence", attention.GroupLayout, [shown("input_ids", self.group.input_ids), *lines])
 
     @torch.no_grad()
     def answer(self) -> Iterator[Stop]:
         """The completions: log-probabilities, texts."""
         words = [self.spell(row) for row in self.ids]
         rows = self.logps()
-        lines = [shown("logps", rows[self.group.completion_mask.bool()]), shown("in rows", rows, 0)]
-        lines.append(shown("when drawn", self.batch.sampler_logps[self.group.completion_mask.bool()]))
+        lines = [shown("logps", rows[self.group.completion_mask.bool()]), shown("padded", rows, 0)]
+        lines.append(shown("sampler_logps", self.batch.sampler_logps[self.group.completion_mask.bool()]))
         yield Stop("Log-probabilities", logprobs.per_token_logps, lines, {"words": words, "logps": rows.tolist()})
         texts = map(self.trainer.processor.decode, self.ids)
         yield Stop("Text", Processor.decode, [f"{number}  {text!r}" for number, text in enumerate(texts)])
@@ -208,13 +223,13 @@ class Walk:
             share = self.trainer.loss(self.batch)[0].item()
         self.optimizer.register_step_pre_hook(lambda *_: norms.update(gradient_norms(self.trainer.trained)))
         metrics = loop.optimizer_step(self.trainer, self.step, self.optimizer, 0)
-        text = f"{clean(metrics['loss'])}, of which this prompt {clean(share)}"
+        text = f"loss of the step: {clean(metrics['loss'])}; share of this prompt: {clean(share)}"
         yield Stop("Loss", grpo.grpo_loss, [text])
         lines = [f"{name:<24}{clean(value):>9}" for name, value in norms.items()]
-        lines.append(f"all: {clean(metrics['grad_norm'])} before it was cut to at most {limit:g}")
+        lines.append(f"all weights: {clean(metrics['grad_norm'])}, before it is clipped to {limit:g}")
         yield Stop("Gradient", finish_gradients, lines, {"norms": norms})
         change = ((self.logps() - before) * self.batch.loss_mask).sum(1).tolist()
-        lines = [f"learning rate {metrics['learning_rate']:.3g}; the completions' log-probabilities change by"]
+        lines = [f"learning rate {metrics['learning_rate']:.3g}; change of the log-probability of each completion:"]
         data = {"change": change, "metrics": metrics}
         yield Stop("Update", loop.optimizer_step, [*lines, "  ".join(map(clean, change))], data)
 
@@ -323,9 +338,9 @@ def patches() -> str:
     size, right = cols * side * scale, 24 + cols * side * scale + 48
     picture = Picture(right + size + 24, top + rows * side * scale + 44, "Patches and windows of the picture")
     picture.text(left + size / 2, 28, "patches, in the order of pixel_values", 14, bold=True)
-    picture.text(right + size / 2, 28, "merged tokens, in the order of windows", 14, bold=True)
+    picture.text(right + size / 2, 28, "image tokens, in the order of windows", 14, bold=True)
     picture.text(left + size / 2, 48, f"{rows} x {cols} patches of {side} x {side} pixels", 12, SOFT)
-    picture.text(right + size / 2, 48, "colour: a window, one stretch of the tower's input", 12, SOFT)
+    picture.text(right + size / 2, 48, "colour: a window, a part of the tower's input", 12, SOFT)
     for y, line in enumerate(pixels.tolist()):
         starts = [0, *(x for x in range(1, len(line)) if line[x] != line[x - 1]), len(line)]
         for start, end in itertools.pairwise(starts):
@@ -346,7 +361,7 @@ def patches() -> str:
         picture.box(left + col * merged, top + row * merged, merged, merged, "none", INK, 1.5)
         picture.box(right + col * merged, top + row * merged, merged, merged, palette[position // 4 % 4])
         picture.text(right + (col + 0.5) * merged, top + (row + 0.5) * merged + 5, str(position), 15)
-    picture.text(left, top + rows * cell + 24, "Thick lines: the 2 x 2 patches of one merged token.", 12, SOFT, "start")
+    picture.text(left, top + rows * cell + 24, "Thick lines: the 2 x 2 patches of one image token.", 12, SOFT, "start")
     return picture.svg()
 
 
@@ -357,7 +372,7 @@ def tokens() -> str:
     width = max(sum(8 + 7.2 * len(word) for word in row) for row in words)
     picture = Picture(int(width) + 210, 76 + 28 * len(words), "The completions token by token")
     picture.text(
-        24, 28, "Eight answers to one picture: the darker, the less likely was the token", 14, INK, "start", True
+        24, 28, "Eight completions for one image. The darker a token, the less likely it was", 14, INK, "start", True
     )
     for x, name in ((int(width) + 82, "reward"), (int(width) + 160, "advantage")):
         picture.text(x, 52, name, 12, SOFT)
@@ -397,7 +412,7 @@ def update() -> str:
         picture.box(168, y, max(length, 1), 16, BLUES[1], BLUES[1], 0)
         picture.text(174 + length, y + 12, f"{value:.2g}", 11, SOFT, "start")
     picture.text(580, 28, "change of each completion's log-probability", 14, bold=True)
-    picture.text(580, 48, "number, advantage, change; blue: above the group's mean", 12, SOFT)
+    picture.text(580, 48, "number, advantage, change; blue: above the mean of the group", 12, SOFT)
     far = max(map(abs, change))
     for row, (moved, advantage) in enumerate(zip(change, worth, strict=True)):
         y, length = 62 + 26 * row, round(80 * abs(moved) / far, 2)
