@@ -205,6 +205,7 @@ def test_boxes(page):
         scaled = page("to_file_pixels")(a, (50, 50), (640, 480))
         assert scaled == pytest.approx(Box(*a, (50, 50)).to((640, 480)).numbers, rel=1e-12)
     assert small > 5
+    assert page("box_iou")((0, 0, 5, 5), (4, 0, 9, 5), smallest_overlap=1) == 0  # they share one pixel
     unit = (0.1, 0.1, 0.9, 0.9)
     assert page("box_iou")(unit, unit, smallest_overlap=1) == 0 and page("box_iou")(unit, unit) == 1
 
@@ -224,11 +225,17 @@ def test_the_format_reward(page):
 
 def test_image_sizes(page):
     generator = torch.Generator().manual_seed(0)
-    sizes = [*torch.randint(10, 6000, (400, 2), generator=generator).tolist(), [1092, 1568], [20, 30], [28, 28]]
+    sizes = [
+        *torch.randint(10, 6000, (400, 2), generator=generator).tolist(),
+        [1092, 1568],
+        [20, 30],
+        [28, 28],
+        [30, 5900],
+    ]
     for height, width in sizes:
         if max(height, width) > 200 * min(height, width):
             continue
-        for bounds in ((3136, 12845056), (3136, 1003520), (200704, 401408)):
+        for bounds in ((3136, 12845056), (3136, 1003520), (200704, 401408), (3136, 12544)):
             assert page("resized")(height, width, 28, *bounds) == smart_resize(height, width, 28, *bounds)
 
 
