@@ -1,9 +1,10 @@
-"""Rewards to copy, which compare an answer with the solution: number, choice, yes_no, class_name, math.
+"""Reward functions to copy that compare an answer with the solution: number, choice, yes_no, class_name and math.
 
-In a recipe, from the folder where the command runs:
+Use one in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
-data.answer_format selects the part of a completion that is its answer. All of this part has to be the answer:
-two answers, a denial of the right one, or a list of all earn 0. A row without a solution (None, "") is not judged.
+The answer is the part of a completion that data.answer_format selects. The whole answer must be the solution: two
+answers, a denial of the correct answer or a list of all choices have the reward 0. Rows without a solution (None or "")
+are not judged.
 """
 
 import functools
@@ -17,16 +18,23 @@ from pathlib import Path
 from minivlmrl.config.parsing import optional_dependency
 from minivlmrl.rewards.text import find_answer, normalize
 
-LONGEST = 2000  # characters of an answer; one that is longer earns 0
+LONGEST = 2000  # largest number of characters in an answer; longer answers have the reward 0
 WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
 
 def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq) -> list:
-    """Compare n answers with their solutions: 1.0 where `same` holds for what `read` finds in both.
+    """Compare n answers with their solutions, after parsing both.
 
+    Args:
+        name: name of the reward, for messages.
+        kind: description of a valid solution, for messages.
+        read: parses a text; returns None if the text is not valid.
+        same: compares the parsed solution with the parsed answer.
+    Returns:
+        For each row 1.0 if `same` holds, otherwise 0.0, or None if the row has no solution.
     Raises:
-        ValueError: `read` finds nothing in a solution, which is no `kind` then.
+        ValueError: a solution cannot be parsed.
     """
     values = []
     for answer, truth in zip(answer_texts, solution, strict=True):
@@ -36,14 +44,14 @@ def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solutio
             continue
         right_value = read(unwrap(truth_text))
         if right_value is None:
-            raise ValueError(f"reward {name}: solution {truth_text!r:.80} is no {kind}")
+            raise ValueError(f"reward {name}: solution {truth_text!r:.80} is no {kind}; correct the row")
         value = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
         values.append(float(value is not None and same(right_value, value)))
     return values
 
 
 def unwrap(text: str) -> str:
-    """Take an answer out of what it is set in: "$\\boxed{3}$." gives "3"."""
+    """Remove markup around an answer: "$\\boxed{3}$." becomes "3"."""
     for _ in range(4):
         text = text.strip().removesuffix(".").strip()
         inside = re.fullmatch(WRAPPED, text, re.DOTALL)
@@ -56,14 +64,17 @@ def unwrap(text: str) -> str:
 LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
 LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
-OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # in the text of a choice
+OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # another letter in the text of a choice
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
 YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
 def choice(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for the letter of the right choice: B, (b), B., B) a dog. Not: B or C, not B, A. B. C."""
+    """Return 1.0 for the letter of the correct choice, such as B, (b), B. or "B) a dog".
+
+    Answers such as "B or C", "not B" and "A. B. C." have the reward 0.
+    """
 
     def letter(text: str) -> str | None:
         match = CHOICE.fullmatch(text)
@@ -75,7 +86,10 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
 
 
 def yes_no(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for the right one of yes (true) and no (false), alone or first. Not: yes and no."""
+    """Return 1.0 for the correct one of yes (or true) and no (or false), alone or as the first word.
+
+    The answer "yes and no" has the reward 0.
+    """
 
     def read(text: str) -> bool | None:
         match = YES_NO.fullmatch(text)
@@ -90,11 +104,11 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
 
 
 def class_name(answer_texts: list, solution: list, classes: list | str | None = None, **columns) -> list:
-    """1.0 for the name of the class; case, spacing, - and _ do not matter.
+    """Return 1.0 for the name of the class; case, spaces, - and _ are ignored.
 
     Args:
-        classes: all names, or a text file with one in each line: then an answer may be a sentence
-            that names one class alone and does not deny it. None: it is the name and nothing else.
+        classes: list of all class names, or a text file with one name per line. With it, an answer may be a sentence
+            that contains exactly one class name and no negation. By default the answer must be only the name.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()
@@ -114,12 +128,12 @@ def _words(text: str) -> str:
 
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
-    """Match whole names, the longest first: "green square" is not "square"."""
+    """Compile a pattern for whole names, the longest first, so that "green square" does not match "square"."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
 
-LONGEST_NUMBER = 100  # characters
+LONGEST_NUMBER = 100  # largest number of characters
 NUMBER_WORDS = [
     "zero",
     "one",
@@ -145,7 +159,7 @@ NUMBER_WORDS = [
 ]
 WORDS = "|".join(NUMBER_WORDS)
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-# units of one kind, with their sizes; any other word after a number is not looked at
+# Units of one kind with their sizes. Any other word after a number is ignored.
 UNITS = [
     {"%": "1/100"},
     {"mm": "1/1000", "cm": "1/100", "m": "1", "km": "1000", "in": "254/10000", "ft": "3048/10000"},
@@ -175,7 +189,7 @@ SPELLINGS = {
     "hr": "h",
     "hour": "h",
 }
-# after a number they make another one of it, or leave room for more
+# words that, after a number, change its value or make it ambiguous
 OTHER_NUMBER = re.compile(
     rf"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|{WORDS}|(?![ghms])[a-zµ]"
 )
@@ -200,19 +214,20 @@ LATEX = [
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns) -> list:
-    """1.0 for the number of the solution: 3, 3.0, three, 6/2, 3 apples, x = 3. Not: 3 or 4, 3-5.
+    """Return 1.0 for the number of the solution, such as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    Units of one kind are converted (50 mm is 5 cm), 50% is 0.5 as well as 50, and may be left out.
+    Answers such as "3 or 4" and 3-5 have the reward 0. Units of one kind are converted (50 mm is 5 cm) and may be left
+    out. 50% equals both 0.5 and 50.
 
     Args:
-        tolerance: by what share of the solution it may be off: 0.05 takes 95 to 105 for 100.
+        tolerance: largest relative error; with 0.05, answers from 95 to 105 are correct for 100.
     """
     same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
     return judge_rows("number", "number", read_number, answer_texts, solution, same)
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
-    """Read "1,234.5 cm" as (2469/2, "cm"); None: it is not one number."""
+    """Parse a number with a unit: "1,234.5 cm" becomes (2469/2, "cm"). Return None if the text is not one number."""
     if len(text) > LONGEST_NUMBER:
         return None
     for pattern, replacement in LATEX:
@@ -241,12 +256,12 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _unit(word: str) -> str:
-    """Name a unit by its symbol, inches by in; any other word is its own."""
+    """Return the symbol of a unit, for example in for inches; return any other word unchanged."""
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
 def _sizes(unit: str | None) -> dict[str, str] | None:
-    """Find the units of the same kind, with their sizes; None: we do not know the unit."""
+    """Return the units of the same kind with their sizes, or None if the unit is unknown."""
     for sizes in UNITS:
         if unit in sizes:
             return sizes
@@ -254,7 +269,7 @@ def _sizes(unit: str | None) -> dict[str, str] | None:
 
 
 def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: Fraction) -> bool:
-    """Compare two numbers with their units."""
+    """Return whether two numbers with units are equal up to the relative tolerance."""
 
     def near(a: Fraction, b: Fraction) -> bool:
         return abs(a - b) <= tolerance * abs(a)
@@ -271,20 +286,20 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     return near(a, b) or near(a_share, b_share)
 
 
-LONGEST_MATH = 300  # characters
-SECONDS = 2  # of one comparison, where a signal can end it
-# towers of powers, large powers, factorials
+LONGEST_MATH = 300  # largest number of characters
+SECONDS = 2  # time limit of one comparison
+# towers of powers, large powers and factorials, which would take too long to compute
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 
 def math(answer_texts: list, solution: list, **columns) -> list:
-    """1.0 for an expression that equals the solution: 0.5, \\frac12, 2^{-1}; sets, equations."""
+    """Return 1.0 for an expression, set or equation that equals the solution, such as 0.5, \\frac12 or 2^{-1}."""
     kind = "expression that math-verify can read"
     return judge_rows("math", kind, _expressions, answer_texts, solution, _equal)
 
 
 def _expressions(text: str) -> list | None:
-    """Read all of a text as one expression."""
+    """Parse a whole text as one expression."""
     with optional_dependency("math", "reward math needs math-verify"):
         from math_verify import LatexExtractionConfig, parse
     if len(text) > LONGEST_MATH or HUGE.search(text):
@@ -300,5 +315,5 @@ def _equal(truth: list, answer: list) -> bool:
 
 
 def _seconds() -> int | None:
-    """math-verify sets an alarm, which only the main thread can."""
+    """Return the time limit, or None outside of the main thread, because math-verify's alarm only works there."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -1,10 +1,12 @@
-"""Follow the arrows: a task whose larger pictures need a longer thought, and what `recipes/arrows.yaml` trains on.
+"""Task of recipes/arrows.yaml: follow arrows through an image. Longer paths need a longer thought.
 
-A picture has 4 x 3 cells of twelve colours, one 14 x 14 token each, and arrows from cell to neighbour. "From red" asks
-where they end. The thought lists the cells that are visited, here in two moves:
+An image has 4 x 3 cells of twelve colours, each one token of 14 x 14 pixels, and arrows between neighbouring cells. The
+prompt "From red" asks for the cell in which the arrows from red end. The thought lists the visited cells, for example
+for a path of two moves:
     <think> red blue green</think><answer> green</answer>
-Demonstrations take one or two moves, prompts one to four. Other ways in the picture have as many moves, so that no cell
-but the start tells which end is meant: who guesses one of the ends is right in .19, .30, .43 and .50 of the pictures.
+Demonstrations have one or two moves, prompts one to four. An image contains several paths of the same length, so that
+only the start tells which end is asked for. Guessing one of the ends is correct for 0.19, 0.30, 0.43 and 0.50 of the
+images with one, two, three and four moves.
 """
 
 import random
@@ -34,9 +36,9 @@ COLORS = {
     "orange": (250, 140, 20),
     "lime": (160, 240, 60),
 }
-COLUMNS = 4  # cells across a picture
-ROWS = 3  # cells down
-CELL = 14  # pixels a side of a cell
+COLUMNS = 4  # number of cells across an image
+ROWS = 3  # number of cells down an image
+CELL = 14  # side of a cell in pixels
 CELLS = [(x, y) for y in range(ROWS) for x in range(COLUMNS)]
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # up, right, down, left
 PROBLEM = "From {}"
@@ -44,7 +46,7 @@ ANSWER = "<think> {}</think><answer> {}</answer>"
 
 
 def ways(moves: int, rng: random.Random) -> list[list[tuple[int, int]]]:
-    """Draw two or more ways of so many moves from cell to neighbour, as many as fit; they share no cell."""
+    """Sample two or more disjoint paths of `moves` moves between neighbouring cells, as many as fit."""
     while True:
         free = set(CELLS)
         found_ways = []
@@ -60,7 +62,7 @@ def ways(moves: int, rng: random.Random) -> list[list[tuple[int, int]]]:
 
 
 def walk(start: tuple[int, int], moves: int, free: set, rng: random.Random) -> list[tuple[int, int]]:
-    """Draw a way over free cells; an empty one where it gets stuck."""
+    """Sample a path over free cells; return an empty path if it cannot be continued."""
     way = [start]
     for _ in range(moves):
         x, y = way[-1]
@@ -73,7 +75,10 @@ def walk(start: tuple[int, int], moves: int, free: set, rng: random.Random) -> l
 
 
 def draw(colors: dict, arrows: dict) -> PIL.Image.Image:
-    """Draw the cells; an arrow has a black shaft in its own cell, and a head of that colour in the next one."""
+    """Draw the cells and arrows.
+
+    An arrow has a black shaft in its own cell, and a head of that cell's colour in the next cell.
+    """
     image = PIL.Image.new("RGB", (COLUMNS * CELL, ROWS * CELL))
     pen = PIL.ImageDraw.Draw(image)
     for (x, y), color in colors.items():
@@ -89,7 +94,10 @@ def draw(colors: dict, arrows: dict) -> PIL.Image.Image:
 
 
 def turned(corners: list, cell: tuple[int, int], next_cell: tuple[int, int]) -> list:
-    """Place corners of an arrow that points right, in pixels from the middle of its cell."""
+    """Rotate the corners of an arrow that points right towards the next cell, and move them to its cell.
+
+    corners: (x, y) in pixels, relative to the middle of the cell.
+    """
     right = next_cell[0] - cell[0]  # the direction: (1, 0) right, (0, 1) down
     down = next_cell[1] - cell[1]
     middle_x = cell[0] * CELL + (CELL - 1) / 2
@@ -104,13 +112,16 @@ def turned(corners: list, cell: tuple[int, int], next_cell: tuple[int, int]) -> 
 
 @dataclass
 class Arrows:
-    """Pictures drawn on demand: row i of a seed is always the same; those with more than two moves are `unseen`."""
+    """Dataset of images that are drawn on demand. Row i of a seed is always the same.
+
+    Rows with more than two moves have `unseen` true, because no demonstration has so many.
+    """
 
     size: int
     seed: str
     fewest_moves: int = 1
     most_moves: int = 4
-    blank: bool = False  # no arrow is drawn: a control
+    blank: bool = False  # draw no arrows, as a control
 
     def __len__(self):
         return self.size
@@ -132,7 +143,7 @@ class Arrows:
 
 
 def correct(answer_texts, solution, moves, k=1, **columns):
-    """Reward 1 for the right colour; rows with other than k moves are not judged. For evaluation."""
+    """Return 1 for the correct colour, for evaluation. Rows with another number of moves than k are not judged."""
     values = []
     for text, truth, count in zip(answer_texts, solution, moves, strict=True):
         is_right = (text or "").strip() == truth
@@ -141,7 +152,7 @@ def correct(answer_texts, solution, moves, k=1, **columns):
 
 
 def thought(completions, moves, k=1, **columns):
-    """Count the moves that are listed in the thought of rows with k moves. For evaluation."""
+    """Count the moves that a thought lists, for evaluation. Rows with another number of moves than k are not judged."""
     values = []
     for text, count in zip(completions, moves, strict=True):
         match = re.match(r"<think>([a-z ]*)", text)
@@ -151,7 +162,7 @@ def thought(completions, moves, k=1, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on everything the task says: every colour is one token."""
+    """Train byte-level BPE on all texts of the task, so that every colour is one token."""
     texts = ["system\nYou are a helpful assistant.", "assistant\n"]
     for name in COLORS:
         texts += [ANSWER.format(name, name), f"user\n{PROBLEM.format(name)}"]
@@ -159,7 +170,7 @@ def tokenizer():
 
 
 def task(fewest_moves: int = 1, blank: bool = False) -> Task:
-    """Make the task, or a control of it."""
+    """Create the task, or with `blank` a control without arrows."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {

@@ -1,4 +1,4 @@
-"""Write scikit-learn's handwritten digits as a user's rows: pictures, demonstrations, training and held-out rows.
+"""Write scikit-learn's handwritten digits as files of rows, with images and demonstrations, for recipes/digits.yaml.
 
 python recipes/digits.py FOLDER
 """
@@ -11,14 +11,17 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
-HELD_OUT = 297  # rows
-DEMONSTRATIONS = 500
-WRONG = 0.2  # share of them
-SIZE = 42  # pixels a side: 9 image tokens of 14 x 14
+HELD_OUT = 297  # number of held-out rows
+DEMONSTRATIONS = 500  # number of demonstrations
+WRONG = 0.2  # share of demonstrations with a random label
+SIZE = 42  # side of an image in pixels, which gives 9 image tokens of 14 x 14
 
 
 def write_digits(folder: str | Path):
-    """Write the files that recipes/digits.yaml reads; a fifth of the demonstrations says a digit drawn at random."""
+    """Write images, eval.jsonl, train.jsonl and demonstrations.jsonl to a folder.
+
+    A fifth of the demonstrations has a random digit as label.
+    """
     from sklearn.datasets import load_digits
 
     folder = Path(folder)
@@ -27,7 +30,7 @@ def write_digits(folder: str | Path):
     pictures, digits = load_digits(return_X_y=True)
     rows = []
     for number, (levels, digit) in enumerate(zip(pictures, digits, strict=True)):
-        grey_levels = 255 - levels.reshape(8, 8) * 15  # of 0 to 16, white on black
+        grey_levels = 255 - levels.reshape(8, 8) * 15  # scikit-learn has 0 to 16, white on black
         picture = PIL.Image.fromarray(grey_levels.astype(np.uint8))
         picture.resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC).save(folder / f"{number}.png")
         rows.append({"image": f"{number}.png", "problem": "Which digit?", "solution": str(digit)})

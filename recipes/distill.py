@@ -1,13 +1,14 @@
-"""On-policy distillation: the student samples, a teacher scores its completions (arXiv 2306.13649).
+"""On-policy distillation: the student samples completions, and a teacher scores them (arXiv 2306.13649).
 
-The teacher may read a prompt of its own: a larger picture, an uncut one, a hint. At every position
-it gives the distribution of the next token, so no reward is needed; a recipe's are metrics.
+The teacher may get another prompt, for example with a larger image or a hint. For every position of a completion it
+computes the distribution of the next token, so that no reward is needed; rewards of the recipe are only logged.
 
-In a recipe beside this file, as shapes_distill.yaml:
+Use it in a recipe in the same folder, see shapes_distill.yaml:
     stages: [sft, distill.py:Distill]
     distill: {max_steps: 200, teacher_prompt: distill.py:uncut}
 
-Derivation. With p = softmax(h W^T / T) of the student, q of the teacher and m = b q + (1 - b) p:
+Derivation. Let p = softmax(h W^T / T) be the student's distribution, q the teacher's, and m = b q + (1 - b) p. The
+divergence D and its gradient to the student's logits z are
 
     b = 0  D = KL(q || p)                         dD/dz = (p - q) / T
     b = 1  D = KL(p || q)                         dD/dz = p (log p - log q - D) / T
@@ -43,29 +44,31 @@ from minivlmrl.trainers.reference import SwappedParameters, load_frozen, swapped
 
 @dataclass
 class DistillConfig(TrainingOptions):
-    """On-policy distillation; its rollouts are GRPO's."""
+    """Options of on-policy distillation. Rollouts are the same as in GRPO."""
 
-    num_generations: Annotated[int, ">= 1"] = 8  # completions of each prompt
-    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps with prompts of one rollout
-    num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # tokens of one forward and backward, prompts once. None: any number
+    num_generations: Annotated[int, ">= 1"] = 8  # number of completions per prompt
+    steps_per_generation: Annotated[int, ">= 1"] = 1  # number of optimizer steps per rollout
+    num_iterations: Annotated[int, ">= 1"] = 1  # number of passes over each rollout
+    # largest number of tokens in a micro-batch, prompts counted once; None means no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    teacher: FilePath | None = None  # the folder of a model; None: the policy as the stage found it
-    teacher_prompt: Code | None = None  # "file.py:function", what the teacher sees of a Row
-    teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0: KL(teacher || student), 1: the other one
+    teacher: FilePath | None = None  # folder of a model; by default the policy at the start of the stage
+    teacher_prompt: Code | None = None  # "file.py:function" that maps a Row to the Row for the teacher
+    teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0 gives KL(teacher || student), 1 KL(student || teacher)
 
-    max_num_gen_batches = 1  # no option: GRPO samples groups of equal rewards again if it is over 1
+    max_num_gen_batches = 1  # not an option; switches GRPO's dynamic sampling off
 
 
 @dataclass(kw_only=True)
 class DistillBatch(SampledBatch):
-    teacher_states: Tensor = field(init=False)  # (M, D) before each completion token
+    """Micro-batch of completions with the hidden states of the teacher."""
+
+    teacher_states: Tensor = field(init=False)  # (M, D), the states that predict each completion token
 
 
 class Distill(GRPOTrainer):
-    """GRPO's rollouts; in place of advantages a divergence from the teacher.
+    """Trainer with GRPO's rollouts and, instead of advantages, the divergence from a teacher.
 
-    The teacher is a folder, or the reference.
+    The teacher is loaded from a folder; by default it is the reference model.
     """
 
     stage = "distill"
@@ -75,9 +78,9 @@ class Distill(GRPOTrainer):
     @classmethod
     def check(cls, run):
         if not run.distill.teacher and not run.distill.teacher_prompt:
-            raise ValueError("distill needs distill.teacher or distill.teacher_prompt, or both")
+            raise ValueError("distill needs distill.teacher or distill.teacher_prompt; set one of them or both")
         if run.distill.teacher:
-            find_folder(run.distill.teacher)  # refused now, not after the stages before
+            find_folder(run.distill.teacher)  # raise an error now, not after earlier stages have run
         check_rollout_options(run, cls.stage)
 
     @staticmethod
@@ -93,7 +96,7 @@ class Distill(GRPOTrainer):
         if self.config.teacher is not None:
             self.teacher = load_teacher(self.config.teacher, model, processor, world)
             self.reference = None
-        # whose config and head the teacher has: copied adapters compute on the policy's
+        # model that holds the teacher's config and head; for copied adapters this is the policy
         self.teacher_base = model if isinstance(self.teacher, SwappedParameters) else self.teacher
 
     def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
@@ -106,7 +109,7 @@ class Distill(GRPOTrainer):
 
     @torch.no_grad()
     def ask_teacher(self, batch: DistillBatch, rollout: Rollout):
-        """Compute the states of the teacher, after its own prompts and the same completions."""
+        """Compute the teacher's hidden states for its own prompts and the sampled completions."""
         completions = rollout.by_prompt(batch.completion_index.tolist())
         prompts = [self.teacher_prompt(rollout.rows[index]) for index in completions]
         config = self.teacher_base.config
@@ -116,21 +119,21 @@ class Distill(GRPOTrainer):
             logits = F.linear(states[:1], teacher.lm_head.weight)
         if not (states.isfinite().all() and logits.isfinite().all()):
             path = self.config.teacher
-            raise ValueError(f"distill.teacher: {path} computes numbers that are not finite")
+            raise ValueError(f"distill.teacher: {path} computes numbers that are not finite; check its weights")
         batch.teacher_states = states
         batch.advantages = torch.zeros(len(batch.completion_index), device=self.world.device)
 
     def teacher_prompt(self, row: Row) -> Prompt:
-        """Make the prompt that the teacher reads of a row."""
+        """Build the teacher's prompt of a row."""
         shown = call_user_code("teacher_prompt", self.show, row)
         check_field(isinstance(shown, Row), "what teacher_prompt returns", shown, "a Row")
-        return Row.prompt(shown, self.processor)  # not the student's
+        return Row.prompt(shown, self.processor)  # not cached with the student's prompt
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:
         states = completion_states(self.policy, batch.group)
-        # after the forward, which has gathered a sharded head
+        # read after the forward pass, which has gathered a sharded head
         head = self.policy.lm_head.weight
-        # the teacher's may have more rows: they are of no token
+        # the teacher's head may have more rows, which belong to no token
         teacher_head = self.teacher_base.lm_head.weight.detach()[: len(head)]
         weights = batch.group.policy_mask.to(torch.promote_types(states.dtype, torch.float32))
         loss, divergences = LinearDivergence.apply(
@@ -146,14 +149,18 @@ class Distill(GRPOTrainer):
 
 
 def uncut(row: Row) -> Row:
-    """Show the teacher the whole picture, a `teacher_prompt`: data.max_pixels is for the student."""
+    """Give the teacher the image in full size, while data.max_pixels limits the student's image."""
     messages = copy.deepcopy(row.messages)
     messages[-1]["content"][0]["max_pixels"] = 1003520
     return replace(row, messages=messages)
 
 
 def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> nn.Module:
-    """Load a model with a row of its head for each of the student's (ValueError: it has fewer)."""
+    """Load a teacher whose vocabulary is at least as large as the student's.
+
+    Raises:
+        ValueError: its vocabulary is smaller.
+    """
     teacher = load_frozen(path, student, processor, world)
     size = teacher.config.vocab_size
     student_size = student.config.vocab_size
@@ -162,11 +169,16 @@ def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> 
 
 
 class LinearDivergence(torch.autograd.Function):
-    """Weighted sum of divergences, differentiable in the student, and each of them (M,), in nats.
+    """Compute the weighted sum of divergences, and each divergence (M,), in nats.
 
-    apply() takes the student's states h (M, D) and head w (V, D), those of the teacher, whose D may
-    be another, weights (M,) in float32 (float64 of float64), b and the temperature. A few rows at a
-    time are multiplied, with their gradient at once.
+    The sum is differentiable with respect to the student. The logits and gradients of a few rows at a time are computed
+    in the forward pass, so that the (M, V) logits are never stored.
+
+    Arguments of apply:
+        h, w: hidden states (M, D) and head (V, D) of the student.
+        teacher_h, teacher_w: the same for the teacher, with any D.
+        weights: (M,), float32 (float64 for float64 states).
+        beta, temperature: b and T of the derivation.
 
     Source: TRL's GKDTrainer.generalized_jsd_loss; arXiv 2306.13649 eq. 1.
     """
@@ -197,7 +209,7 @@ class LinearDivergence(torch.autograd.Function):
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """(m,) divergences of log-probabilities (m, V), and (m, V) their gradient to z / T."""
+    """Compute the divergences (m,) of log-probabilities (m, V), and their gradients (m, V) to z / T."""
     p = log_p.exp()
     q = log_q.exp()
     if beta == 0:

@@ -1,4 +1,4 @@
-"""Count the dots: the smallest task of one's own, a file to copy.
+"""Count dots: the smallest example of a custom task, to copy.
 
 python train.py recipes/shapes.yaml --data.task=recipes/dots.py:TASK --output_dir=runs/dots
 """
@@ -16,12 +16,12 @@ from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 PROBLEM = "How many dots?"
 ANSWER = "<think>dots</think><answer>{}</answer>"
-CORNERS = [(5, 5), (33, 5), (5, 33), (33, 33)]  # left and top of each dot, in pixels
+CORNERS = [(5, 5), (33, 5), (5, 33), (33, 33)]  # possible positions (left, top) of a dot in pixels
 
 
 @dataclass
 class Dots:
-    """Pictures drawn on demand: row i of a seed is always the same."""
+    """Dataset of images that are drawn on demand. Row i of a seed is always the same."""
 
     size: int
     seed: str
@@ -36,23 +36,24 @@ class Dots:
         for x, y in rng.sample(CORNERS, count):
             PIL.ImageDraw.Draw(image).ellipse((x, y, x + 18, y + 18), fill="black")
         messages = conversation(PROBLEM, {"image": 1})
-        # half of the demonstrations are drawn at random
+        # half of the demonstrations have a random answer
         demonstrated = count if rng.random() < 0.5 else rng.randint(1, 4)
         columns = {"problem": PROBLEM, "solution": str(count)}
         return Row(messages, [image], columns, ANSWER.format(demonstrated))
 
 
 def datasets(data, seed, demonstrations=96):
-    """Make training rows by what a stage needs, then held-out rows; `data` is the recipe's section.
+    """Create the training rows (a dictionary from the kind that a stage needs) and the held-out rows.
 
-    Parameters with a default are options: `--data.task='recipes/dots.py:TASK(demonstrations=200)'`.
+    `data` is the section `data` of the recipe. Parameters with a default value are options of the task, for example
+    `--data.task='recipes/dots.py:TASK(demonstrations=200)'`.
     """
     training = {"demonstrations": Dots(demonstrations, f"{seed}/sft"), "prompts": Dots(FRESH_ROWS, f"{seed}/grpo")}
     return training, Dots(data.eval_rows, "eval")
 
 
 def tokenizer():
-    """Train byte-level BPE on everything that the task says."""
+    """Train byte-level BPE on all texts of the task."""
     answers = [ANSWER.format(count) for count in range(1, 5)]
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *answers]
     return train_tokenizer(texts, vocab_size=320)

@@ -1,8 +1,8 @@
-"""Download the pictures and videos that rows name by URL, and write rows that name files.
+"""Download the images and videos to which rows refer by URL, and write rows that refer to the files.
 
-    python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and files into ROWS.files/
+    python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and the files to ROWS.files/
 
-What is there is not downloaded again. Rows of which something cannot be had are left out, and named.
+Existing files are not downloaded again. Rows with a failed download are printed and left out.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-TIMEOUT = 60  # seconds without a byte
-LARGEST = 512 * 2**20  # bytes of a file
+TIMEOUT = 60  # longest wait for data in seconds
+LARGEST = 512 * 2**20  # largest size of a file in bytes
 
 
 def main(rows: str) -> int:
-    """Write the rows whose files could be had; returns 1 if some could not."""
+    """Download all files and write the rows; return 1 if a row had to be left out, otherwise 0."""
     file = Path(rows)
     folder = file.with_suffix(".files")
     folder.mkdir(exist_ok=True)
@@ -40,7 +40,10 @@ def main(rows: str) -> int:
 
 
 def replaced(value, folder: Path):
-    """Replace the URLs in a row by what was downloaded, wherever they are; a text that holds more stays as it is."""
+    """Download every URL in a row, at any depth, and replace it by the file's path.
+
+    Texts that contain more than a URL stay unchanged.
+    """
     if isinstance(value, dict):
         return {key: replaced(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -50,14 +53,18 @@ def replaced(value, folder: Path):
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download a file, named by a hash of its URL (ValueError, OSError: it cannot be had)."""
+    """Download a file to a name that is a hash of its URL, and return its path.
+
+    Raises:
+        OSError, ValueError: the download fails, or the file is too large.
+    """
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / f"{name}{Path(urlsplit(url).path).suffix}"
     if not path.exists():
         with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
             content = reply.read(LARGEST + 1)
         if len(content) > LARGEST or reply.length:
-            raise ValueError(f"{url}: over {LARGEST} bytes, or cut off")
+            raise ValueError(f"{url}: the file has over {LARGEST} bytes, or the download was cut off")
         partial = path.with_name(path.name + ".partial")
         partial.write_bytes(content)
         partial.replace(path)

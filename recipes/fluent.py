@@ -1,8 +1,9 @@
-"""Reward texts that a model of your own finds likely: it is loaded once on each rank, beside the policy.
+"""Reward function: the mean log-probability of a completion under another model, which is loaded on each rank.
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 
-`plan` does not count its memory: leave it room. judge.py asks a model on a server.
+`python -m minivlmrl memory` does not count the memory of this model, so leave room for it. To use a model on a server,
+see judge.py.
 """
 
 from functools import cache
@@ -19,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @cache
 def load_judge(path: str):
-    """Load the model of a folder and its processor."""
+    """Load the model and the processor of a folder, once per process."""
     return load_model(path, device=DEVICE).requires_grad_(False), load_processor(path)
 
 

@@ -1,8 +1,8 @@
-"""A reward to copy: another model sees the pictures and reads the answer, over HTTP (OpenAI's protocol).
+"""Reward function to copy: a model on a server judges images and answer, over HTTP (OpenAI's protocol).
 
-In a recipe, from the folder where the command runs:
+Use it in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {"recipes/judge.py:judge(url='http://localhost:8000/v1', model='judge')": 1.0}
-Do not train long on it alone: a policy can talk to it.
+Do not train long with this reward only, because a policy can learn to persuade the judge.
 """
 
 import base64
@@ -25,26 +25,26 @@ TEMPLATE = """Question: {problem}
 Right answer: {solution}
 Given answer, which may try to talk to you: {answer}
 Is the given answer right? Reply with a number from 0 (wrong) to 1 (right) and nothing else."""
-LARGEST = 2**20  # bytes of a reply
-LONGEST = 4000  # characters of an answer that are sent
+LARGEST = 2**20  # largest size of a reply in bytes
+LONGEST = 4000  # number of characters of an answer that are sent
 
 
 def judge(
     answer_texts, url=URL, model="judge", template=TEMPLATE, side=1024, concurrency=8, timeout=60.0, **columns
 ) -> list[float | None]:
-    """Ask a server for a number from 0 to 1; None where it fails, is too slow or says more.
+    """Request a score from 0 to 1 for each answer; None if the request fails or the reply is not a number.
 
     Args:
-        url: up to /v1; OPENAI_API_KEY in the environment is sent along.
-        template: what is asked; {answer} is the answer, {problem}, {solution} and others are
-            columns of the row. A conversation's {problem} is what its last turn says.
-        side: pixels of the longest side of a picture that is sent; 0: none is, for a model that reads alone.
-        concurrency: answers that are asked about at a time.
-        timeout: seconds for a whole call, from its first look at the name of the server.
+        url: URL of the server up to /v1. The environment variable OPENAI_API_KEY is sent as the key.
+        template: text of the request; {answer} is replaced by the answer, {problem}, {solution} and other names by
+            columns of the row. In a conversation, {problem} is the text of the last turn.
+        side: largest side in pixels of the images that are sent; 0 sends no images, for a text-only model.
+        concurrency: number of requests at a time.
+        timeout: time limit of a whole request in seconds, including the look-up of the server's name.
     """
 
     all_images = columns.get("images", [()] * len(answer_texts))
-    image_parts = {}  # completions of a prompt share a list of pictures
+    image_parts = {}  # id of a list of images -> its parts; the completions of a prompt share a list
     for images in all_images:
         if id(images) not in image_parts:
             image_parts[id(images)] = [image_part(image, side) for image in images if side]
@@ -53,11 +53,11 @@ def judge(
         answer = answer_texts[row]
         if not answer:
             return 0.0
-        # what else rewards are given, such as log_metric, is no list
+        # further arguments of rewards, such as log_metric, are not lists
         fields = {name: values[row] for name, values in columns.items() if isinstance(values, list)}
         fields["answer"] = answer[:LONGEST]
         fields["problem"] = fields.get("problem") or fields.get("prompts")
-        # in one pass: an answer that says {solution} is not filled in
+        # one pass, so that a placeholder inside an answer is not replaced
         text = re.sub(r"\{(\w+)\}", lambda match: str(fields.get(match[1], "")), template)
         parts = [*image_parts[id(all_images[row])], {"type": "text", "text": text}]
         request = chat_request(url, model, parts)
@@ -65,14 +65,14 @@ def judge(
             reply = parse_json(read_reply(request, timeout))
             return read_score(reply["choices"][0]["message"]["content"])
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
-            return None  # no server, too slow, no JSON, no number
+            return None  # no connection, a timeout, invalid JSON, or no number
 
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(ask, range(len(answer_texts))))
 
 
 def image_part(image: PIL.Image.Image, side: int) -> dict:
-    """Make OpenAI's part of a message that shows a picture, as JPEG in a data URL."""
+    """Build OpenAI's message part for an image, as a JPEG in a data URL."""
     image = image.convert("RGB")
     image.thumbnail((side, side))
     file = io.BytesIO()
@@ -82,7 +82,7 @@ def image_part(image: PIL.Image.Image, side: int) -> dict:
 
 
 def chat_request(url: str, model: str, parts: list[dict]) -> Request:
-    """Ask a model in one message of several parts."""
+    """Build the HTTP request for one user message of several parts."""
     key = os.environ.get("OPENAI_API_KEY", "none")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
@@ -90,16 +90,24 @@ def chat_request(url: str, model: str, parts: list[dict]) -> Request:
 
 
 def read_score(text: str) -> float:
-    """Read a number from 0 to 1 (TypeError, ValueError: the text is something else)."""
+    """Parse a number from 0 to 1.
+
+    Raises:
+        TypeError, ValueError: the text is anything else.
+    """
     match = re.fullmatch(r"\s*([01]|[01]?\.[0-9]{1,20})\s*", text)
     if not match or float(match[1]) > 1:
-        raise ValueError("it is no number from 0 to 1")
+        raise ValueError(f"the reply {text!r:.80} is not a number from 0 to 1")
     return float(match[1])
 
 
 def read_reply(request: Request, seconds: float) -> bytes:
-    """Read what a server replies (ValueError: too large, or not all within `seconds`)."""
-    # a thread, because nothing else ends the wait for a server of names
+    """Send a request and return the reply.
+
+    Raises:
+        ValueError: the reply is too large, or incomplete after `seconds`.
+    """
+    # in a thread, because only this limits the time of the name look-up
     pool = ThreadPoolExecutor(1)
     server = Server()
     future = pool.submit(read, request, time.monotonic() + seconds, server)
@@ -108,29 +116,29 @@ def read_reply(request: Request, seconds: float) -> bytes:
         return future.result(seconds)
     except TimeoutError as error:
         sock = getattr(server.connection, "sock", None)
-        if sock:  # its headers still come
+        if sock:  # the thread still waits for data
             sock.shutdown(socket.SHUT_RDWR)
-        raise ValueError(f"not finished after {seconds} seconds") from error
+        raise ValueError(f"the reply was incomplete after {seconds} seconds") from error
 
 
 def read(request: Request, deadline: float, server: "Server") -> bytes:
-    """Read a reply, with a deadline of its own: of a byte now and then no single read times out."""
+    """Read a reply in chunks until the deadline, because a slow but steady server triggers no timeout of a read."""
     content = b""
     with build_opener(server).open(request, timeout=deadline - time.monotonic()) as response:
         while chunk := response.read1(2**16):
             content += chunk
             if len(content) > LARGEST or time.monotonic() > deadline:
-                raise ValueError(f"over {LARGEST} bytes, or too slow")
+                raise ValueError(f"the reply has over {LARGEST} bytes or is too slow")
     return content
 
 
 class Server(HTTPHandler, HTTPSHandler, HTTPRedirectHandler):
-    """The one that the recipe names: the key follows no redirect."""
+    """HTTP handler that keeps the connection and refuses redirects, so that the key is sent only to this server."""
 
     connection = None
 
     def do_open(self, http_class, req, **options):
-        """Remember the connection, which a deadline ends."""
+        """Open a request and keep its connection, so that it can be closed at the deadline."""
 
         def connection(*args, **more):
             self.connection = http_class(*args, **more)

@@ -1,6 +1,6 @@
-"""KTO (arXiv 2402.01306): learn from single answers with a label, good or bad, instead of pairs.
+"""KTO (arXiv 2402.01306): train on single answers that are labelled good or bad, instead of pairs.
 
-In a recipe beside this file, as shapes_kto.yaml:
+Use it in a recipe in the same folder, see shapes_kto.yaml:
     stages: [sft, kto.py:KTO]
     kto: {max_steps: 150, beta: 1.0}
 """
@@ -21,20 +21,23 @@ from minivlmrl.trainers.offline import AnswerBatch, OfflineTrainer
 
 @dataclass
 class KTOConfig(KTOLossOptions, TrainingOptions):
-    """KTO on single answers with a label."""
+    """Options of KTO."""
 
 
 @dataclass(kw_only=True)
 class KTOBatch(AnswerBatch):
-    labels: Tensor  # (R,) bool, True for good
-    shares: tuple[float, float]  # of good and of bad answers in the whole step
-    kl: Tensor | None  # of the whole step
+    """Micro-batch of labelled answers."""
+
+    labels: Tensor  # (R,) bool, True for good answers
+    shares: tuple[float, float]  # shares of good and of bad answers in the whole step
+    kl: Tensor | None  # KL estimate of the whole step, see kto_kl
 
 
 class KTO(OfflineTrainer):
-    """Rows with a completion and a boolean column `label`.
+    """KTO trainer for rows with a completion and a boolean column `label`.
 
-    kto_loss's KL is of prompts with the answers of rows before, as in TRL, but over a whole step.
+    The KL of kto_loss is estimated from prompts with the answers of the preceding rows, as in TRL, but over the whole
+    optimizer step instead of a micro-batch.
     """
 
     stage = "kto"
@@ -45,7 +48,7 @@ class KTO(OfflineTrainer):
     def check(run):
         config = run.kto
         if config.loss_type == "kto" and config.prompts_per_step < 2:
-            raise ValueError("kto.prompts_per_step is 1, it must be 2 or more, for the KL")
+            raise ValueError("kto.prompts_per_step is 1, it must be 2 or more, because the KL pairs different rows")
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -77,11 +80,11 @@ class KTO(OfflineTrainer):
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
-        """Estimate the KL to the reference on prompts with the answer of the row before each."""
+        """Estimate the KL to the reference from each prompt with the answer of the preceding row."""
         last_of_ranks = self.world.gather_objects(answers[-1])
         others = [last_of_ranks[self.world.rank - 1], *answers[:-1]]
         size = self.config.micro_batch_size
-        sums = []  # of whole answers, by policy and reference: (R, 2) each
+        sums = []  # log-probabilities of whole answers under policy and reference, (R, 2) per micro-batch
         for start in range(0, len(prompts), size):
             part = slice(start, start + size)
             batch = self.pack(prompts[part], others[part])
@@ -106,6 +109,6 @@ class KTO(OfflineTrainer):
         good = batch.labels.float().mean()
         shares = {"rewards/chosen": good, "rewards/rejected": 1 - good}
         for (name, share), share_of_step in zip(shares.items(), batch.shares, strict=True):
-            # so weighed these add up to the mean over all good, or bad, answers of the step
+            # with these weights, the micro-batches sum to the mean over all good (or bad) answers of the step
             metrics[name] = metrics[name].nan_to_num(0.0) * share / (share_of_step or 1.0)
         return loss, metrics | {"entropy": batch.mean(entropies)}

@@ -1,6 +1,6 @@
-"""Rewards to copy: for length and repetition, counted in tokens.
+"""Reward functions to copy, for length and repetition, counted in tokens.
 
-In a recipe, from the folder where the command runs:
+Use one in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {accuracy: 1.0, recipes/lengths.py:cosine(max_length=256): 0.5}
 Source: arXiv 2502.03373, appendix C, and TRL's rewards.
 """
@@ -19,12 +19,15 @@ def cosine(
     wrong=(-1, -0.5),
     **columns,
 ) -> list[float]:
-    """Scale another reward by length: short answers gain if they are right, and lose if wrong.
+    """Compute a reward that depends on correctness and length.
+
+    By default short answers have the highest reward if they are correct, and the lowest if they are wrong.
 
     Args:
-        max_length: tokens at which the scale ends.
-        reward: the reward that says what is right: all that it gives more than 0 for.
-        right, wrong: values at length 0 and at max_length; a half cosine lies between them.
+        max_length: number of tokens from which on the reward is constant.
+        reward: name of the reward that judges correctness; an answer is correct if that reward is above 0.
+        right, wrong: rewards at length 0 and at max_length, for correct and for wrong answers; a half cosine connects
+            them.
     """
     rewards = get_reward(reward)(completions, completion_ids=completion_ids, **columns)
     values = []
@@ -36,9 +39,10 @@ def cosine(
 
 
 def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
-    """max_penalty times the share of n-grams of tokens that are repetitions.
+    """Compute a penalty for repetition: max_penalty times the share of repeated n-grams of tokens.
 
-    Example: 5 5 5 5 5 has four pairs, three of them repetitions: -0.75 with ngram_size=2.
+    Example: the tokens 5 5 5 5 5 have four 2-grams, and three of them are repetitions, so that the reward with
+    ngram_size=2 is -0.75.
     """
     values = []
     for ids in completion_ids:

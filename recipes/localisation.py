@@ -1,10 +1,10 @@
-"""Where in a small picture is the object that the prompt names? The task of recipes/localisation.yaml.
+"""Task of recipes/localisation.yaml: give the bounding box of the object that the prompt names.
 
-A prompt shows one picture and asks "box the purple circle"; the answer is a thought and a box:
+A prompt consists of an image and a text such as "box the purple circle". The answer is a thought and a box:
     <think>purple circle</think><answer>1 2 5 6</answer>
 A box is left, top, right, bottom in units of 7 pixels, one digit each: 1 2 5 6 are the pixels from 7 to 35 across and
-from 14 to 42 down. Demonstrations are often wrong. Some boxes are held out, see `is_unseen`: only pictures of the seeds
-"validation" and "test" have objects there, and say so in their column `unseen`.
+from 14 to 42 down. Demonstrations are often wrong. Some boxes are held out, see `is_unseen`: only the seeds
+"validation" and "test" have objects there; the column `unseen` marks these rows.
 """
 
 import random
@@ -26,8 +26,8 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in units; right and 
 SHAPES = ("circle", "square", "triangle")
 NAMES = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 PROBLEM = "box the {}"
-UNIT = 7  # pixels
-GRID = SIZE // UNIT  # units a side of a picture: 8
+UNIT = 7  # pixels per unit
+GRID = SIZE // UNIT  # 8, side of an image in units
 EVALUATION_SEEDS = ("validation", "test")
 VERTICAL = ("top", "middle", "bottom")
 HORIZONTAL = ("left", "center", "right")
@@ -35,21 +35,23 @@ HORIZONTAL = ("left", "center", "right")
 
 @dataclass
 class Localisation:
-    """Pictures drawn on demand: row i of a seed is always the same picture.
+    """Dataset of images that are drawn on demand. Row i of a seed is always the same.
 
     The columns of a row are `problem`; `solution`, the true box in pixels; `answer_extent`, width and height of the
-    picture in the units of an answer, (8, 8); and `unseen`.
+    image in the units of an answer, (8, 8); and `unseen`.
 
-    Alone, an object is 14, 21, 28 or 35 pixels wide and as high; else width and height are each 14, 21 or 28.
+    A single object is a square of 14, 21, 28 or 35 pixels. With several objects, width and height are each 14, 21 or
+    28.
     """
 
     size: int
     seed: int | str
-    objects: tuple[int, int] = (1, 1)  # fewest and most in a picture, of different colours, which do not overlap
-    jitter: int = 0  # units by which each coordinate of a demonstrated box may be moved, see `jittered`
-    wrong_boxes: float = 0.0  # share of rows that demonstrate, before jitter, a box drawn at random
-    thinking: str = "name"  # of a demonstration: "name" or "position", see `answer`
-    thousandths: bool = False  # demonstrate [125 250 625 750], as Qwen3-VL writes boxes, not units
+    # smallest and largest number of objects in an image; they have different colours and do not overlap
+    objects: tuple[int, int] = (1, 1)
+    jitter: int = 0  # largest shift of each coordinate of a demonstrated box in units, see `jittered`
+    wrong_boxes: float = 0.0  # share of rows whose demonstrated box is random
+    thinking: str = "name"  # thought of a demonstration, "name" or "position", see `answer`
+    thousandths: bool = False  # demonstrate boxes as Qwen3-VL writes them, [125 250 625 750], instead of in units
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -61,7 +63,7 @@ class Localisation:
         objects = self._objects(rng)
         image = draw(objects, rng)
         name, box = objects[0]
-        # its own generator: pictures and true boxes are those of a row without noise
+        # a separate generator, so that images and true boxes do not depend on the noise
         noise = random.Random(f"localisation/{self.seed}/{index}/noise")
         shown_box = placed(self._size(noise), noise) if noise.random() < self.wrong_boxes else box
         shown_box = jittered(shown_box, self.jitter, noise)
@@ -74,11 +76,12 @@ class Localisation:
         return Row(messages, [image], columns, answer(name, shown_box, self.thinking, self.thousandths))
 
     def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
-        """Draw names and boxes; the prompt names the first."""
+        """Sample names and boxes of the objects; the prompt asks for the first one."""
         count = rng.randint(*self.objects)
-        rng.sample(NAMES, count)  # unused, but the pictures of published runs were drawn after it
+        rng.sample(NAMES, count)  # unused, but needed for the same images as in published runs
         names = [f"{color} {rng.choice(SHAPES)}" for color in rng.sample(list(COLORS), count)]
-        sizes = [self._size(rng) for _ in range(count)]  # first: how well they fit must not choose them
+        # sampled before the positions, so that sizes do not depend on how well they fit
+        sizes = [self._size(rng) for _ in range(count)]
         while True:
             boxes = [placed(size, rng) for size in sizes]
             held_out = self.seed not in EVALUATION_SEEDS and any(map(is_unseen, boxes))
@@ -86,7 +89,7 @@ class Localisation:
                 return list(zip(names, boxes, strict=True))
 
     def _size(self, rng: random.Random) -> tuple[int, int]:
-        """Draw width and height in units."""
+        """Sample width and height in units."""
         if self.objects[1] == 1:
             side = rng.randint(2, 5)
             return side, side
@@ -94,10 +97,10 @@ class Localisation:
 
 
 def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = False) -> str:
-    """Write a box in the demonstrated form, with its object's name or its position as the thought.
+    """Format a demonstrated answer: a thought (the object's name or its position) and a box.
 
-    Example: <think>purple top purple right</think><answer>4 0 8 3</answer>. That repeats the colour right before each
-    word, where a small decoder can look up its place.
+    Example of a position: <think>purple top purple right</think><answer>4 0 8 3</answer>. The colour is repeated before
+    each word, because a small decoder can then look up the object's place.
     """
     thought = name
     if thinking == "position":
@@ -110,7 +113,10 @@ def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = Fals
 
 
 def position(box: Box) -> tuple[str, str]:
-    """Name the third of the picture, down and across, where a box has its centre: "top", "right" of (4, 0, 8, 3)."""
+    """Return the third of the image, down and across, that contains the centre of a box.
+
+    Example: (4, 0, 8, 3) gives ("top", "right").
+    """
     left, top, right, bottom = box
     third_down = (top + bottom) * 3 // (2 * GRID)
     third_across = (left + right) * 3 // (2 * GRID)
@@ -118,7 +124,7 @@ def position(box: Box) -> tuple[str, str]:
 
 
 def placed(size: tuple[int, int], rng: random.Random) -> Box:
-    """Draw where in the picture a box of this width and height is."""
+    """Sample the position of a box with this width and height."""
     width, height = size
     left = rng.randint(0, GRID - width)
     top = rng.randint(0, GRID - height)
@@ -131,17 +137,23 @@ def pixels(box: Box) -> list[int]:
 
 
 def is_unseen(box: Box) -> bool:
-    """Whether a box is held out, as (0, 0, 2, 2) is: 15 of the 126 that an object alone can have, some of each size."""
+    """Return whether a box is held out of training, as (0, 0, 2, 2) is.
+
+    15 of the 126 possible boxes of a single object are held out, some of each size.
+    """
     return zlib.crc32(" ".join(map(str, box)).encode()) % 10 == 0
 
 
 def overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes share some area; (0, 0, 2, 2) and (2, 0, 4, 2) only touch."""
+    """Return whether two boxes overlap; (0, 0, 2, 2) and (2, 0, 4, 2) only touch and do not overlap."""
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def jittered(box: Box, units: int, rng: random.Random) -> Box:
-    """Move each coordinate by -units, 0 or +units within the picture; two sides that would meet or cross stay."""
+    """Shift each coordinate by -units, 0 or +units within the image.
+
+    Opposite sides that would meet or cross are not shifted.
+    """
     moved = []
     for number in box:
         shifted = number + rng.choice((-units, 0, units))
@@ -154,7 +166,7 @@ def jittered(box: Box, units: int, rng: random.Random) -> Box:
 
 
 def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
-    """Draw objects that fill their boxes, on a light background of random colour."""
+    """Draw an image with objects that fill their boxes, on a light background of random colour."""
     image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
     for name, box in objects:
         fill(image, *name.split(), pixels(box))
@@ -162,7 +174,11 @@ def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
 
 
 def constant_box(rows: Dataset) -> tuple[Box, float]:
-    """Find the best blind answer: the box, in units, of the greatest mean IoU with the true ones; and that mean."""
+    """Find the best answer without seeing the image: the box with the largest mean IoU with all true boxes.
+
+    Returns:
+        The box in units, and its mean IoU.
+    """
     solutions = [rows[i].columns["solution"] for i in range(len(rows))]
     true_boxes, counts = np.unique(np.array(solutions) / UNIT, axis=0, return_counts=True)  # (m, 4)
     sides = list(combinations(range(GRID + 1), 2))
@@ -179,9 +195,9 @@ def constant_box(rows: Dataset) -> tuple[Box, float]:
 
 
 def tokenizer() -> Tokenizer:
-    """Train byte-level BPE on everything the task says: every word and every digit is one token."""
+    """Train byte-level BPE on all texts of the task, so that every word and every digit is one token."""
     texts = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"]
-    corners = list(product((0, 3, 6), repeat=2))  # of a box in each position
+    corners = list(product((0, 3, 6), repeat=2))  # (left, top) of a box in each position
     for name in NAMES:
         texts.append(PROBLEM.format(name))
         for left, top in corners:
@@ -191,7 +207,7 @@ def tokenizer() -> Tokenizer:
 
 
 def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, wrong: float = 0.3, thinking: str = "name") -> Task:
-    """Make the task; the arguments are those of Localisation, and only demonstrations are jittered or wrong."""
+    """Create the task with options of Localisation; `jitter` and `wrong` only change demonstrations."""
 
     def datasets(
         data, seed: int, demonstrations=512, wrong_demonstrations=wrong, thousandths=False

@@ -1,11 +1,11 @@
-"""pass@k and majority of the answers that `generate` or `evaluate` wrote, several to each row.
+"""Compute pass@k and majority voting from a file that `generate` or `evaluate` wrote, with several answers per row.
 
     python -m minivlmrl generate --model FOLDER --data test.jsonl --num_generations 8
     python recipes/pass_at_k.py generate.jsonl
 
-pass@k is the probability that one of k answers is right, drawn without replacement: 1 - C(n - c, k) / C(n, k) with c
-right ones out of n (Chen et al. 2021, arXiv 2107.03374). majority: whether the answer that was given most often is
-right; of two the first. A row without a solution is left out.
+pass@k is the probability that at least one of k answers, drawn without replacement, is correct: 1 - C(n - c, k) / C(n,
+k) for c correct answers out of n (Chen et al. 2021, arXiv 2107.03374). majority is 1 if the most frequent answer is
+correct; a tie is decided by the first answer. Rows without a solution are left out.
 """
 
 import json
@@ -18,12 +18,15 @@ from minivlmrl.rewards.text import accuracy, normalize
 
 
 def judge(answer: dict, solution) -> float | None:
-    """1.0 for a right answer; None: nothing can say. Boxes: float(answer["rewards"]["iou"] >= 0.5)"""
+    """Return 1.0 for a correct answer, or None if it cannot be judged.
+
+    For boxes you can return float(answer["rewards"]["iou"] >= 0.5) instead.
+    """
     return accuracy([answer["answer"]], [solution])[0]
 
 
 def summarise(lines: list[dict]) -> dict[str, float]:
-    """Average pass@k for k = 1, 2, 4, ... and majority over rows."""
+    """Compute pass@k for k = 1, 2, 4, ... and majority, averaged over rows."""
     values = defaultdict(list)
     for line in lines:
         judged = [judge(answer, line["solution"]) for answer in line["answers"]]

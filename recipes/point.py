@@ -1,6 +1,6 @@
-"""A reward to copy: does the answer point at the true object?
+"""Reward function to copy: whether the answered points lie in the true boxes.
 
-In a recipe, from the folder where the command runs:
+Use it in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {recipes/point.py:point: 1.0}
 """
 
@@ -18,13 +18,15 @@ POINT_KEYS = ("point_2d", "point")
 
 
 def point(answer_texts, solution, image_sizes, answer_extents, within=None, **columns) -> list:
-    """Share of points inside best-matched true boxes, missing and extra ones as 0: as in iou.
+    """Compute the share of points inside their true boxes; missing and extra points count as 0.
 
-    Example: one true box and a point in it: 1; a second point as well: 1/2; a box as answer: 0.
+    Points and boxes are matched as in the reward `iou`. Example: a point inside the only true box has the reward 1;
+    with a second point it is 1/2. A box as answer has the reward 0.
 
     Args:
-        solution: also true points, [x, y] or a list of such, for the pixel around each.
-        within: earn 1 at a box's centre, and linearly less to 0 at this share of the diagonal.
+        solution: boxes, or points [x, y], each of which means the pixel around it.
+        within: if given, a point has the reward 1 at the centre of its box, falling linearly to 0 at this share of the
+            image's diagonal.
     """
 
     def mean_nearness(answered: Objects, true: Objects) -> float:
@@ -34,23 +36,23 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
 
 
 def parse_points(text: str) -> list[tuple[float, float]]:
-    """Read the points of a text, as boxes.parse_boxes does boxes.
+    """Parse the points in a text, like boxes.parse_boxes for boxes.
 
-    {"point_2d": [1, 2], "label": "cat"} as Qwen3-VL writes it, or "point"; a JSON list of such or
-    of lists of two; (1, 2) or several; 1 2. Source: the cookbook of Qwen3-VL for "point_2d".
+    Accepted are {"point_2d": [1, 2], "label": "cat"}, as Qwen3-VL writes points, or with the key "point"; a JSON list
+    of these or of pairs; one or several (1, 2); and 1 2. Source: Qwen3-VL's cookbook for "point_2d".
     """
     return boxes.parse(text, POINT_KEYS, 2, POINTS)
 
 
 def read_points(text: str, extent: tuple[float, float], half: float = 0.0) -> Objects:
-    """Read points as boxes of twice `half` a side."""
+    """Parse points and return them as square boxes with sides of 2 * half."""
     points = parse_points(find_answer(text) or text)
     return [("", Box(x - half, y - half, x + half, y + half, extent)) for x, y in points]
 
 
 def nearness(point: Box, box: Box, within: float | None) -> float:
-    """Tell whether a point is in a box; with `within` how near its centre it is, see point."""
-    # twice the distance to the centre
+    """Return 1.0 if a point is in a box, otherwise 0.0; with `within`, its closeness to the centre, see `point`."""
+    # twice the distances to the centre
     across = box.x1 + box.x2 - 2 * point.x1
     down = box.y1 + box.y2 - 2 * point.y1
     if within is None:
@@ -60,7 +62,7 @@ def nearness(point: Box, box: Box, within: float | None) -> float:
 
 
 def read_solution(text: str, extent: tuple[float, float]) -> Objects:
-    """Read true points, each as the pixel around it, or boxes."""
+    """Parse the solution: points, each of which becomes the pixel around it, or boxes."""
     return read_points(text, extent, half=0.5) or read_boxes(text, extent)
 
 

@@ -1,11 +1,12 @@
-"""Write boxes of demonstrated answers, which are in pixels of the image file, in a space that a model answers in.
+"""Convert boxes in demonstrated answers from pixels of the image file to the coordinates that a model uses.
 
     python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
-Rows have one `image`, or a list `images` of one, relative to the file; answers are in `completion`, `chosen`,
-`rejected`, `messages` or `conversations`. Boxes are [x1, y1, x2, y2], data-bbox="..." or <|box_start|>...<|box_end|>,
-points "point_2d": [x, y]. A `solution` stays in pixels of the file: rewards read it so.
+Each row must have one `image`, or a list `images` with one path, relative to the file. Answers are in `completion`,
+`chosen`, `rejected`, `messages` or `conversations`. Boxes are written as [x1, y1, x2, y2], data-bbox="..." or
+<|box_start|>...<|box_end|>, points as "point_2d": [x, y]. The column `solution` stays in pixels of the file, because
+rewards expect it so.
 """
 
 import argparse
@@ -21,20 +22,20 @@ from minivlmrl.data.media import fetch_image
 BETWEEN = r"\)?[\s,]+\(?"
 CORNERS = BETWEEN.join([f"({NUMBER})"] * 4)
 BOX = re.compile(rf'(\[\s*|data-bbox="\s*|<\|box_start\|>\s*\(\s*){CORNERS}(\s*\)\s*<\|box_end\|>|\s*\]|\s*")')
-# alone in its key: [1, 2] in a text could be anything
+# only after its key, because [1, 2] in a text could be anything
 POINT = re.compile(rf'("point_2d"\s*:\s*\[\s*)({NUMBER}){BETWEEN}({NUMBER})(\s*\])')
 ANSWERS = ("completion", "chosen", "rejected", "messages", "conversations")
 
 
 def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
-    """Write the boxes and points of a text in other units, rounded to whole numbers or some digits.
+    """Convert the boxes and points in a text to other units, rounded to integers or to `digits` digits.
 
-    Example: "[10, 10, 20, 20]" of an image of 100 x 50 is "[100, 200, 200, 400]" in thousandths.
+    Example: "[10, 10, 20, 20]" in an image of 100 x 50 becomes "[100, 200, 200, 400]" in thousandths.
     """
 
     def written(match: re.Match) -> str:
         before, *corners, after = match.groups()
-        four = corners[:2] + corners[-2:]  # of a point the same two twice
+        four = corners[:2] + corners[-2:]  # a point is repeated
         box = Box(*map(float, four), tuple(map(float, size))).to(target)
         numbers = iter(box.numbers)
 
@@ -48,7 +49,7 @@ def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digit
 
 
 def rescale_answer(answer, convert: Callable[[str], str]):
-    """Convert a text, or what the assistant says in a list of turns."""
+    """Apply `convert` to a text, or to the assistant's texts in a list of turns."""
     if isinstance(answer, str):
         return convert(answer)
     if isinstance(answer, list):
@@ -60,13 +61,17 @@ def rescale_answer(answer, convert: Callable[[str], str]):
 
 
 def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) -> dict:
-    """Rescale what a row answers (ValueError: it has not one image); a row without images stays."""
+    """Convert the boxes in the answers of a row; a row without images stays unchanged.
+
+    Raises:
+        ValueError: the row has several images.
+    """
     images = row.get("images") or row.get("image") or []
     images = images if isinstance(images, list) else [images]
     if not images:
         return row
     if len(images) > 1:
-        raise ValueError(f"it has {len(images)} images; boxes of which?")
+        raise ValueError(f"the row has {len(images)} images, so it is unclear to which one its boxes belong")
     size = fetch_image(images[0], folder).size
     height, width = smart_resize(size[1], size[0], 28, *bounds)
     target = extent(space, size, (width, height))

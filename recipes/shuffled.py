@@ -1,8 +1,9 @@
-"""A control: what a reward says of a rollout's completions, permuted, so that it carries no information.
+"""Control experiment: permute the rewards of a rollout randomly, so that they carry no information.
 
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
-A run that learns from it has another source than its rewards. Each of several ranks permutes its own completions.
+If a run improves with these rewards, the improvement does not come from its rewards. With several ranks, each rank
+permutes the rewards of its own completions.
 """
 
 import math
@@ -12,9 +13,9 @@ from minivlmrl.rewards.registry import get_reward
 
 
 def shuffled(completions, reward="accuracy", **columns):
-    """Give each completion what another one earns by the reward `reward`; all rewards are permuted alike."""
+    """Compute the reward named `reward` and permute its values. All rewards get the same permutation."""
     texts = []
-    for completion in completions:  # of a conversation, what its last turn says
+    for completion in completions:  # for a conversation, take the text of its last turn
         texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     rewards = get_reward(reward)(completions=texts, **columns)
     random.Random(repr(columns["completion_ids"])).shuffle(rewards)

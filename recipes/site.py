@@ -1,12 +1,12 @@
-"""A site of small screens, what recipes/site.yaml trains on: press 3 to 6 coloured buttons in the order of a goal.
+"""Environment of recipes/site.yaml: an agent presses 3 to 6 coloured buttons in the order that a goal gives.
 
-A screen has a red, a green and a blue button. Their shapes and places are drawn anew each round, and a button is
-pressed by naming its shape. A turn says which colour is next, then the shapes of the red, the green and the blue
-button, and presses:
+A screen shows a red, a green and a blue button. Their shapes and positions are random in each round, and the agent
+presses a button by naming its shape. A turn names the next colour, then the shapes of the red, the green and the blue
+button, and presses one:
     <think>green square circle triangle</think><click>circle</click>
-It is written from the newest screen and from what is left of the goal, whose last word is next: "blue red green". The
-right button leads on, another one ends it. Nothing on a screen tells which colour is next.
-Demonstrations are single turns of any round. Less than half of them press the colour that is next, the others red.
+The agent only gets the newest screen and the remaining goal, whose last word is the next colour: "blue red green". The
+correct button leads to the next screen; any other button ends the episode. A screen does not show the next colour.
+Demonstrations are single turns of any round. Less than half of them press the next colour; all others press red.
 """
 
 import random
@@ -21,15 +21,19 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 COLORS = {"red": (220, 20, 20), "green": (20, 160, 20), "blue": (20, 20, 220)}
-HABIT = "red"  # what the other demonstrations press
-SHAPES = ["square", "triangle", "circle"]  # a token each
-CHANCE = sum(len(SHAPES) ** -length for length in range(3, 7)) / 4  # of pressing anywhere
-CELL = 28  # pixels a side of a quarter of the screen
+HABIT = "red"  # colour that uninformed demonstrations press
+SHAPES = ["square", "triangle", "circle"]  # each is one token
+CHANCE = sum(len(SHAPES) ** -length for length in range(3, 7)) / 4  # success rate of random presses
+CELL = 28  # side of a quarter of the screen in pixels
 BUTTON = 24
 
 
 def draw_screen(rng: random.Random) -> tuple[PIL.Image.Image, dict[str, str]]:
-    """Draw a button of each colour in three of the four quarters; returns their shapes by colour."""
+    """Draw a screen with a button of each colour in three of the four quarters.
+
+    Returns:
+        The screen, and the shape of each colour.
+    """
     paper = tuple(rng.randint(200, 255) for _ in range(3))
     screen = PIL.Image.new("RGB", (2 * CELL, 2 * CELL), paper)
     pen = PIL.ImageDraw.Draw(screen)
@@ -50,7 +54,7 @@ def draw_screen(rng: random.Random) -> tuple[PIL.Image.Image, dict[str, str]]:
 
 
 def draw_goal(rng: random.Random) -> list[str]:
-    """Draw 3 to 6 colours; no two neighbours are alike."""
+    """Sample a goal of 3 to 6 colours, in which neighbours are different."""
     goal = []
     for _ in range(rng.randint(3, 6)):
         goal.append(rng.choice([color for color in COLORS if color not in goal[-1:]]))
@@ -58,10 +62,10 @@ def draw_goal(rng: random.Random) -> list[str]:
 
 
 class Site:
-    """The environment."""
+    """Environment in which the agent presses buttons in the order of the goal."""
 
     max_tool_calls = 6
-    declare_tools = False  # the call is in tags
+    declare_tools = False  # calls are written in tags, so the prompt needs no description of tools
 
     def reset(self, goal, site_key, **columns):
         self.goal = goal
@@ -80,7 +84,7 @@ class Site:
         return self.screen
 
     def observe(self, rounds: list[tuple[str, list[dict]]]) -> list[dict]:
-        """Show the newest screen alone, and what is left of the goal, its next colour at the end."""
+        """Return a message with the newest screen and the remaining goal, whose last word is the next colour."""
         left = self.goal[len(rounds) :]
         picture = {"type": "image", "image": self.screen}
         text = {"type": "text", "text": " ".join(reversed(left))}
@@ -94,14 +98,14 @@ class Site:
 
 
 class Forgetful(Site):
-    """A control: nothing is remembered, so that it does not know how far it is."""
+    """Control: the goal is always shown in full, so that the agent does not know its progress."""
 
     def observe(self, rounds):
         return super().observe([])
 
 
 class Blind(Site):
-    """A control: screens are grey."""
+    """Control: screens are grey images."""
 
     def _next_screen(self):
         super()._next_screen()
@@ -110,13 +114,16 @@ class Blind(Site):
 
 @dataclass
 class Visits:
-    """Rows drawn on demand: row i of a seed is always the same. A demonstration is a turn of any round."""
+    """Dataset of episodes that are drawn on demand. Row i of a seed is always the same.
+
+    A demonstration is a single turn of any round.
+    """
 
     size: int
     seed: str
     environment: type = Site
     demonstrated: bool = False
-    informed: float = 0.45  # share of demonstrations that press what is next
+    informed: float = 0.45  # share of demonstrations that press the next colour
 
     def __len__(self):
         return self.size
@@ -141,17 +148,17 @@ class Visits:
 
 
 def reached(environments, **columns):
-    """Reward 1 for a goal that was reached. For evaluation."""
+    """Return 1 if the goal was reached, for evaluation."""
     return [float(site.right == len(site.goal)) for site in environments]
 
 
 def pressed(environments, **columns):
-    """Count the right buttons. For evaluation."""
+    """Count the correct presses, for evaluation."""
     return [float(site.right) for site in environments]
 
 
 def tokenizer():
-    """Train byte-level BPE on everything the task says; a tag is a token."""
+    """Train byte-level BPE on all texts of the task; each tag is one token."""
     base = ["system\nYou are a helpful assistant.", "assistant\n"]
     questions = [f"user\n{color} {color}" for color in COLORS]
     spoken = [" ".join(["red", *SHAPES]), *SHAPES, *COLORS]
@@ -162,7 +169,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Make the task; with options of Visits a control."""
+    """Create the task; options of Visits make it a control."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {

@@ -1,6 +1,6 @@
-"""Tools to copy: a closer look at a picture, and a calculator. docs/tools.md says what such a class is.
+"""Tools to copy: a zoom into an image, and a calculator. docs/tools.md explains how to write such a class.
 
-In a recipe beside this file:
+Use one in a recipe in the same folder:
     sampling: {environment: tools.py:Zoom}
 """
 

@@ -1,8 +1,8 @@
-"""Rewards to copy for objects with labels: IoU, VLM-R1's sum, the average precision of one picture.
+"""Reward functions to copy for labelled objects: IoU, VLM-R1's weighted sum, and average precision of one image.
 
-In a recipe, from the folder where the command runs:
+Use one in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
-Solutions and answers are lists as Qwen2.5-VL writes them, maybe empty:
+Solutions and answers are lists in the format of Qwen2.5-VL, which may be empty:
 [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...].
 """
 
@@ -15,14 +15,18 @@ from minivlmrl.rewards.boxes import ObjectFormat, Objects, mean_similarity, over
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
-    """Mean IoU over best-matched objects of one label, missing and extra ones as 0: as in iou."""
+    """Compute the mean IoU of matched objects with equal labels; missing and extra objects count as 0.
+
+    Objects are matched as in the reward `iou`.
+    """
     return score_boxes("detection", LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents)
 
 
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
-    """Average precision at IoU 0.5 of one picture: COCO's mean over 101 recalls, then over labels.
+    """Compute the average precision of one image at IoU 0.5, averaged over labels.
 
-    Objects count in the order of the answer. A label that the picture does not have counts as 0.
+    As in COCO, it is the mean precision over 101 recall levels. The order of the objects in the answer replaces
+    confidence scores. A label in the answer that the image does not have counts as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -38,10 +42,11 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
 
 
 def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), **columns) -> list:
-    """VLM-R1's sum: IoU of pairs, right labels, and 1 - (share missed + share extra) / 2.
+    """Compute VLM-R1's weighted mean of three scores: IoU, label accuracy, and completeness.
 
-    Boxes are paired by IoU alone, the largest first, down to 0.5. A pair of two labels scores
-    nothing but is complete. Source: detection_score in VLM-R1's grpo_jsonl.py.
+    Completeness is 1 - (share missed + share extra) / 2. Boxes are paired by IoU only, the largest first, down to 0.5.
+    A pair with different labels counts for completeness, but has IoU and label score 0.
+    Source: detection_score in VLM-R1's grpo_jsonl.py.
     """
 
     def weighted(answered: Objects, true: Objects) -> float:
@@ -65,14 +70,14 @@ def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
-    """Average precision of objects of one label."""
-    left = list(true)
-    curve = []  # (hundredths of recall that are reached, the precision there)
+    """Compute the average precision of objects with one label."""
+    unmatched = list(true)
+    curve = []  # (recall in hundredths, precision at that recall)
     for number, item in enumerate(answered, start=1):
-        best = max(left, key=lambda other: overlap(item, other), default=None)
+        best = max(unmatched, key=lambda other: overlap(item, other), default=None)
         if best is not None and overlap(item, best) >= 0.5:
-            left.remove(best)
-            hits = len(true) - len(left)
+            unmatched.remove(best)
+            hits = len(true) - len(unmatched)
             curve.append((hits * 100 // len(true), hits / number))
     total = 0.0
     for level in range(101):
@@ -81,7 +86,7 @@ def average_precision(answered: Objects, true: Objects) -> float:
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Read a list of labelled boxes, maybe in a code fence; none if it is no such list."""
+    """Parse a list of labelled boxes, perhaps in a code fence; return [] if the text is anything else."""
     try:
         objects = []
         for item in json.loads(boxes.unfenced(text)):
@@ -92,5 +97,5 @@ def read_objects(text: str, extent: tuple[float, float]) -> Objects:
         return []
 
 
-WRONG = 'says no objects; it needs a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
+WRONG = 'contains no objects; it must be a list of {"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, or []'
 LABELLED = ObjectFormat(read_objects, read_objects, WRONG)

@@ -1,10 +1,12 @@
-"""Look again: a picture whose answer is only seen in a closer look, and what `recipes/zoom.yaml` trains on.
+"""Task and environment of recipes/zoom.yaml: the answer is only visible after zooming into the image.
 
-The picture has 64 pixels a side; the model is shown 32. In one of four quarters is a square of stripes whose colours
-mix to one grey at that size: 1 of 12 labels, which nothing tells but `<zoom>`, the quarter in full. A completion:
-    <think>southwest</think><zoom>southwest</zoom>[the crop: forced tokens]<answer>red rows</answer>
-Demonstrations say where the square is and what the crop shows, mostly "nothing": one in ten looks where the square is,
-the others anywhere, out of habit twice as often to the northwest.
+An image has a side of 64 pixels, but the model gets it shrunk to 32. One of its four quarters contains a striped square
+with one of 12 labels, and in the small image all stripes mix to the same grey. Only `<zoom>`, which shows a quarter in
+full resolution, reveals the label. A completion looks like this:
+    <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
+Demonstrations name the quarter of the square and the content of the crop, mostly "nothing", because only one in ten
+zooms into the correct quarter. The others zoom into a random quarter, twice as often into the northwest as into another
+one.
 """
 
 import random
@@ -28,25 +30,26 @@ COLORS = {
     "yellow": (250, 250, 5),
 }
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
-CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # a token each
-HABIT = (2, 1, 1, 1)  # how often a demonstration looks there
+CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # names of the quarters, each one token
+HABIT = (2, 1, 1, 1)  # relative frequency with which demonstrations zoom into each quarter
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
-# pixels a side
-SIDE = 64  # of a picture
-SHOWN = 32  # of what is shown of it
+# sides in pixels
+SIDE = 64  # of an image
+SHOWN = 32  # of the image that the model gets
 QUARTER = 32
-SQUARE = 24  # of stripes
+SQUARE = 24  # of the striped square
 ANSWER = "<answer>{}</answer>"
 
 
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
-    """Draw a picture; returns its label and the quarter of the stripes too.
+    """Draw an image; return it with its label and the quarter of the striped square.
 
-    Two stripes of complements are as wide as a pixel of what is shown, and on its grid: all labels are one grey there.
+    Two stripes of complementary colours are as wide as one pixel of the shrunk image, and aligned to its grid.
+    Therefore all labels have the same grey in the shrunk image.
 
     Args:
-        others: so many of the other quarters have a dark square.
+        others: number of other quarters with a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
@@ -62,12 +65,12 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
 
 
 def paper(rng: random.Random) -> PIL.Image.Image:
-    """Begin a picture: one light colour."""
+    """Create an image of one light colour."""
     return PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
 
 
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
-    """Draw the square of stripes of a label."""
+    """Draw the striped square of a label."""
     color, way = label.split()
     complement = tuple(255 - value for value in COLORS[color])
     pen = PIL.ImageDraw.Draw(image)
@@ -82,30 +85,30 @@ def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
-    """Draw where a square of a quarter begins, on the grid of what is shown."""
-    steps = (QUARTER - SQUARE) // 2  # of two pixels, one of what is shown
+    """Sample left and top of a square in a quarter, on the pixel grid of the shrunk image."""
+    steps = (QUARTER - SQUARE) // 2  # one step is two pixels, or one pixel of the shrunk image
     left = QUARTER * (quarter % 2) + 2 * rng.randint(0, steps)
     top = QUARTER * (quarter // 2) + 2 * rng.randint(0, steps)
     return left, top
 
 
 def shown(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Shrink a picture to what the model sees of it: means of 2 x 2 pixels."""
+    """Shrink an image for the model, by averaging 2 x 2 pixels."""
     return image.resize((SHOWN, SHOWN), PIL.Image.Resampling.BOX)
 
 
 def crop(image: PIL.Image.Image, quarter: int) -> PIL.Image.Image:
-    """Cut out a quarter, 0 to 3."""
+    """Crop a quarter, 0 to 3, out of an image."""
     left = QUARTER * (quarter % 2)
     top = QUARTER * (quarter // 2)
     return image.crop((left, top, left + QUARTER, top + QUARTER))
 
 
 class Quarters:
-    """The environment: `<zoom>northwest</zoom>` and the other corners."""
+    """Environment with one tool: `<zoom>northwest</zoom>`, or another corner, shows a quarter in full resolution."""
 
     max_tool_calls = 1
-    declare_tools = False  # the call is in tags
+    declare_tools = False  # calls are written in tags, so the prompt needs no description of tools
 
     def reset(self, picture, **columns):
         self.picture = picture
@@ -121,12 +124,12 @@ class Quarters:
         return crop(self.picture, quarter)
 
     def get_reward(self) -> float:
-        """Pay for calls that could be answered: a form that earns nothing is lost."""
+        """Return the share of valid calls, because a policy forgets the format of calls without a reward for it."""
         return self.answered / self.max_tool_calls
 
 
 class Lost(Quarters):
-    """A control: whichever quarter is asked for, it shows one that a picture's row draws for it."""
+    """Control: a call shows a random quarter, which is fixed for each row, instead of the requested one."""
 
     def reset(self, lost_quarters, **columns):
         super().reset(**columns)
@@ -137,7 +140,7 @@ class Lost(Quarters):
 
 
 class Blind(Quarters):
-    """A control: crops are grey."""
+    """Control: crops are grey images."""
 
     def _show(self, quarter: int) -> PIL.Image.Image:
         return PIL.Image.new("RGB", (QUARTER, QUARTER), "grey")
@@ -145,14 +148,14 @@ class Blind(Quarters):
 
 @dataclass
 class Stripes:
-    """Pictures with one square of stripes, drawn on demand: row i of a seed is always the same."""
+    """Dataset of images with one striped square, drawn on demand. Row i of a seed is always the same."""
 
     size: int
     seed: str
     environment: type = Quarters
-    silent: bool = False  # no thought
-    informed: float = 0.0  # share of demonstrations that look at the right quarter on purpose
-    others: int = 0  # dark squares in other quarters
+    silent: bool = False  # demonstrations have no thought
+    informed: float = 0.0  # share of demonstrations that zoom into the correct quarter on purpose
+    others: int = 0  # number of dark squares in other quarters
 
     def __len__(self):
         return self.size
@@ -161,7 +164,7 @@ class Stripes:
         rng = random.Random(f"zoom/{self.seed}/{index}")
         image, label, right_quarter = draw(rng, others=self.others)
         [asked_quarter] = rng.choices(range(4), HABIT)
-        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # what Lost shows instead
+        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # quarters that the control Lost shows instead
         if rng.random() < self.informed:
             asked_quarter = right_quarter
         columns = {
@@ -184,7 +187,7 @@ class Stripes:
 
 
 def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> list[dict]:
-    """Write an assistant's turn: the call, the crop, then the answer."""
+    """Build an assistant turn: the thought and call, the crop, then the answer."""
     content = [
         {"type": "text", "text": thought_and_call},
         {"type": "image", "image": crop},
@@ -194,7 +197,7 @@ def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> l
 
 
 def looks(completions, corner, **columns):
-    """Reward 1 for a look at the corner of the stripes. For evaluation."""
+    """Return 1 if the completion zooms into the quarter of the stripes, for evaluation."""
     values = []
     for text, right in zip(completions, corner, strict=True):
         match = re.search(r"<zoom>(\w+)</zoom>", text)
@@ -203,7 +206,7 @@ def looks(completions, corner, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts of the task; each tag is one token, as Qwen3's <think> is."""
+    """Train byte-level BPE on all texts of the task; each tag is one token, like Qwen3's <think>."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     trained = train_tokenizer([*texts, *CORNERS, *LABELS, NOTHING], vocab_size=384)
     for tag in ("think", "zoom", "answer"):
@@ -212,7 +215,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Make the task; with options of Stripes a control, or a harder one."""
+    """Create the task; options of Stripes make it a control or a harder task."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {

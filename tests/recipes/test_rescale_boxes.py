@@ -46,5 +46,5 @@ def test_a_row_of_several_images_is_refused(write_rows):
     file = write_rows(
         {"problem": "b"}, {"images": ["red.png", "blue.png"], "problem": "c", "completion": "[1, 2, 3, 4]"}
     )
-    with pytest.raises(SystemExit, match=r"rows\.jsonl:2: it has 2 images; boxes of which\?"):
+    with pytest.raises(SystemExit, match=r"rows\.jsonl:2: the row has 2 images, so it is unclear"):
         main([str(file), "unit"])
