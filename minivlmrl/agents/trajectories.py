@@ -33,7 +33,7 @@ from minivlmrl.data.chat_template import IMAGE, VIDEO
 from minivlmrl.data.messages import check_messages, shown_parts_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.distributed.micro_batching import in_pieces
+from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.config import ModelConfig
@@ -200,7 +200,7 @@ class TrajectorySampler(Sampler):
         while unfinished := [episode for episode in episodes if episode.goes_on]:
             windows = [self.window(episode) for episode in unfinished]
             next_turns = partial(self.sample_next_turns, model)
-            in_pieces(next_turns, windows, 1, unfinished, self.sampling, None)
+            sample_in_micro_batches(next_turns, windows, 1, unfinished, self.sampling, None)
         starts = range(0, len(episodes), num_generations)
         groups = [episodes[i : i + num_generations] for i in starts]
         return [[episode.trajectory() for episode in group] for group in groups]

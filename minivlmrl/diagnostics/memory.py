@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.distributed.micro_batching import largest_piece
+from minivlmrl.distributed.micro_batching import largest_micro_batch
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, num_shards, recompute_blocks
 from minivlmrl.generation.sampler import find_engine
@@ -286,14 +286,16 @@ def sizes(
     G = len(find_trainer(stage, run).answers) or config.num_generations
     max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
-    prompts, completions = largest_piece(prompts, prompt_tokens, [max_new_tokens] * G, max_tokens)
+    prompts, completions = largest_micro_batch(
+        prompts, prompt_tokens, [max_new_tokens] * G, max_tokens
+    )
     micro_batch = BatchShape(
         prompts, completions, text_tokens, image_tokens, max_new_tokens, frames
     )
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / gpus)
     max_tokens = run.sampling.max_batch_tokens
-    prompts, _ = largest_piece(prompts, prompt_tokens, [G * max_new_tokens], max_tokens)
+    prompts, _ = largest_micro_batch(prompts, prompt_tokens, [G * max_new_tokens], max_tokens)
     return micro_batch, replace(micro_batch, prompts=prompts, num_generations=G)
 
 

@@ -1,11 +1,12 @@
-"""Weights, gradients and optimizer state sharded over the ranks (FSDP2), unknown to models.
+"""Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
-Each vision block and each decoder layer is a unit: its weights are gathered when it runs and freed
-after that. All other weights are one more unit, the root: embeddings and head may be one tensor.
+The code of the models does not know about sharding. Each vision block and each decoder layer is an
+FSDP unit, whose weights are gathered when it runs and freed afterwards. All other weights form one
+more unit, the root, because embeddings and output head may be one tensor.
 
-All ranks must run the same units in the same order, or they wait for ever. So they have equal
-numbers of prompts and of micro-batches; VisionInStep and in_lockstep make equal whether there are
-images, and how many decode steps a rank runs.
+All ranks must run the same units in the same order, otherwise they deadlock. Therefore ranks have
+equal numbers of prompts and of micro-batches. DummyVisionForward runs the vision tower on ranks
+without images, and in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
@@ -42,11 +43,16 @@ from minivlmrl.model.plain_weights import gather_full_tensor
 
 
 class Sharding:
-    """How models are sharded. A sharded model has it as its attribute `sharding`.
+    """Device mesh, precision and offloading with which models are sharded.
+
+    A sharded model has this object as its attribute `sharding`.
 
     Args:
-        dtype: of the weights that the optimizer updates; gradients are added up in it too.
-        compute_dtype: of gathered weights and activations, else dtype; also where not enabled.
+        dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype,
+            at least in float32.
+        recompute: recompute activations in the backward pass (activation checkpointing).
+        compute_dtype: dtype of gathered weights and activations; None takes dtype.
+            It is used even if sharding.enabled is false.
     """
 
     def __init__(
@@ -67,7 +73,8 @@ class Sharding:
         self.mesh = init_device_mesh(world.device.type, mesh_shape, mesh_dim_names=mesh_names)
         self.recompute = recompute
         self.compute_dtype = compute_dtype or dtype
-        # inputs keep their dtypes: rotary angles stay float32, and adapters on a base of less
+        # inputs are not cast, so that rotary angles stay float32, and so do the inputs of adapters
+        # on a base with lower precision
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(
             compute_dtype, gradient_dtype, cast_forward_inputs=False
@@ -77,21 +84,21 @@ class Sharding:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
     def shard(self, model: Qwen2_5_VL):
-        """Shard a model on any device, also on the meta device."""
+        """Shard a model in place; it may be on any device, including the meta device."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise ValueError(
-                f"adapter.quantize: torch {torch.__version__} shards no bytes; "
-                "leave out sharding and model.compute_dtype, or install torch 2.13"
+                f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
+                "a quantised model; install torch 2.13, or remove sharding and model.compute_dtype"
             )
         if self.recompute:
             recompute_blocks(model)
         for block in family_of(model).blocks(model):
             self.make_unit(block, self.precision)
         root = self.shard_alone(model, self.precision)
-        # The backward of a unit gathers the one before it. FSDP's own guess follows the forwards
-        # since the last backward, of which a rank may have had more: two ranks would then gather
-        # different layers as if they were one.
+        # The backward pass of a unit prefetches the previous unit. FSDP's default order follows the
+        # forward passes since the last backward pass. A rank may have run more of them than
+        # another rank, so that both would gather different layers in the same collective call.
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
         for tower in (model.visual.blocks, model.model.layers):
             blocks = sharded_blocks(tower)
@@ -99,85 +106,95 @@ class Sharding:
                 block.set_modules_to_backward_prefetch([previous_block])
         family_of(model).count_over_ranks(model, sum_counts)
         vision = DummyVisionForward()
-        # runs after FSDP's own, which gathers the root
+        # this hook runs after FSDP's pre-forward hook, which gathers the root
         model.register_forward_pre_hook(vision.before)
-        # runs before FSDP's own, which waits for the gradient
+        # this hook runs before FSDP's post-forward hook, which registers the backward hooks
         model.register_forward_hook(vision.after, prepend=True)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head, which computes in the dtype of its own weights."""
+        """Shard a value head; it computes in the dtype of its weights, not in compute_dtype."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Shard what is not in a unit yet, as one unit."""
+        """Shard all parameters of a module that are not in a unit yet, as one more unit."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # a sum: each loss is divided by the global count already
+            # sum the gradients, because each loss is already divided by the counts of all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         root.set_modules_to_backward_prefetch([root])
         return root
 
     def make_unit(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Gather and free the weights of a module as one."""
+        """Make a module an FSDP unit, whose weights are gathered and freed together."""
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor, in the form of a parameter."""
+        """Copy this rank's rows of a full tensor into a DTensor with the layout of a parameter.
+
+        Args:
+            like: the parameter, whose dtype and sharding the result has.
+        """
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
-        assert isinstance(like, DTensor)  # as fully_shard has made all parameters
-        # from_local would move an offloaded part to the GPU
+        assert isinstance(like, DTensor)  # because fully_shard turns all parameters into DTensors
+        # the constructor is used, because from_local would move offloaded rows to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
     def gather(self, model: Qwen2_5_VL) -> Qwen2_5_VL:
-        """Gather a model's weights until it is resharded, and make a plain model on them.
+        """Gather the full weights of a model, and return an unsharded model that uses them.
 
-        It has no hooks: a rank may run it alone, and a CUDA graph capture it.
+        The returned model has no FSDP hooks, so that each rank can run it independently and a CUDA
+        graph can capture it. It is valid until the sharded model is resharded.
         """
         for unit in units(model):
             unit.unshard()
-        twin = clone_architecture(model, self.compute_dtype)
+        unsharded = clone_architecture(model, self.compute_dtype)
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        assign(twin, weights | dict(model.named_buffers()))
-        return twin
+        assign(unsharded, weights | dict(model.named_buffers()))
+        return unsharded
 
     def copy(self, model: Qwen2_5_VL, in_compute_dtype: bool) -> Qwen2_5_VL:
-        """Copy a model, each rank its part; to_compute: in the dtype that it computes in."""
+        """Copy a sharded model; each rank copies its part.
+
+        Args:
+            in_compute_dtype: copy into compute_dtype; False keeps the dtype of the parameters.
+        """
         reshard(model)
-        twin = clone_architecture(
+        duplicate = clone_architecture(
             model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype
         )
-        self.shard(twin)
-        dtypes = {name: parameter.dtype for name, parameter in twin.named_parameters()}
+        self.shard(duplicate)
+        dtypes = {name: parameter.dtype for name, parameter in duplicate.named_parameters()}
         weights = {}
         for name, parameter in model.named_parameters():
             weights[name] = parameter.detach().to(dtypes[name], copy=True)
-        assign(twin, weights | dict(model.named_buffers()))
-        return twin
+        assign(duplicate, weights | dict(model.named_buffers()))
+        return duplicate
 
 
 def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
-    """List the blocks of a tower, which are units."""
+    """Return the blocks of a vision tower or decoder that are FSDP units."""
     return [block for block in tower if isinstance(block, FSDPModule)]
 
 
 def sum_counts(counts: list[int]) -> list[int]:
-    """Add up counts of all ranks; on the host: nobody waits for a GPU."""
+    """Add up counts over all ranks, on the CPU, so that no rank waits for its GPU."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
 
 
 class DummyVisionForward:
-    """Makes a rank without images run the tower if another has some, on a black image times 0.
+    """Forward hooks that run the vision tower on a black image if only other ranks have images.
 
-    If no rank has images, none runs the tower, and AdamW skips its parameters.
+    The output of the black image is multiplied by 0. If no rank has images, no rank runs the tower,
+    and AdamW skips its parameters.
     """
 
-    zero: Tensor | None = None  # result of the black image in this forward, times 0
+    zero: Tensor | None = None  # output for the black image in the current forward pass, times 0
 
     def before(self, model: Qwen2_5_VL, arguments: tuple):
         batch = arguments[0]
@@ -185,7 +202,7 @@ class DummyVisionForward:
         if dist.get_world_size() == 1:
             return
         runs_tower = len(batch.image_grid_thw) > 0 and batch.vision_embeds is None
-        on_any_rank = torch.tensor(int(runs_tower))  # on the host: nobody waits for a GPU
+        on_any_rank = torch.tensor(int(runs_tower))  # on the CPU, so that no rank waits for its GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
             self.zero = forward_black_image(
@@ -196,12 +213,15 @@ class DummyVisionForward:
         if self.zero is None:
             return hidden
         hidden = hidden + self.zero
-        self.zero = None  # frees its graph
+        self.zero = None  # frees the autograd graph of the black image
         return hidden
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
-    """Run a vision tower on one black token, times 0: a number that depends on all its weights."""
+    """Run a vision tower on one black image token, and return the sum of its output times 0.
+
+    The result is 0, but depends on all weights of the tower, so that the backward pass runs too.
+    """
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
     return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
@@ -210,10 +230,11 @@ def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.de
 def in_lockstep(
     sample_token: Callable, max_new_tokens: int, model: Qwen2_5_VL, world: World
 ) -> Callable:
-    """Make all ranks run a sharded decoder equally often, though completions end at different steps.
+    """Wrap sample_token so that all ranks run a sharded decoder equally often.
 
-    Returns a `sample_token` for `generate` that tells the other ranks of each further decode step,
-    and after the last one runs steps on a meaningless token until all ranks have finished.
+    Completions end at different steps on different ranks. The returned function signals each
+    further decode step to the other ranks. When a rank has finished, it runs the decoder on a dummy
+    token until all ranks have finished.
     """
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
@@ -222,11 +243,11 @@ def in_lockstep(
         if not all_end:
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # weights may be offloaded
+        device = world.device  # not the device of the weights, which may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(GroupLayout([1], [[]], device))
-        while world.sum(0)[0]:  # some rank decodes another step
+        while world.sum(0)[0]:  # another rank runs one more decode step
             model.model(model.model.embed_tokens(token), position_ids, attention)
         return ids, logps, ends
 
@@ -234,11 +255,11 @@ def in_lockstep(
 
 
 def clone_architecture(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
-    """Build a model of the same layers on the meta device."""
+    """Build a model with the same layers and adapters, without weights, on the meta device."""
     with torch.device("meta"):
-        twin = family_of(model).model(model.config).to(dtype)
-    copy_adapter_layout(twin, model)
-    return twin
+        clone = family_of(model).model(model.config).to(dtype)
+    copy_adapter_layout(clone, model)
+    return clone
 
 
 def save_sharded(
@@ -250,19 +271,19 @@ def save_sharded(
     more: Callable[[Path], None] | None = None,
     max_shard_size: int = checkpoint.MAX_SHARD_SIZE,
 ):
-    """Write the folder of a sharded model, see weights.gather_and_save_model.
+    """Save a sharded model as a checkpoint folder, see weights.gather_and_save_model.
 
-    The ranks gather the tensors of one file after the other, because the first rank could not hold
-    all of them.
+    The ranks gather the tensors of one file after the other, because the full model may not fit
+    into the memory of rank 0.
     """
     reshard(model)
     weights = checkpoint.file_weights(model)
     write_adapter = checkpoint.adapter_writer(model, base)
     unread = world.run_on_rank_zero(lambda: checkpoint.unread_tensors(model)) or {}
-    # only the first rank has the unread tensors, so the others take its split into files
+    # all ranks use the split into files of rank 0, because only rank 0 has the unread tensors
     files = world.gather_objects(checkpoint.split_weights(weights | unread, max_shard_size))[0]
     with ExitStack() as saving:
-        # the other ranks write nothing
+        # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(
             lambda: saving.enter_context(replacing(folder))
         ) or Path(folder)
@@ -277,7 +298,8 @@ def save_sharded(
             checkpoint.write_settings(new_folder, model, processor)
             checkpoint.write_index(new_folder, files)
             checkpoint.write_extras(new_folder, write_adapter, more)
-            saving.pop_all().close()  # in this function, so that all ranks raise its errors
+            # close the folder in this function, so that an error is raised on all ranks
+            saving.pop_all().close()
 
         for file, names in files.filename_to_tensors.items():
             tensors = {}

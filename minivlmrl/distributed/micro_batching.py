@@ -1,7 +1,7 @@
-"""A rollout in pieces of a token budget: what one forward holds is bounded, whatever the rows.
+"""Split rollouts into micro-batches with a token budget, which bounds the memory of a forward pass.
 
-Draws go by key and a loss takes the counts of the whole step. So pieces change no completion, and
-no gradient but for the order in which numbers are added.
+The split changes no completion, because each row has its own random seed. It changes gradients only
+in the order of floating-point additions, because losses are divided by the counts of the whole step.
 """
 
 import math
@@ -15,87 +15,103 @@ from minivlmrl.distributed.process_group import World
 Key = TypeVar("Key")
 
 
-def pieces(
+def split_into_micro_batches(
     lengths: Sequence[tuple[int, Sequence[int]]],
-    most_prompts: int,
-    most_tokens: int | None,
+    max_prompts: int,
+    max_tokens: int | None,
     world: World | None = None,
 ) -> list[list[tuple[int, int]]]:
-    """Divide the rows of some prompts.
+    """Split prompts and their completions into micro-batches.
 
-    With most_tokens prompts of like length come together, and a prompt whose completions are too
-    many for one piece is computed again for the next of them. All ranks get equally many pieces, as
-    sharded models need them.
+    With a token limit, prompts are grouped by length. A group that exceeds the limit is divided,
+    and its prompt is recomputed for each part. All ranks get equally many micro-batches, because
+    sharded models must run in step.
 
-    Example: lengths [(10, [5, 5]), (10, [40, 2])], 9 prompts and 40 tokens at most:
-        [(0, 0), (0, 1)], [(1, 1)], [(1, 0)]; the last has 50 tokens, as a row is never cut
+    Example: for lengths [(10, [5, 5]), (10, [40, 2])] and limits of 9 prompts and 40 tokens, the
+        result is [(0, 0), (0, 1)], [(1, 1)], [(1, 0)]. The last micro-batch has 50 tokens, because
+        a completion is never divided.
 
     Args:
-        lengths: of each prompt its tokens, and those of each of its completions.
-        most_prompts: of a piece.
-        most_tokens: of a piece, prompts once and completions; None: any number.
-        world: all its ranks call this; None: this process alone.
+        lengths: for each prompt (its number of tokens, numbers of tokens of its completions).
+        max_prompts: largest number of prompts in a micro-batch.
+        max_tokens: largest number of tokens in a micro-batch, in which each prompt counts once;
+            None for no limit.
+        world: processes that all call this function; None for a single process.
     Returns:
-        (index of the prompt, index of the completion) of each row of each piece.
+        micro-batches, each a list of (index of the prompt, index of the completion).
     """
     order = list(range(len(lengths)))
-    if most_tokens is not None:
+    if max_tokens is not None:
         order.sort(key=lambda i: lengths[i][0] + max(lengths[i][1]))
-    limit = most_tokens or float("inf")
-    packed = []
-    piece = []
-    tokens = 0  # of this piece
+    limit = max_tokens or float("inf")
+    micro_batches = []
+    current = []  # the micro-batch that is being filled
+    tokens = 0  # number of tokens in `current`
     for i in order:
         prompt_length, completion_lengths = lengths[i]
         rows = list(enumerate(completion_lengths))
         group_tokens = prompt_length + sum(completion_lengths)
         if group_tokens > limit:
             rows.sort(key=lambda row: row[1])
-        # a group begins in a piece that has room for all of it
-        is_full = len({i for i, _ in piece}) == most_prompts or tokens + group_tokens > limit
+        # a group starts a new micro-batch, unless the current one has room for the whole group
+        is_full = len({i for i, _ in current}) == max_prompts or tokens + group_tokens > limit
         for number, (j, length) in enumerate(rows):
             if number > 0:
                 is_full = tokens + length > limit
             if is_full:
-                packed.append(piece)
-                piece = []
+                micro_batches.append(current)
+                current = []
                 tokens = 0
-            if number == 0 or not piece:
+            if number == 0 or not current:
                 tokens += prompt_length
             tokens += length
-            piece.append((i, j))
-    packed.append(piece)
-    packed = [piece for piece in packed if piece]
-    num_pieces = max(world.gather_objects(len(packed))) if world else 0
-    while len(packed) < num_pieces:
-        largest = max(packed, key=len)
-        index = packed.index(largest)
+            current.append((i, j))
+    micro_batches.append(current)
+    micro_batches = [rows for rows in micro_batches if rows]
+    num_micro_batches = max(world.gather_objects(len(micro_batches))) if world else 0
+    while len(micro_batches) < num_micro_batches:
+        largest = max(micro_batches, key=len)
+        index = micro_batches.index(largest)
         half = len(largest) // 2
-        packed[index : index + 1] = [largest[:half], largest[half:]]
-    return packed
+        micro_batches[index : index + 1] = [largest[:half], largest[half:]]
+    return micro_batches
 
 
-def largest_piece(
-    prompts: int, prompt: int, completions: list[int], most_tokens: int | None
+def largest_micro_batch(
+    prompts: int, prompt: int, completions: list[int], max_tokens: int | None
 ) -> tuple[int, int]:
-    """Count prompts of these lengths in the largest piece, and completions of each."""
-    largest = max(pieces([(prompt, completions)] * prompts, prompts, most_tokens), key=len)
+    """Compute the size of the largest micro-batch of equal prompts, for the memory estimate.
+
+    Args:
+        prompts: number of prompts.
+        prompt: number of tokens of each prompt.
+        completions: numbers of tokens of the completions of each prompt.
+    Returns:
+        number of prompts in the largest micro-batch, and number of completions of each.
+    """
+    groups = [(prompt, completions)] * prompts
+    largest = max(split_into_micro_batches(groups, prompts, max_tokens), key=len)
     num_prompts = len({i for i, _ in largest})
     return num_prompts, math.ceil(len(largest) / num_prompts)
 
 
-def in_pieces(
+def sample_in_micro_batches(
     sample: Callable[[list[Prompt], int, list[Key]], list[list[Completion]]],
     prompts: Sequence[Prompt], num_generations: int, keys: Sequence[Key],
     sampling: SamplingOptions, world: World | None,
 ) -> list[list[Completion]]:  # fmt: skip
-    """Call sample(prompts, num_generations, keys) for as many prompts at a time as fit, or one."""
+    """Call sample(prompts, num_generations, keys) on micro-batches of prompts, and join the results.
+
+    sampling.max_batch_tokens limits the tokens of a micro-batch, with completions of full length. A
+    micro-batch has at least one prompt with all its completions.
+    """
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
-    for piece in pieces(lengths, len(prompts), sampling.max_batch_tokens, world):
-        chosen = [i for i, _ in piece]
-        drawn = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])
-        for i, group in zip(chosen, drawn, strict=True):
+    limit = sampling.max_batch_tokens
+    for rows in split_into_micro_batches(lengths, len(prompts), limit, world):
+        chosen = [i for i, _ in rows]
+        groups = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])
+        for i, group in zip(chosen, groups, strict=True):
             completions[i] = group
     return completions

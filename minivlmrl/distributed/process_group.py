@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, its share of the work, and what all ranks add up."""
+"""The process group of a run: rank, device, and collective operations over all ranks."""
 
 import math
 import os
@@ -21,29 +21,34 @@ Value = TypeVar("Value")
 
 @dataclass
 class World:
-    """The processes of this run, as torchrun started them; World() is one process on the CPU."""
+    """Rank, size and device of the processes that torchrun started; World() is a single process."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # called in long work between states; StopSignals.stop_if_preempted ends it
+    # Long-running work between checkpoints calls this function. A run sets it to
+    # StopSignals.stop_if_preempted, which stops the work after a signal such as SIGTERM.
     stop_if_preempted: Callable[[], None] = lambda: None
-    ends_group: bool = True  # False: an engine that has joined the process group ends it
+    # False if an inference engine has joined the process group and destroys it itself
+    ends_group: bool = True
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """Take this rank's part of a sequence that all hold: in order, of nearly equal length."""
+        """Return this rank's contiguous part of a sequence; parts have nearly equal lengths."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Take every size-th item, so that all ranks have equally many for a sharded model.
+        """Return every size-th item, and repeat items so that all ranks have equally many.
 
-        Returns them, and how many come before the one, if any, that another rank has too.
+        Sharded models need equally many items, because all ranks must run them in step.
+
+        Returns:
+            the items of this rank, and the number of leading items that are not repeats.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
@@ -53,12 +58,13 @@ class World:
         """Add up each value over all ranks."""
         if self.size == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64)  # on the host: nobody waits for a GPU
+        # on the CPU, so that no rank waits for its GPU
+        total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Join the tensors of all ranks, in rank order: (n, ...) -> (n * size, ...) everywhere."""
+        """Concatenate the (n, ...) tensors of all ranks in rank order, to (n * size, ...)."""
         if self.size == 1:
             return tensor
         joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
@@ -66,27 +72,30 @@ class World:
         return joined
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Undo all_gather: this rank's (n, ...) rows of a (n * size, ...) tensor."""
+        """Return this rank's (n, ...) rows of a (n * size, ...) tensor; the inverse of all_gather."""
         return tensor.unflatten(0, (self.size, -1))[self.rank]
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Collect one small Python value of every rank, in rank order."""
+        """Collect one small picklable value of every rank, in rank order."""
         if self.size == 1:
             return [value]
-        values = [value] * self.size  # each is replaced
+        values = [value] * self.size  # placeholders, which all_gather_object replaces
         dist.all_gather_object(values, value)
         return values
 
     def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
-        """Call work on every rank, longer than `timeout` if need be; all raise the error of one.
+        """Call work on every rank, and raise the first error of any rank on all ranks.
 
-        Returns what this rank's work has returned.
+        The work may take longer than the timeout of the process group.
+
+        Returns:
+            the value that `work` returned on this rank.
         """
         if self.size == 1:
             return work()
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
-            # ranks that have finished hear of those that still work
+            # finished ranks wait in this loop, so that no collective operation times out
             while self.sum(not future.done())[0]:
                 wait([future], 0.1)
         for error in filter(None, self.gather_objects(future.exception())):
@@ -94,7 +103,10 @@ class World:
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
-        """Call work on the first rank alone, see run_on_all_ranks; other ranks return None."""
+        """Call work on rank 0 only, and return None on other ranks.
+
+        All ranks must call this method; an error of rank 0 is raised on all of them.
+        """
         return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
     def barrier(self):
@@ -103,15 +115,18 @@ class World:
             dist.barrier()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
-        """Add up the gradients of all ranks. No mean: each loss is divided by the global count."""
+        """Add up the gradients of all ranks, in place.
+
+        Gradients are summed, not averaged, because losses are divided by the counts of all ranks.
+        """
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # a parameter without a gradient on every rank keeps None, as in a single process
+        # a parameter that has no gradient on any rank keeps None, as in a single process
         trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
         for parameter in trained:
-            if parameter.grad is None:  # a rank without images still takes part
+            if parameter.grad is None:  # for example the vision tower on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
@@ -122,12 +137,15 @@ class World:
 
 
 def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
-    """Join the process group of torchrun, if any, and choose device, attention and CPU threads.
+    """Initialise the process group if torchrun started this process, and select the device.
+
+    The function also sets the number of CPU threads and disables cuDNN's attention.
 
     Args:
-        num_threads: of this process. None: its share of the cores; torchrun sets 1 for several.
-        timeout: seconds that a rank waits for another before the run ends with an error.
-        sharded: weights are sharded: a single process needs a group too.
+        num_threads: CPU threads of this process. None takes an equal share of the cores, because
+            torchrun sets 1 thread if it starts several processes.
+        timeout: seconds that a rank waits for another rank before the run ends with an error.
+        sharded: True if weights are sharded; then a single process needs a process group too.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -140,16 +158,17 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # cuDNN's attention may generate wrongly with fewer than 8 key heads (pytorch issue 193893)
+    # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if size > 1 or sharded:
-        # numbers, objects and offloaded parts go by gloo, which looks for the host's name where it
-        # is not told a network: a container may have none
+        # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a
+        # network interface, it resolves the name of the host, which can fail in a container.
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         time_limit = timedelta(seconds=timeout)
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # it is documented
+        # documented in torch.distributed, although pyright takes it for private
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
             store = attempt_store(time_limit)
         dist.init_process_group(
@@ -159,33 +178,40 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Choose the GPU of a rank, or the CPU if there is none (ValueError: CUDA cannot use it)."""
+    """Return the GPU of a rank, or the CPU if the machine has no GPU.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks, or CUDA cannot use the GPU.
+    """
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus:
             raise ValueError(
-                f"local rank {local_rank} has no GPU, {num_gpus} are visible: "
-                f"start at most {num_gpus} (--nproc_per_node), or show more (CUDA_VISIBLE_DEVICES)"
+                f"local rank {local_rank} has no GPU, because only {num_gpus} are visible; start "
+                f"at most {num_gpus} processes (--nproc_per_node), or make more GPUs visible "
+                "(CUDA_VISIBLE_DEVICES)"
             )
         return torch.device("cuda", local_rank)
     if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         try:
             torch.cuda.init()
         except RuntimeError as error:
-            # then there is nothing to miss; a fork asks nobody, and its parent found no GPU
+            # With these errors there is no GPU that the user could miss. A forked subprocess cannot
+            # initialise CUDA, but its parent process found no GPU.
             if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
                 raise ValueError(
                     f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): "
-                    "mend it, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
+                    "fix the driver, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
                 ) from error
     return torch.device("cpu")
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Make the store of the ranks' addresses, of each attempt of --max-restarts its own.
+    """Create the store of rank addresses, separately for each restart of torchrun --max-restarts.
 
-    torchrun (2.13) keeps one over all attempts, in which a restarted rank would find the address of
-    a dead one (pytorch issue 135712). On several hosts not all know it, see docs/many_gpus.md.
+    torchrun (2.13) uses one store for all attempts, in which a restarted rank would find the
+    address of a dead rank (pytorch issue 135712). With several hosts one store is used, because not
+    all hosts know the number of the attempt, see docs/many_gpus.md.
     """
     store, _, _ = next(rendezvous("env://", timeout=limit))
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
@@ -194,8 +220,8 @@ def attempt_store(limit: timedelta) -> Store:
 
 
 def shutdown(world: World):
-    """Leave the process group, if there is one, all ranks together."""
+    """Destroy the process group, if there is one, after all ranks have reached this point."""
     if dist.is_initialized():
-        dist.barrier()  # a rank that leaves while another still works can abort
+        dist.barrier()  # destroying the group while another rank still uses it can abort that rank
         if world.ends_group:
             dist.destroy_process_group()

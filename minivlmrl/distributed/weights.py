@@ -1,7 +1,7 @@
-"""Weights of a model that every rank holds, or of which each rank holds a part: one call for both.
+"""Functions for weights of a model that work for both sharded and unsharded models.
 
-A model that is sharded has a distributed/fsdp.Sharding as its attribute `sharding`. This file does
-not import FSDP, so that a run that shards nothing does not load it.
+A sharded model has a distributed.fsdp.Sharding as its attribute `sharding`. This file does not
+import FSDP, so that runs without sharding do not load it.
 """
 
 import copy
@@ -29,26 +29,31 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# keeps the inputs of a function, which the backward computes again
+# activation checkpointing: store only the inputs of a function, and recompute it in the backward
 compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Count the ranks that share one model (ValueError: the replicas cannot be equally large)."""
+    """Return the number of ranks that share the weights of one model.
+
+    Raises:
+        ValueError: the number of ranks is not a multiple of sharding.replicas.
+    """
     if num_ranks % section.replicas:
         raise ValueError(
-            f"sharding.replicas is {section.replicas}, {num_ranks} ranks are no multiple of it"
+            f"sharding.replicas is {section.replicas}, but the number of ranks, {num_ranks}, is "
+            "not a multiple of it; change one of the two"
         )
     return num_ranks // section.replicas if section.enabled else 1
 
 
 def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
-    """Tell whether FSDP gathers and frees the weights of this module as one."""
+    """Return True if a module is an FSDP unit, whose weights are gathered and freed together."""
     return hasattr(type(module), "unshard")
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """List the units of a module, each gathered and freed as one; none if it is not sharded."""
+    """Return the FSDP units in a module; the list is empty if the module is not sharded."""
     return [part for part in module.modules() if is_unit(part)]
 
 
@@ -57,18 +62,25 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Tell whether a tensor holds only the rows of this rank."""
+    """Return True if a tensor is a DTensor, which stores only the rows of this rank."""
     return hasattr(tensor, "device_mesh")
 
 
 def reshard(module: nn.Module):
-    """Free gathered weights, before they are changed: the root's stay gathered after a forward."""
+    """Free the gathered weights of a sharded module.
+
+    This is needed before its parameters are changed, because the weights of the root unit stay
+    gathered after a forward pass.
+    """
     for unit in units(module):
         unit.reshard()
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Say which rows of a sharded tensor this rank holds; the last ranks may have fewer, or none."""
+    """Return the rows of a sharded tensor that this rank stores.
+
+    The last ranks may have fewer rows than the first, or none.
+    """
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -77,19 +89,19 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5_VL]:
-    """Yield the model to sample with, without gradient.
+    """Yield the model to sample with, without gradients.
 
     Args:
-        gather_weights: gather a sharded model's full weights on every rank first; each rank may
-            then run it as often as it likes. False: gather layer by layer, which saves memory; all
-            ranks must run it equally often, see fsdp.in_lockstep.
+        gather_weights: True gathers the full weights of a sharded model on every rank first, so
+            that each rank can run any number of forward passes. False gathers one layer at a time,
+            which saves memory; all ranks must then run equally many passes, see fsdp.in_lockstep.
     """
     if model.sharding is None:
         with torch.inference_mode():
             yield model
         return
     try:
-        # not inference mode: what FSDP allocates in it could not be trained later
+        # not inference_mode, because tensors that FSDP allocates in it cannot be trained later
         with torch.no_grad():
             yield model.sharding.gather(model) if gather_weights else model
     finally:
@@ -97,10 +109,12 @@ def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5
 
 
 def copy_model(model: Qwen2_5_VL, in_compute_dtype: bool = False) -> Qwen2_5_VL:
-    """Copy a model, each rank its part; a model with adapters shares their base with its copy.
+    """Copy a model; of a sharded model each rank copies its part.
+
+    An unsharded model with adapters shares its base weights with the copy.
 
     Args:
-        to_compute: copy a sharded model in the dtype that it computes in.
+        in_compute_dtype: copy a sharded model into the dtype in which it computes.
     """
     if model.sharding is None:
         return copy.deepcopy(model, shared_base(model))
@@ -108,7 +122,7 @@ def copy_model(model: Qwen2_5_VL, in_compute_dtype: bool = False) -> Qwen2_5_VL:
 
 
 def recompute_blocks(model: Qwen2_5_VL):
-    """Keep only the input of each block, and compute the block again in the backward."""
+    """Enable activation checkpointing for each vision block and decoder layer of a model."""
     for block in family_of(model).blocks(model):
         block.forward = partial(compute_again, block.forward)
 
@@ -121,9 +135,9 @@ def gather_and_save_model(
     base: str | None = None,
     more: Callable[[Path], None] | None = None,
 ):
-    """Write the folder that model/checkpoint.save_model writes; all ranks call this.
+    """Save a model with its processor as model.checkpoint.save_model does; all ranks must call this.
 
-    An error of the first rank, which writes, is raised on all ranks.
+    Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
     """
     if model.sharding is None:
         save = partial(model_checkpoint.save_model, folder, model, processor, base, more)

@@ -12,7 +12,7 @@ from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.config.parsing import error_context
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
-from minivlmrl.distributed.micro_batching import in_pieces
+from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
 from minivlmrl.generation.environments import agents
@@ -97,7 +97,9 @@ class Sampler:
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
-        return in_pieces(self.sample, prompts, num_generations, keys, self.sampling, self.world)
+        return sample_in_micro_batches(
+            self.sample, prompts, num_generations, keys, self.sampling, self.world
+        )
 
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]

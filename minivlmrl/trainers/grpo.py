@@ -28,7 +28,7 @@ from minivlmrl.config.parsing import error_context
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.distributed.micro_batching import pieces
+from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import (
     check_environment,
@@ -356,7 +356,7 @@ class GRPOTrainer(Trainer):
         for i in part:
             completion_lengths = [packed_length(c) for c in rollout.completions[i]]
             lengths.append((len(rollout.prompts[i].input_ids), completion_lengths))
-        micro_batches = pieces(lengths, size, max_tokens, self.world)
+        micro_batches = split_into_micro_batches(lengths, size, max_tokens, self.world)
         return [[part[i] * G + j for i, j in rows] for rows in micro_batches]
 
     def rows_with_signal(self, rows: list[int], advantages: Tensor) -> list[int]:

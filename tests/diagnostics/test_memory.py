@@ -22,7 +22,7 @@ from minivlmrl.diagnostics.memory import (
     TrainedModels,
     plan,
 )
-from minivlmrl.distributed.micro_batching import pieces
+from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.generation.filters import Filters
@@ -99,7 +99,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one way 
         recompute_blocks(model)
     completion = torch.randint(0, 400, (WORK.completion_tokens,))
     most = run.grpo.max_tokens_per_micro_batch
-    piece = pieces([(len(ids), [len(completion)] * 3)] * 2, 2, most)[0]
+    piece = split_into_micro_batches([(len(ids), [len(completion)] * 3)] * 2, 2, most)[0]
     assert len(piece) == (6 if most is None else 2)
     prompts = len({i for i, _ in piece})
     batch = pack([prompt] * prompts, [[completion] * min(3, len(piece))] * prompts, model.config)

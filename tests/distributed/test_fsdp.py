@@ -323,5 +323,5 @@ def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
 
 
 def test_ranks_must_be_a_multiple_of_the_replicas():
-    with pytest.raises(ValueError, match=r"sharding\.replicas is 2, 3 ranks are no multiple of it"):
+    with pytest.raises(ValueError, match=r"sharding\.replicas is 2, but the number of ranks, 3, is not a multiple"):
         Sharding(ShardingOptions(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)

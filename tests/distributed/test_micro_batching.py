@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from minivlmrl.distributed.micro_batching import pieces
+from minivlmrl.distributed.micro_batching import split_into_micro_batches
 
 from stages import ONE, snapshot
 
@@ -16,9 +16,9 @@ def tokens(lengths, piece):
 
 
 def test_the_example_and_prompts_in_order_without_a_budget():
-    assert pieces([(10, [5, 5]), (10, [40, 2])], 9, 40, ONE) == [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
+    assert split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], 9, 40, ONE) == [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
     lengths = [(3, [9, 1]), (5, [2, 2]), (1, [1, 7])]
-    assert pieces(lengths, 2, None, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
+    assert split_into_micro_batches(lengths, 2, None, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -26,7 +26,7 @@ def test_every_row_is_in_one_piece_that_keeps_the_budget(seed):
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 60, (7, 9), generator=generator).tolist()
     lengths, budget = [(prompt, completions) for prompt, *completions in sizes], 40 + 30 * seed
-    found = pieces(lengths, 3, budget, ONE)
+    found = split_into_micro_batches(lengths, 3, budget, ONE)
     assert sorted(row for piece in found for row in piece) == [(i, j) for i in range(7) for j in range(8)]
     for piece in found:
         prompts = [i for i, _ in piece]
@@ -42,7 +42,13 @@ def test_ranks_have_equally_many():
         def gather_objects(self, count):
             return [count, 5]
 
-    assert [len(p) for p in pieces([(1, [1, 1, 1]), (1, [1, 1, 1])], 2, 100, Two())] == [1, 1, 1, 1, 2]
+    assert [len(p) for p in split_into_micro_batches([(1, [1, 1, 1]), (1, [1, 1, 1])], 2, 100, Two())] == [
+        1,
+        1,
+        1,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(("name", "budget"), [("grpo", 45), ("grpo", 70), ("ppo", 45)])

@@ -345,7 +345,7 @@ def gpus(monkeypatch):
 def test_each_rank_has_a_gpu_of_its_own(gpus):
     gpus(2)
     assert [str(find_device(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, 2 are visible: start at most 2"):
+    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, because only 2 are visible; start at most 2"):
         find_device(2)
 
 
@@ -354,7 +354,7 @@ def test_without_a_gpu_the_cpu_trains_but_not_in_place_of_one_that_cuda_cannot_u
         gpus(0, error)
         assert str(find_device()) == "cpu"
     gpus(0, "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
-    with pytest.raises(ValueError, match=r"\(The NVIDIA driver .* too old \(found version 11040\).\): mend"):
+    with pytest.raises(ValueError, match=r"\(The NVIDIA driver .* too old \(found version 11040\).\): fix"):
         find_device()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert str(find_device()) == "cpu"

@@ -46,7 +46,7 @@ SHARDS_BYTES = torch.__version__ >= "2.13"  # weights in 4 bits
 
 def shards_bytes(*values, marks=()):
     """A case for pytest.mark.parametrize that shards weights in 4 bits."""
-    unless = pytest.mark.skipif(not SHARDS_BYTES, reason="torch before 2.13 shards no bytes")
+    unless = pytest.mark.skipif(not SHARDS_BYTES, reason="torch before 2.13 cannot shard integer weights")
     return pytest.param(*values, marks=[unless, *marks])
 
 
