@@ -31,7 +31,7 @@ from minivlmrl.files import INDEX, read_lines, save_tensors, write_json
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.plain_weights import plain_weights
-from minivlmrl.run.rollout_log import Logged
+from minivlmrl.run.rollout_log import LogLine
 
 SHARD = 5 * 10**8  # weights of one file, about
 # pixels; of a prompt's text and picture
@@ -115,7 +115,7 @@ def measure(size: str, folder: Path, steps: int) -> dict:
     peak = getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024  # bytes of the training process
     question = ["--image", str(picture), "--prompt", row["problem"]]
     minivlmrl("chat", "--model", str(export), *question, "--max_new_tokens", "2")
-    seconds = [line["step_time"] for line in read_lines(run / "timings.jsonl", Logged)]
+    seconds = [line["step_time"] for line in read_lines(run / "timings.jsonl", LogLine)]
     costs = MemoryEstimator(ModelConfig.from_dict(read_json(model / "config.json")))
     phases = plan(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
     return {

@@ -38,7 +38,7 @@ from minivlmrl.run.process import is_first
 from minivlmrl.run.checkpoint_files import find_pieces, read_rows
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS, TIMINGS
-from minivlmrl.run.rollout_log import COMPLETIONS, Logged
+from minivlmrl.run.rollout_log import COMPLETIONS, LogLine
 from minivlmrl.run.trainer_state import RUN
 
 # Strict readers and atomic writers of JSON, YAML and safetensors, with errors that name the file.

@@ -16,7 +16,7 @@ from minivlmrl_audit.minivlmrl_api import (
     METRICS,
     RUN,
     Callback,
-    Logged,
+    LogLine,
     digest,
     is_first,
     json_text,
@@ -169,7 +169,7 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool
 def rows_of_steps(folder: Path) -> dict[tuple, set[str]]:
     """Return the rows that a run logged for each (stage, step), without the computed results."""
     rows = defaultdict(set)
-    for line in read_lines(folder / COMPLETIONS, Logged):
+    for line in read_lines(folder / COMPLETIONS, LogLine):
         pictures = digest([folder / name for name in line["images"]])
         row = line | {"completions": [], "where": "", "pictures": pictures}
         rows[line["stage"], line["step"]].add(json_text(row))

@@ -28,7 +28,7 @@ from docs.scripts.draw import BLUES, FAINT, INK, ORANGES, PAPER, SOFT, Picture
 from minivlmrl.data import image
 from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics.replay import go_to, run_config
-from minivlmrl.diagnostics.trace import Film
+from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.losses import grpo
 from minivlmrl.losses.advantages import EPSILON, group_advantages
 from minivlmrl.model import attention, logprobs, rope, vision
@@ -41,7 +41,7 @@ DOCS = Path(__file__).parents[1]
 RECIPE = DOCS.parent / "recipes" / "shapes.yaml"
 PROMPT, OPTIONS = 1, ["--sft.max_steps=12", "--model.dtype=float64", "--num_threads=1"]
 COMMAND = f"python -m minivlmrl replay recipes/shapes.yaml --prompt={PROMPT} {' '.join(OPTIONS)}"
-FILMED = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4"]
+TRACE_OPTIONS = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4"]
 HEAD = f"""\
 # Walkthrough
 
@@ -58,9 +58,9 @@ The model is trained by 12 of the 40 steps of SFT, so that its completions still
 float64, so that every machine prints the same numbers.
 
 You can see a step of your own run in the same way. `python -m minivlmrl replay runs/shapes --stage=grpo --step=5
---prompt=4` repeats step 5 and prints these numbers for its prompt 4. `--lines=step5.html` writes
+--prompt=4` repeats step 5 and prints these numbers for its prompt 4. `--trace=step5.html` writes
 [a page](step.html) that shows every line of the reading list with the tensors that it computed, and
-`--lines=step5.html,my_rewards.py` adds a file of yours.
+`--trace=step5.html,my_rewards.py` adds a file of yours.
 
 ![A GRPO step as a flow chart](step.svg)
 
@@ -273,13 +273,13 @@ def shown(name: str, value: Tensor | np.ndarray, count: int = 4) -> str:
     return " ".join([name, str(tuple(value.shape)), dtype, *numbers])
 
 
-def write_film():
+def write_step_page():
     """Write step.html: the same step with two prompts of four completions, line by line."""
-    config, film = run_config(RECIPE, None, [*OPTIONS, *FILMED]), Film([], "grpo", 0)
-    trainer, optimizer, step, _ = go_to(config, "grpo", 0, film)
-    with film:
+    config, tracer = run_config(RECIPE, None, [*OPTIONS, *TRACE_OPTIONS]), StepTracer([], "grpo", 0)
+    trainer, optimizer, step, _ = go_to(config, "grpo", 0, tracer)
+    with tracer:
         loop.optimizer_step(trainer, step, optimizer, 0)
-    film.write(DOCS / "step.html", "The first GRPO step of recipes/shapes.yaml")
+    tracer.write(DOCS / "step.html", "The first GRPO step of recipes/shapes.yaml")
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivlmrl.data.messages import text_of
 from minivlmrl.diagnostics.check_rewards import Trial, unread_boxes
-from minivlmrl.diagnostics.warnings import FORM, LONGER
+from minivlmrl.diagnostics.warnings import FORMAT_ADVICE, RAISE_LIMIT_ADVICE
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.columns import call_rewards
@@ -41,22 +41,25 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     cut_share = sum(not completion.stopped for completion in completions) / len(completions)
     if cut_share > 0.3:
         yield (
-            f"{cut_share:.0%} of {len(completions)} completions are cut at sampling.max_new_tokens "
-            f"({sample.sampling.max_new_tokens}); {LONGER}"
+            f"{cut_share:.0%} of {len(completions)} completions are truncated at "
+            f"sampling.max_new_tokens ({sample.sampling.max_new_tokens}). {RAISE_LIMIT_ADVICE}"
         )
     totals = combine(values, trial.weights)
     stds = group_std(totals.double(), num_generations)  # NaN for groups of one
     equal_groups = (stds < 1e-8).double().mean().item()
     if equal_groups > 0.9:
         yield (
-            f"{equal_groups:.0%} of {len(rows)} groups earn the same for all {num_generations} "
-            "completions and would teach nothing; "
-            "take easier or harder prompts, train sft first, or look at what the rewards ask for"
+            f"{equal_groups:.0%} of {len(rows)} groups have the same reward for all "
+            f"{num_generations} completions, so they give no training signal. Use easier or harder "
+            "prompts, train the stage sft first, or compare the completions with the rewards."
         )
     reward_means = dict(zip([reward.name for reward in rewards], values.nanmean(0), strict=True))
     prompt_text = "".join(text_of(message) for row in rows for message in row.messages)
     if "<answer>" not in prompt_text and reward_means.get("format", 1) < 0.05:
-        yield f"reward format asks for tags, no prompt does, and no completion has them; {FORM}"
+        yield (
+            "Reward format expects <answer> tags, but no prompt mentions them and no completion "
+            f"has them. {FORMAT_ADVICE}"
+        )
     texts = [processor.decode_assistant_turn(completion) for completion in completions]
     yield from check_answers_found(texts, processor.answer_format)
     yield from unread_boxes(rewards, texts, processor)
@@ -79,8 +82,8 @@ def check_answers_found(texts: Sequence[str], place: str) -> Iterator[str]:
     unparsed_share = answers.count(None) / len(texts)
     if unparsed_share > 0.5:
         yield (
-            f"{unparsed_share:.0%} of the completions have no answer where data.answer_format "
-            f"({place}) looks; set data.answer_format (tags, whole, last_line), or {FORM}"
+            f"{unparsed_share:.0%} of the completions have no answer that data.answer_format "
+            f"({place}) can find. Set data.answer_format to tags, whole or last_line. {FORMAT_ADVICE}"
         )
 
 
@@ -95,8 +98,9 @@ def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
     grey_mean = grey_totals.nanmean()
     if real_mean > 0 and grey_mean > 0.95 * real_mean:
         yield (
-            f"with grey pictures the completions earn {grey_mean:.2f}, else {real_mean:.2f}: "
-            "check that the right images are with the right rows"
+            f"The mean reward is {grey_mean:.2f} with gray images and {real_mean:.2f} with the "
+            "real ones, so the rewards hardly depend on the images. Check that each image belongs "
+            "to its row."
         )
 
 
@@ -123,6 +127,7 @@ def check_labels(
         std = shifted_means.std()
         if std > 0 and means[0] <= mean + std:
             yield (
-                f"reward {reward.name} is {means[0]:.2f}, and {mean:.2f} with the "
-                "solutions of other rows; were the solutions shuffled? Else train sft first"
+                f"The mean of reward {reward.name} is {means[0]:.2f} with the solution of the "
+                f"same row, and {mean:.2f} with solutions of other rows. Check that the solutions "
+                "are not shuffled; if they are right, train the stage sft first."
             )

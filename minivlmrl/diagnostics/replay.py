@@ -1,8 +1,8 @@
-"""`python -m minivlmrl replay RUN --step 73 --prompt 4`: one step of a run again.
+"""Replay one optimizer step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is the folder of a run, or a recipe. The nearest state of the run before the step is read, or it
-begins anew; the steps in between are trained, and nothing is written in RUN. Draws depend on keys
-alone, so what completions.jsonl and metrics.jsonl say of the step is compared to the last bit.
+RUN is the folder of a run, or a recipe. Training resumes from the last checkpoint of the run before
+the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. Sampling
+depends only on keys, so the step must equal completions.jsonl and metrics.jsonl to the last bit.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Row
-from minivlmrl.diagnostics.trace import Film
+from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.distributed import process_group
 from minivlmrl.files import read_lines
 from minivlmrl.generation.environments import pack_rollout
@@ -35,156 +35,197 @@ from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.process import is_first
-from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, Logged, groups, is_past
+from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, groups, is_past
 from minivlmrl.run.trainer_state import read_trainer_state
 from minivlmrl.trainers.base import Step, Trainer
 from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; what it does not know are fields of the recipe."""
+    """Build the command-line parser; arguments that it does not know are options of the recipe."""
     p = argparse.ArgumentParser(
         "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
     )
-    p.add_argument("run", help="the folder of a run; or a recipe, with --section.name=value")
-    p.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
-    p.add_argument("--stage", help="by default the last one")
-    p.add_argument("--step", type=int, default=0, help="of the stage, from 0")
-    p.add_argument("--prompt", type=int, default=0, help="of the step, from 0")
+    p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
     p.add_argument(
-        "--lines",
-        metavar="FILE.html",
-        help="write the step line by line, of README's reading list; with ,FOLDER or ,FILE.py of these too",
+        "--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)"
     )
+    p.add_argument("--stage", help="stage of the step (default: the last stage)")
+    p.add_argument("--step", type=int, default=0, help="number of the step in its stage, from 0")
+    p.add_argument("--prompt", type=int, default=0, help="number of the prompt to print, from 0")
+    p.add_argument(
+        "--trace",
+        metavar="FILE.html",
+        help="write an interactive page that shows each executed line of the files of README's "
+        "reading list, with the values that it assigned; FILE.html,NAME adds a file or a folder",
+    )
+    p.add_argument("--lines", help=argparse.SUPPRESS)  # the name of --trace up to 0.3
     return p
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a step and print one of its groups; 1 if a file of the run says something else."""
+    """Replay a step and print one of its groups; return 1 if it differs from the run's logs."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder = Path(options.run)
     number = options.step
     for override in overrides:
         if folder.is_dir() and not override.startswith("--num_threads="):
             raise ValueError(
-                f"{folder}: a run is replayed as it was; only a recipe takes {override}"
+                f"{folder}: a run is replayed with its own options, so {override} is not allowed. "
+                "To change options, give a recipe instead of the folder of a run."
             )
     config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stage_names][-1]
-    film = None
+    tracer = None
     if options.lines:
-        page, *names = options.lines.split(",")
+        raise ValueError(f"--lines is now called --trace. Write --trace={options.lines}")
+    if options.trace:
+        page, *extra_files = options.trace.split(",")
         if not Path(page).absolute().parent.is_dir() or "RANK" in os.environ:
             raise ValueError(
-                f"--lines={page}: name a file in a folder that is there, without torchrun"
+                f"--trace={page}: the page cannot be written. Name a file in an existing folder, "
+                "and do not use torchrun."
             )
-        film = Film(names, stage, number)
+        tracer = StepTracer(extra_files, stage, number)
     try:
-        trainer, optimizer, step, rows = go_to(config, stage, number, film)
+        trainer, optimizer, step, rows = go_to(config, stage, number, tracer)
         print_group(trainer, step, rows, options.prompt)
-        with film or nullcontext():
+        with tracer or nullcontext():
             metrics = loop.optimizer_step(trainer, step, optimizer, number)
     finally:
-        if film and film.calls:  # of a step that fails too
-            film.write(Path(page), f"{options.run}, {stage} step {number}")
+        if tracer and tracer.calls:  # also if the step fails
+            tracer.write(Path(page), f"{options.run}, {stage} step {number}")
     process_group.shutdown(trainer.world)
     same = compare(folder, trainer, step, number, metrics)
     for name, is_same in same.items():
-        other = (
-            "something else: another CPU, number of threads or ranks, version of torch, or other "
-            "options before a resume?"
+        difference = (
+            "differs from the replayed step. Possible reasons are another CPU, another number of "
+            "threads or ranks, another version of torch, or options that changed before a resume."
         )
-        print(f"{name} says {'the same' if is_same else other}")
+        print(f"{name} {'equals the replayed step' if is_same else difference}")
     if not same:
-        print(f"nothing to compare with: {log_end(folder / METRICS)}")
+        print(f"The run has logged nothing to compare with: {log_end(folder / METRICS)}")
     return int(not all(same.values()))
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Read the recipe of a run's folder, or another one (ValueError: it names code unasked)."""
-    if not folder.is_dir():  # a recipe: what is in its output_dir is another run's
+    """Load the options of a run from its config.yaml or from a recipe.
+
+    Args:
+        folder: folder of the run, or a recipe.
+        recipe: recipe to use instead of the run's config.yaml.
+        overrides: command-line options, such as --seed=1.
+
+    Raises:
+        ValueError: config.yaml would execute Python code that the command line does not name.
+    """
+    if not folder.is_dir():  # a recipe, whose output_dir may hold another run
         return load_config(folder, ["--resume=never", *overrides])
-    given = recipe or folder / "config.yaml"
+    config_file = recipe or folder / "config.yaml"
     asked_for = None if recipe else overrides
-    return load_config(given, [f"--output_dir={folder}", *overrides], asked_for)
+    return load_config(config_file, [f"--output_dir={folder}", *overrides], asked_for)
 
 
 class Reached(Exception):
-    """The requested step comes next. Its arguments are trainer, optimizer, Step and rows."""
+    """Raised just before the requested step, with the arguments trainer, optimizer, Step, rows."""
 
 
 class StopBefore(Callback):
-    """Raises Reached before the update of a step."""
+    """Raises Reached before the optimizer update of a given step."""
 
-    def __init__(self, stage: str, number: int, film: Film | None = None):
+    def __init__(self, stage: str, number: int, tracer: StepTracer | None = None):
         self.wanted = stage, number
-        self.film = film
+        self.tracer = tracer
 
     def on_step_begin(
         self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
     ):
         if (trainer.stage, number) != self.wanted:
             return
-        if self.film:
-            self.film.pause(trainer, step)
+        if self.tracer:
+            self.tracer.pause(trainer, step)
         last_batch = Batches(batches.dataset, trainer, batches.draws - 1)
         rows = step.rollout.rows if step.rollout else next(last_batch)
         raise Reached(trainer, optimizer, step, rows)
 
 
 def go_to(
-    config: RunConfig, stage: str, number: int, film: Film | None = None
+    config: RunConfig, stage: str, number: int, tracer: StepTracer | None = None
 ) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
-    """Train until a step is next: trainer, optimizer, Step, rows (ValueError: there is none).
+    """Train up to a step, and return its trainer, optimizer, Step and rows.
 
-    A copy of the run, cut back to its nearest state before the step, is resumed by train itself.
+    The training command resumes a copy of the run from its last checkpoint before the step.
+
+    Args:
+        config: options of the run.
+        stage: name of the step's stage.
+        number: number of the step in its stage, from 0.
+        tracer: tracer of the step, which is started here.
+
+    Raises:
+        ValueError: the run has no such stage or step.
     """
     if stage not in config.stage_names:
-        raise ValueError(f"--stage {stage}: the run has {', '.join(config.stage_names)}")
+        raise ValueError(
+            f"--stage {stage}: the run has no such stage, its stages are "
+            f"{', '.join(config.stage_names)}"
+        )
     max_steps = getattr(config, stage).max_steps
     if not 0 <= number < max_steps:
-        raise ValueError(f"--step {number}: {stage} has the steps 0 to {max_steps - 1}")
+        raise ValueError(f"--step {number}: {stage} has only the steps 0 to {max_steps - 1}")
     state = None
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        if not (path / COMPLETE).is_file():  # it is damaged, or the run goes on and has removed it
+        if not (
+            path / COMPLETE
+        ).is_file():  # damaged, or just removed by a run that is still training
             continue
         progress = read_trainer_state(path)
         if (progress.stage, progress.step) <= wanted_step:
             state = path
-    print(f"{stage} step {number}, trained again from {state or 'the beginning'}")
+    print(f"{stage} step {number}, replayed from {state or 'the start of the run'}")
 
     data = replace(config.data, eval_rows=0)
-    if film:
-        data.image_workers = 0  # a row is made in the step that trains on it
+    if tracer:
+        data.image_workers = 0  # so that rows are prepared within the traced step
     with TemporaryDirectory() as scratch:
         try:
-            with film or nullcontext():
+            with tracer or nullcontext():
                 folder = Path(scratch) / "run"
-                stop = StopBefore(stage, number, film)
-                nothing_else = {"eval_steps": 0, "save_steps": 0, "best_metric": None, "data": data}
-                exit_code = train_again(config, state, folder, stop, **nothing_else)
+                stop = StopBefore(stage, number, tracer)
+                other_options = {
+                    "eval_steps": 0,
+                    "save_steps": 0,
+                    "best_metric": None,
+                    "data": data,
+                }
+                exit_code = train_again(config, state, folder, stop, **other_options)
         except Reached as reached:
             return reached.args
     if exit_code:
-        raise ValueError(f"--step {number}: a signal has stopped the replay before it")
-    raise ValueError(f"--step {number}: {stage} has fewer steps, its rows end with max_epochs")
+        raise ValueError(f"--step {number}: a signal stopped the replay before this step")
+    raise ValueError(f"--step {number}: {stage} has fewer steps, because max_epochs ends it first")
 
 
 def train_again(
     config: RunConfig, state: Path | None, folder: Path, callback: Callback, **options
 ) -> int:
-    """Let train resume a copy of a run, cut back to a state or to nothing; returns its exit code.
+    """Train a copy of a run from a checkpoint, or from step 0, and return the exit code.
 
     Args:
-        folder: of the copy (ValueError: it is there).
-        callback: called in addition to the default callbacks.
-        options: fields of the recipe.
+        config: options of the run.
+        state: folder of the checkpoint; None starts from step 0.
+        folder: folder of the copy, which is created.
+        callback: callback in addition to the default ones.
+        options: options of the recipe that replace those of `config`.
+
+    Raises:
+        ValueError: `folder` exists.
     """
-    if is_first():  # the other ranks wait for it in run_training
+    if is_first():  # the other ranks wait for rank 0 in run_training
         if folder.exists():
-            raise ValueError(f"{folder}: is there already; remove it")
+            raise ValueError(f"{folder} exists already. Remove it or choose another folder.")
         folder.mkdir()
         for name in earlier_files(Path(config.output_dir), state) if state else ():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -196,11 +237,11 @@ def train_again(
 
 
 def earlier_files(run: Path, state: Path) -> Iterator[Path]:
-    """Name the files that a state does not hold: completions so far, a trained reward model."""
+    """Yield files that a resumed run needs besides a checkpoint: completions, the reward model."""
     progress = read_trainer_state(state)
     if (run / COMPLETIONS).is_file():
         yield Path(COMPLETIONS)
-    for line in read_lines(run / COMPLETIONS, Logged):
+    for line in read_lines(run / COMPLETIONS, LogLine):
         if is_past(line, progress):
             paths = list(line["images"])
             for completion in line["completions"]:
@@ -213,10 +254,10 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print a prompt of a step and its completions; log-probabilities are sums, in nats."""
+    """Print a prompt of a step, its completions, and their summed log-probabilities in nats."""
     prompts = step.prompts if step.rollout else range(len(rows))
     if not 0 <= index < len(prompts):
-        raise ValueError(f"--prompt {index}: the step has the prompts 0 to {len(prompts) - 1}")
+        raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(prompts) - 1}")
     row = rows[prompts[index]]
     temperature = 1.0
     if step.rollout:
@@ -246,7 +287,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 def logps_now(
     trainer: Trainer, row: Row, completions: list[Completion], temperature: float
 ) -> list[torch.Tensor]:
-    """Compute log-probabilities of completions by the policy as it is before the step."""
+    """Compute log-probabilities of completions under the policy before the step, (T,) each."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_rollout([prompt], [completions], policy.config, trainer.world.device)
@@ -256,10 +297,10 @@ def logps_now(
 
 
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
-    """Sum log-probabilities of the written tokens, those of training and of sampling."""
+    """Sum the log-probabilities of the generated tokens, from training and from sampling."""
     trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
-    if completion.logps is not None:  # given answers were not drawn
+    if completion.logps is not None:  # None for answers of the dataset, which were not sampled
         sampled_logps = completion.logps[completion.policy_mask]
         line["sampled"] = sampled_logps.sum().item()
         line["differ by"] = (trained_logps - sampled_logps).abs().max().item()
@@ -269,12 +310,16 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 def compare(
     folder: Path, trainer: Trainer, step: Step, number: int, metrics: dict
 ) -> dict[str, bool]:
-    """Which files of the run know the step, and whether they say what the replay says."""
+    """Compare the logged lines of a step with the replayed ones.
+
+    Returns:
+        {file name: True if all lines of the step are equal}, without files that lack the step.
+    """
     completions = list(groups(trainer, step)) if step.rollout else []
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
         replayed_lines = {line.get("row"): line for line in parse_json(json_text(lines))}
-        for line in read_lines(folder / name, Logged):
+        for line in read_lines(folder / name, LogLine):
             if (line["stage"], line["step"]) == (trainer.stage, number):
                 replayed_line = replayed_lines.get(line.get("row"), {"row": None})
                 same[name] = same.get(name, True) and line == line | replayed_line
@@ -282,12 +327,12 @@ def compare(
 
 
 def log_end(path: Path) -> str:
-    """Say where the metrics of a run end."""
-    lines = read_lines(path, Logged)
+    """Describe the last line of the metrics of a run."""
+    lines = read_lines(path, LogLine)
     if not lines:
-        return f"{path.parent} has no metrics of a run"
+        return f"{path.parent} has no metrics"
     last_line = lines[-1]
     end = f"{path} ends with {last_line['stage']} step {last_line['step']}"
     if not path.read_bytes().endswith(b"\n"):
-        end += " and a part of a line, which is written now or was cut by a kill"
+        end += " and an incomplete line, which is being written or was truncated by a kill"
     return end

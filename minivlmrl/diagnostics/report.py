@@ -1,4 +1,4 @@
-"""What report.html shows of a run's folder: curves, and what the policy wrote."""
+"""Write report.html, a page with the curves and the completions of one or several runs."""
 
 import base64
 import math
@@ -13,19 +13,22 @@ from minivlmrl.config.parsing import json_text, read_json
 from minivlmrl.files import read_lines
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog
-from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, Logged
+from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-EXPERT_STEPS = 10  # the last ones, whose tokens the picture of experts counts
-STEPS = 60  # logged steps on a page, at most: a page has to open
+EXPERT_STEPS = 10  # number of last steps whose expert tokens the page counts
+STEPS = 60  # maximum number of steps with completions, so that the page stays small
 
 
 @dataclass
-class Earned:
-    """Of a completion what the page shows as it is; all else is escaped there."""
+class ReportCompletion:
+    """Fields of a logged completion whose types are validated, because the page trusts them.
+
+    The page escapes all other fields.
+    """
 
     reward: float | None = None
     boxes: list[list[float]] = field(default_factory=list)
@@ -33,23 +36,23 @@ class Earned:
 
 
 @dataclass
-class Shown(Logged):
-    """Of a line of completions.jsonl what the page shows as it is."""
+class ReportLogLine(LogLine):
+    """Fields of a line of completions.jsonl with validated types, because the page trusts them."""
 
     images: list[str]
     row: int = 0
     truth: list[list[float]] = field(default_factory=list)
-    completions: list[Earned] = field(default_factory=list)
+    completions: list[ReportCompletion] = field(default_factory=list)
 
 
 class ReportPage(Callback):
-    """Writes report.html while the run goes on, every report_minutes, and when it ends."""
+    """Writes report.html every report_minutes during a run, and at its end."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
         self.is_main = log.world.is_main
         self.seconds = 60 * config.report_minutes
-        self.next_time = 0.0  # when the page is written again
+        self.next_time = 0.0  # clock time in seconds of the next update
         self.refresh()
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
@@ -63,7 +66,7 @@ class ReportPage(Callback):
             write_page([self.folder], self.folder / PAGE)
 
     def refresh(self):
-        """Write the page if it is time, in a long run for at most a hundredth of its time."""
+        """Update the page if this is due; updates take at most about 1 % of the training time."""
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
@@ -71,35 +74,38 @@ class ReportPage(Callback):
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write the page of these runs' folders, which loads itself again after so many seconds.
+    """Write one page about several runs.
 
-    0: it does not, as the runs have ended.
+    Args:
+        folders: folders of the runs.
+        out: file of the page.
+        seconds: interval at which a browser reloads the page; 0 disables it for finished runs.
     """
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     fill_template(TEMPLATE, json_text(runs), out)
 
 
 def fill_template(template: Path, text: str, out: Path):
-    """Write a page with JSON in it; a browser that reads it meanwhile has the page of before."""
-    text = text.replace("<", "\\u003c")  # no </script> in it
+    """Insert JSON into a template; replace `out` atomically, as a browser may be loading it."""
+    text = text.replace("<", "\\u003c")  # so that the data cannot contain </script>
     draft = out.with_suffix(".partial")
     draft.write_bytes(template.read_text("utf-8").replace("{{DATA}}", text).encode())
     draft.replace(out)
 
 
 def collect_run(folder: Path) -> dict:
-    """Collect what the page shows of a run; its steps are counted from 1, as the terminal does."""
+    """Collect the data of a run for the page, with steps counted from 1 as in the terminal."""
     summary_file = folder / "summary.json"
     config_file = folder / "config.yaml"
-    metrics = read_lines(folder / METRICS, Logged)
+    metrics = read_lines(folder / METRICS, LogLine)
     evaluations = collect_evaluations(folder, metrics)
     completions = collect_completions(folder)
-    timings = read_lines(folder / TIMINGS, Logged)
-    warnings = read_lines(folder / WARNINGS, Logged)
+    timings = read_lines(folder / TIMINGS, LogLine)
+    warnings = read_lines(folder / WARNINGS, LogLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
     for line in metrics[:-EXPERT_STEPS]:
-        line.pop("experts/tokens", None)  # a page has to open
+        line.pop("experts/tokens", None)  # so that the page stays small
     last_timings = {line["stage"]: line for line in timings}
     return {
         "name": folder.resolve().name,
@@ -115,20 +121,20 @@ def collect_run(folder: Path) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations as curves over the steps of all stages."""
-    first_steps = {}  # stage -> steps of the stages before it
+    """Read evaluations.jsonl, with steps counted over all stages."""
+    first_steps = {}  # {stage: number of steps of all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
-    for line in read_lines(folder / EVALUATIONS, Logged):
+    for line in read_lines(folder / EVALUATIONS, LogLine):
         step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
         evaluations.append({"step": step} | line)
     return evaluations
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read the lines of STEPS logged steps at most, with the last one."""
-    lines = read_lines(folder / COMPLETIONS, Shown)
+    """Read completions of at most about STEPS logged steps, including the last step."""
+    lines = read_lines(folder / COMPLETIONS, ReportLogLine)
     steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
     stride = max(1, math.ceil(len(steps) / STEPS))
     shown_steps = {*steps[::stride], *steps[-1:]}
@@ -136,7 +142,7 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
-    """Embed the images of prompts, and the pictures that completions asked for."""
+    """Return {path: data URI} of all images of the prompts and of tool results."""
     paths = set()
     for line in completions:
         paths.update(line["images"])
@@ -146,8 +152,16 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    """A picture of completions.jsonl (ValueError: it names another file, which could be any)."""
+    """Encode an image that completions.jsonl names.
+
+    Raises:
+        ValueError: the path is not a file of the run's images folder. Any file of the computer
+            could be copied into the page otherwise.
+    """
     file = (folder / path).resolve()
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
-        raise ValueError(f"{folder / COMPLETIONS}: {path!r:.80} is no picture in its {IMAGES}/")
+        raise ValueError(
+            f"{folder / COMPLETIONS}: {path!r:.80} is not an image in the folder {IMAGES}/ of the "
+            "run"
+        )
     return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}"

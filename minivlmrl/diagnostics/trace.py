@@ -1,8 +1,9 @@
-"""`replay RUN --step 73 --lines step73.html`: that step as a page to walk through, line by line.
+"""Record the executed lines of one optimizer step, for `replay RUN --step 73 --trace step.html`.
 
-`Film` follows the files of README's reading list, and those that it is asked for, with
-sys.settrace, and notes what each line made. Of a call it keeps TWICE rounds of each loop and calls
-of each function, and counts the others. Without --lines nothing of this runs.
+`StepTracer` traces the files of README's reading list, and other requested files, with
+sys.settrace. It records the values that each line assigned. Within a call, only the first
+MAX_REPEATS iterations of a loop and calls of a function are recorded; later ones are counted. None
+of this code runs without --trace.
 """
 
 import base64
@@ -36,7 +37,7 @@ from minivlmrl.run.rollout_log import GROUPS, groups
 from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
 
 PACKAGE = Path(loop.__file__).parents[1]
-# the files of README's reading list, in its order: their lines are shown
+# files of README's reading list, in the same order; the page shows their lines
 READING_LIST = (
     *("data/image", "data/messages", "data/chat_template", "data/rows", "data/processor"),
     *("model/rope", "model/vision", "model/attention", "model/packing", "model/decoder"),
@@ -45,49 +46,53 @@ READING_LIST = (
     *("trainers/grpo", "run/loop"),
 )
 PAGE = Path(__file__).with_suffix(".html")
-TWICE = 2
-ITEMS = (1000, 12, 4, 0)  # of a container, and of those in it, that are shown
-# So many floats of a matrix are all shown, and five times as many integers: (R, T) and (M,), (3, N)
-# of some thousand tokens. What has more is an activation: means of SIDE x SIDE tiles are shown.
-WHOLE = 2600
-SIDE = 24
+MAX_REPEATS = 2  # recorded iterations of a line, and recorded calls of a function, per call
+MAX_ITEMS = (1000, 12, 4, 0)  # recorded items of a container, by nesting depth
+# A matrix with at most this many floats, or five times as many integers, is recorded completely.
+# This is enough for (R, T), (M,) and (3, N) of some thousand tokens. Larger matrices are
+# activations, of which only the means of TILES_PER_SIDE x TILES_PER_SIDE tiles are recorded.
+MAX_SHOWN_VALUES = 2600
+TILES_PER_SIDE = 24
 
 
 @dataclass
 class Call:
-    """A call that is followed."""
+    """A traced function call."""
 
     number: int
-    line: int  # where it is
-    times: Counter  # rounds of lines, calls of functions
-    seen: dict  # name -> value, version
-    made: dict  # name -> line that made it, since the last event
+    line: int  # line that is being executed
+    times: Counter  # number of executions by line, number of calls by code object
+    last_values: dict  # {name: (value, version)}
+    changed: dict  # {name: line that assigned it} since the last event
 
 
-class Film:
-    """Records a step from where train_stage comes to it.
+class StepTracer:
+    """Records the executed lines of one optimizer step, from its rollout in train_stage on.
 
-    `with film:` follows this thread and those that begin in it.
+    `with tracer:` traces the current thread and threads that are started in the block.
     """
 
-    image_processor: ImageProcessor  # known when the step begins
+    image_processor: ImageProcessor  # set when the step begins
 
-    def __init__(self, names: list[str], stage: str, number: int):
-        """Follow the reading list in step `number` of a stage.
+    def __init__(self, extra_files: list[str], stage: str, number: int):
+        """Set up the tracer.
 
-        names: files and folders to follow too.
+        Args:
+            extra_files: files and folders to trace in addition to the reading list.
+            stage: stage of the step.
+            number: number of the step in its stage, from 0.
         """
         self.step = stage, number
-        self.about = {"prompts": []}
+        self.description = {"prompts": []}
         self.norms = {}
         self.events = []
         self.calls = []
-        self.more = Counter()  # calls and rounds that are not followed
+        self.more = Counter()  # numbers of calls and loop iterations that are not recorded
         self.values = {}
-        self.frames = {}  # calls by frame, None: left out
+        self.frames = {}  # {frame: Call}; None for calls that are not recorded
         self.root = None  # the call of train_stage
         self.files = {str(PACKAGE / f"{name}.py"): name for name in READING_LIST}
-        for name in names:
+        for name in extra_files:
             for path in python_files(name):
                 self.files[str(path)] = "/".join(path.absolute().parts[-2:])[:-3]
 
@@ -100,11 +105,11 @@ class Film:
         threading.settrace(None)
 
     def __call__(self, frame, event, arg):
-        """Decide whether a call is followed: sys.settrace asks for each."""
+        """Decide whether a call is traced; Python invokes this for every call."""
         code = frame.f_code
-        if not self.root:  # the step is to come
+        if not self.root:  # the step has not begun
             return self.line if code is loop.train_stage.__code__ else None
-        if frame in self.frames:  # a generator goes on
+        if frame in self.frames:  # a generator that is resumed
             return self.line
         above = frame.f_back
         while above and above not in self.frames:
@@ -114,7 +119,7 @@ class Film:
         if code.co_filename not in self.files or not caller or is_lambda:
             return None
         caller.times[code] += 1
-        if caller.times[code] <= TWICE:
+        if caller.times[code] <= MAX_REPEATS:
             self.follow(frame, caller.number)
         else:
             self.more[caller.number, caller.line, code.co_qualname] += 1
@@ -122,45 +127,45 @@ class Film:
         return self.line
 
     def follow(self, frame, caller_number: int | None):
-        """Begin a call; its arguments are what it has made so far."""
+        """Begin to record a call, with its arguments as the first assigned values."""
         call = Call(len(self.calls), frame.f_lineno, Counter(), {}, {})
         self.frames[frame] = call
         self.root = self.root or call
         code = frame.f_code
         self.calls.append([self.files[code.co_filename], code.co_qualname, caller_number])
-        self.look(frame, call)
-        call.made = {name: line for name, line in call.made.items() if "." not in name}
-        self.note("c", frame, call)
+        self.record_changes(frame, call)
+        call.changed = {name: line for name, line in call.changed.items() if "." not in name}
+        self.add_event("c", frame, call)
 
     def line(self, frame, event, arg):
-        """Note what a line has made when the next one begins or the call ends."""
+        """Record the values that a line assigned, when the next line begins or the call returns."""
         call = self.frames.get(frame)
         if call:
-            self.look(frame, call)
+            self.record_changes(frame, call)
             if event == "return":
-                self.note("r", frame, call, self.value("", arg, {}))
+                self.add_event("r", frame, call, self.value("", arg, {}))
             elif event == "line":
                 self.next_line(frame, call)
         elif not self.root:
-            names = frame.f_locals
-            if (names["trainer"].stage, names.get("number")) == self.step:
-                self.image_processor = names["trainer"].processor.image_processor
+            frame_locals = frame.f_locals
+            if (frame_locals["trainer"].stage, frame_locals.get("number")) == self.step:
+                self.image_processor = frame_locals["trainer"].processor.image_processor
                 self.follow(frame, None)
         if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
             self.frames.pop(frame, None)
         return self.line
 
     def next_line(self, frame, call: Call):
-        """Note that a line comes next, or count it if it came TWICE."""
+        """Record that a line is executed next, or only count it after MAX_REPEATS executions."""
         call.line = frame.f_lineno
         call.times[call.line] += 1
-        if call.times[call.line] <= TWICE:
-            self.note("l", frame, call)
+        if call.times[call.line] <= MAX_REPEATS:
+            self.add_event("l", frame, call)
         else:
             self.more[call.number, call.line, ""] += 1
 
-    def look(self, frame, call: Call):
-        """Find what is new: locals, fields of self, in optimizer_step the gradients' norms."""
+    def record_changes(self, frame, call: Call):
+        """Find changed values: locals, fields of self, and in optimizer_step the gradient norms."""
         values = dict(frame.f_locals)
         for name, x in getattr(values.get("self"), "__dict__", {}).items():
             if name[0] != "_":
@@ -168,30 +173,32 @@ class Film:
         if frame.f_code is loop.optimizer_step.__code__:
             weights = values["trainer"].trained.named_parameters()
             norms = {name: p.grad.norm().item() for name, p in weights if p.grad is not None}
-            if norms != self.norms:  # one object while equal
+            if norms != self.norms:  # keep the same object while the norms are equal
                 self.norms = norms
             values["norms of gradients"] = self.norms
         for name, x in values.items():
             version = version_of(x)
-            seen_value, seen_version = call.seen.get(name, (self, 0))
+            seen_value, seen_version = call.last_values.get(name, (self, 0))
             if name[0] not in "._" and (seen_value is not x or seen_version != version):
-                call.seen[name] = (x, version)
-                call.made[name] = call.line
+                call.last_values[name] = (x, version)
+                call.changed[name] = call.line
 
-    def note(self, kind: str, frame, call: Call, *returned: int):
-        """Add an event: c begins a call, l is a line that comes next, r leaves a call."""
-        made_values = []
-        for name, line in call.made.items():
-            x, _ = call.seen[name]
-            made_values.append([line, name, self.value(name, x, frame.f_locals)])
-        call.made = {}
-        self.events.append([kind, call.number, frame.f_lineno, made_values, *returned])
+    def add_event(self, kind: str, frame, call: Call, *returned: int):
+        """Append an event: "c" begins a call, "l" executes a line, "r" returns from a call."""
+        assigned = []
+        for name, line in call.changed.items():
+            x, _ = call.last_values[name]
+            assigned.append([line, name, self.value(name, x, frame.f_locals)])
+        call.changed = {}
+        self.events.append([kind, call.number, frame.f_lineno, assigned, *returned])
 
-    def value(self, name: str, x, names: dict) -> int:
-        """Number what the page shows of a value; equal ones are kept once."""
+    def value(self, name: str, x, frame_locals: dict) -> int:
+        """Return the index of the description of a value; equal descriptions are stored once."""
         value_json = to_json(x)
-        # a Prompt and a GroupBatch have both; else they are beside each other
-        grids = getattr(x, "image_grid_thw", names.get("image_grid_thw", names.get("grid")))
+        # A Prompt and a GroupBatch have their grids; grids of plain patches are local variables.
+        grids = getattr(
+            x, "image_grid_thw", frame_locals.get("image_grid_thw", frame_locals.get("grid"))
+        )
         patches = getattr(x, "pixel_values", x)
         is_named = patches is not x or name in ("patches", "pixel_values")
         if (
@@ -202,31 +209,31 @@ class Film:
         ):
             frames = pictures(torch.as_tensor(patches), grids, self.image_processor)
             value_json["pictures"] = list(map(self.first_frame, frames))
-        return self.keep(value_json)
+        return self.value_index(value_json)
 
-    def keep(self, value_json) -> int:
-        """Number a description; a container has the numbers of its items, so equal ones are one."""
+    def value_index(self, value_json) -> int:
+        """Return the index of a description; items of containers become indices of their own."""
         if isinstance(value_json, dict) and "items" in value_json:
             for item in value_json["items"]:
-                item[1] = self.keep(item[1])
+                item[1] = self.value_index(item[1])
         return self.values.setdefault(json_text(value_json), len(self.values))
 
     def first_frame(self, frames: Tensor) -> str:
-        """Make a data URL of the first of normalised frames (frames, 3, height, width)."""
+        """Encode the first of some normalised frames (frames, 3, height, width) as a data URL."""
         mean = torch.tensor(self.image_processor.image_mean)
         std = torch.tensor(self.image_processor.image_std)
         rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
         return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
     def pause(self, trainer: Trainer, step: Step):
-        """Stop before the update, and describe the step's runs and its first prompts."""
+        """Stop tracing before the update; describe the packed sequences and the first prompts."""
         self.__exit__()
         runs = [describe_packed_run(batch) for batch in step.micro_batches]
         words = {}
         for run in runs:
             for token_id in run["ids"] + run["targets"]:
                 words[token_id] = trainer.processor.tokenizer.decode([token_id])
-        self.about = {
+        self.description = {
             "prompts": describe_prompts(trainer, step, step.rollout) if step.rollout else [],
             "numbers": list(step.prompts),
             "runs": runs,
@@ -234,8 +241,8 @@ class Film:
         }
 
     def write(self, path: Path, title: str):
-        """Write the page."""
-        data = self.about | {
+        """Write the page of the recorded step."""
+        data = self.description | {
             "title": title,
             "files": {name: Path(file).read_text("utf-8") for file, name in self.files.items()},
             "events": self.events,
@@ -249,31 +256,39 @@ class Film:
 
 
 def python_files(name: str) -> list[Path]:
-    """Find a Python file, or those of a folder of minivlmrl (ValueError: it is neither)."""
+    """Find the Python files that a name of the command line stands for.
+
+    Args:
+        name: a Python file, or a folder of minivlmrl.
+
+    Raises:
+        ValueError: the name is neither.
+    """
     path = Path(name)
     paths = [path, path.absolute()] if path.is_file() else []
     for folder in (PACKAGE / name, PACKAGE.parent / name):
         paths += folder.glob("[a-z]*.py")
     if not paths:
-        raise ValueError(f"--lines: {name} is no Python file, and no folder of minivlmrl")
+        raise ValueError(f"--trace: {name} is neither a Python file nor a folder of minivlmrl")
     return paths
 
 
 def version_of(x) -> int:
-    """Return a number that changes when a container grows or a tensor is written."""
+    """Return a number that changes if a container changes its size or a tensor is modified."""
     if isinstance(x, Tensor) and not x.is_inference():
         return x._version
     return len(x) if isinstance(x, list | dict | set) else 0
 
 
 def describe_packed_run(batch: MicroBatch) -> dict:
-    """List the tokens of a packed run, where they lie, and which completions its rows are.
+    """Describe a packed sequence: its tokens, the lengths of its parts, and its completions.
 
-    The page says who sees whom by these lengths; a test holds that against attention.visible.
+    The page derives the attention mask from these lengths; a test compares it with
+    attention.visible.
     """
     layout = batch.group.layout
     rows = layout.row_index // batch.group.completion_mask.shape[1]  # (M,)
-    spans = []  # of each prompt: row and number of tokens of its completions; a row may have several
+    spans = []  # per prompt: [row, number of tokens] of each part of its completions
     num_tokens = 0
     for group in layout.completion_spans:
         spans.append([])
@@ -285,19 +300,19 @@ def describe_packed_run(batch: MicroBatch) -> dict:
         "targets": batch.group.completion_ids.tolist(),
         "prompt_lengths": layout.prompt_lengths,
         "completion_spans": spans,
-        # of a rollout, each row's number there
+        # index in the rollout of each row's completion
         "completions": to_json(getattr(batch, "completion_index", None)),
-        "trained": batch.loss_mask.sum(1).tolist(),  # tokens of each row that the loss counts
+        "trained": batch.loss_mask.sum(1).tolist(),  # number of tokens per row that the loss uses
     }
 
 
 def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dict]:
-    """Describe the first prompts of a rollout: texts, rewards, and where the rewards looked."""
+    """Describe the first prompts of a rollout: texts, rewards, images and saliency maps."""
     lines = list(groups(trainer, step))[:GROUPS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
         for shown, completion in zip(line["completions"], rollout.completions[index], strict=True):
-            maps = looked(
+            maps = saliency_maps(
                 trainer.policy,
                 trainer.processor,
                 rollout.prompts[index],
@@ -310,11 +325,11 @@ def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dic
 
 
 def to_json(x, depth: int = 0):
-    """Describe a value as JSON: {"of": its type, ...}; numbers and texts are themselves."""
+    """Describe a value as JSON: {"of": type name, ...}; numbers and strings stay as they are."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         x = torch.tensor(x)
     if isinstance(x, Tensor):
-        return matrix(gather_full_tensor(x).cpu())  # of a sharded run, too
+        return matrix(gather_full_tensor(x).cpu())  # a sharded run has DTensors
     if isinstance(x, PIL.Image.Image):
         return {"of": "picture", "shape": x.size[::-1], "pictures": [png(x)]}
     if isinstance(x, str):
@@ -322,22 +337,23 @@ def to_json(x, depth: int = 0):
     if isinstance(x, int | float | None):
         return x
     fields = x
-    if is_dataclass(x):  # the vars of a class are no dict
+    if is_dataclass(x):  # of a class, vars() is not a dict
         fields = vars(x)
     elif isinstance(x, list | tuple | range):
         fields = dict(enumerate(x))
     type_name = type(x).__name__
-    if not isinstance(fields, dict) or not ITEMS[depth]:
+    if not isinstance(fields, dict) or not MAX_ITEMS[depth]:
         return {"of": getattr(x, "__qualname__", type_name)}
-    shown = islice(fields.items(), ITEMS[depth])
+    shown = islice(fields.items(), MAX_ITEMS[depth])
     items = [[str(key), to_json(value, depth + 1)] for key, value in shown]
     return {"of": type_name, "size": len(fields), "items": items}
 
 
 def matrix(x: Tensor) -> dict:
-    """Describe a tensor: dtype, shape, [mean, least, largest, NaNs], rows of its first matrix.
+    """Describe a tensor: dtype, shape, [mean, min, max, number of NaNs], and its first matrix.
 
-    Of a matrix that is not WHOLE means of tiles, and the three largest numbers of long rows.
+    A matrix with more than MAX_SHOWN_VALUES numbers is reduced to means of tiles, and to the three
+    largest numbers of each row that is longer than 256.
     """
     tensor_json = {"of": str(x.dtype)[6:], "shape": x.shape}
     valid_numbers = x.float()[~x.isnan()]
@@ -349,19 +365,19 @@ def matrix(x: Tensor) -> dict:
         x.numel() - len(valid_numbers),
     ]
     rows = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)
-    most = WHOLE if x.is_floating_point() else 5 * WHOLE
-    if rows.numel() > most:
-        if rows.shape[1] > 256:  # of logits the likeliest tokens
+    max_values = MAX_SHOWN_VALUES if x.is_floating_point() else 5 * MAX_SHOWN_VALUES
+    if rows.numel() > max_values:
+        if rows.shape[1] > 256:  # these are logits; record the three likeliest tokens
             top = rows[:64].float().topk(3)
             tensor_json["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
         height, width = rows.shape
-        size = (min(SIDE, height), min(SIDE, width))
+        size = (min(TILES_PER_SIDE, height), min(TILES_PER_SIDE, width))
         rows = adaptive_avg_pool2d(rows[None].float(), size)[0]
     return tensor_json | {"rows": rows.tolist()}
 
 
 def png(image: PIL.Image.Image) -> str:
-    """Write a picture as a data URL, at most 160 pixels a side."""
+    """Encode an image as a data URL, scaled to at most 160 pixels a side."""
     image = image.convert("RGB")
     image.thumbnail((160, 160))
     out = io.BytesIO()
@@ -370,7 +386,7 @@ def png(image: PIL.Image.Image) -> str:
 
 
 def pictures(patches: Tensor, grids: Tensor, images: ImageProcessor) -> list[Tensor]:
-    """Undo image.patchify: (frames, 3, height, width) of each picture or video."""
+    """Invert image.patchify: return (frames, 3, height, width) of each image or video."""
     m, n, p = images.merge_size, images.temporal_patch_size, images.patch_size
     grids = torch.as_tensor(grids).view(-1, 3)
     result = []
@@ -381,14 +397,26 @@ def pictures(patches: Tensor, grids: Tensor, images: ImageProcessor) -> list[Ten
     return result
 
 
-def looked(
+def saliency_maps(
     policy: Qwen2_5_VL, processor: Processor, prompt: Prompt, completion: Completion,
     weight: float = 1.0, temperature: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
-    """Measure how much each pixel could change weight times a completion's log-probability.
+    """Compute gradient saliency maps of the images of a prompt.
 
-    Of each picture (height, width) float32: the absolute gradient, added up over frames and
-    colours, in nats for a colour's standard deviation. docs/metrics.md says what it is not.
+    The gradient is that of the completion's log-probability times `weight`, with respect to the
+    normalised pixels. docs/metrics.md explains what such maps do not show.
+
+    Args:
+        policy: model that computes the log-probability.
+        processor: processor of the model.
+        prompt: prompt with images.
+        completion: completion of the prompt.
+        weight: factor of the log-probability, usually the advantage.
+        temperature: temperature of the log-probability.
+
+    Returns:
+        one float32 map (height, width) per image: absolute gradients, summed over frames and
+        colours, in nats per standard deviation of a colour.
     """
     pixels = prompt.pixel_values.detach().clone().requires_grad_()
     prompt = replace(prompt, pixel_values=pixels, vision_embeds=None)

@@ -39,7 +39,7 @@ LONGEST_SIDE = 384  # pixels of an image that is saved here
 
 
 @dataclass
-class Logged:
+class LogLine:
     """What every line that a step writes begins with."""
 
     stage: str
@@ -63,7 +63,7 @@ class CompletionsLog:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
             lines = self.path.read_bytes().splitlines(keepends=True)
-            num_past = sum(is_past(line, progress) for line in read_lines(self.path, Logged))
+            num_past = sum(is_past(line, progress) for line in read_lines(self.path, LogLine))
             num_bytes = sum(len(line) for line in lines[:num_past])
         self.path.touch()
         os.truncate(self.path, num_bytes)  # in place: a kill now or a full disk loses nothing

@@ -26,7 +26,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
-from minivlmrl.diagnostics.trace import Film
+from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.generation import sampler as sampler_file
 from minivlmrl.generation.environments import pack_rollout, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import make_sampler
@@ -412,12 +412,12 @@ def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
         "--rewards={environment: 1}",
     ]
     config = load_config(home / "recipe.yaml", [*options, f"--output_dir={tmp_path / 'none'}"])
-    film = Film([], "grpo", 1)
-    trainer, optimizer, step, _ = go_to(config, "grpo", 1, film)
-    with film:
+    tracer = StepTracer([], "grpo", 1)
+    trainer, optimizer, step, _ = go_to(config, "grpo", 1, tracer)
+    with tracer:
         optimizer_step(trainer, step, optimizer, 1)
     path = tmp_path / "step.html"
-    film.write(path, "a step")
+    tracer.write(path, "a step")
     path.write_text(path.read_text("utf-8").replace("</body>", SEEN), "utf-8")
     shown = browse(path, "", tmp_path, "--virtual-time-budget=60000")
     runs = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL)[1]))

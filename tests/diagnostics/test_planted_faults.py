@@ -91,4 +91,4 @@ def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, caps
         lines = [line | {"solution": label} for line, label in zip(lines, labels[1:] + labels[:1], strict=True)]
         write_lines(Path("rows.jsonl"), lines)
     check.main([str(home / "recipe.yaml"), *options, "--rewards={accuracy: 1}"])
-    assert ("were the solutions shuffled?" in capsys.readouterr().out) == shuffled
+    assert ("Check that the solutions are not shuffled" in capsys.readouterr().out) == shuffled

@@ -30,7 +30,7 @@ def replayed(capsys):
     return replayed
 
 
-SAME = ["completions.jsonl says the same", "metrics.jsonl says the same"]
+SAME = ["completions.jsonl equals the replayed step", "metrics.jsonl equals the replayed step"]
 
 
 def table(lines):
@@ -45,8 +45,8 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
     folder = run("--stages=[sft,dpo,grpo]", "--checkpoint_steps=2", *LOUD)
     for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
         code, lines = replayed(folder, stage, step, "--prompt=3")
-        began = folder / "states" / state if state else "the beginning"
-        assert code == 0 and f"{stage} step {step}, trained again from {began}" in lines
+        began = folder / "states" / state if state else "the start of the run"
+        assert code == 0 and f"{stage} step {step}, replayed from {began}" in lines
         assert lines[-2:] == SAME if stage == "grpo" else lines[-1] == SAME[1]
         names = {"sft": ["completion"], "dpo": ["chosen", "rejected"]}
         assert [line.get("answer") for line in table(lines)] == names.get(stage, [None] * 3)
@@ -68,14 +68,17 @@ def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_
     first, second, third = metrics_file.read_bytes().splitlines(keepends=True)
     metrics_file.write_bytes(first)
     code, lines = replayed(folder, "grpo", 2)
-    assert lines[0] == f"grpo step 2, trained again from {folder / 'states' / '000002'}"
-    assert (code, lines[-1]) == (0, f"nothing to compare with: {metrics_file} ends with grpo step 0")
+    assert lines[0] == f"grpo step 2, replayed from {folder / 'states' / '000002'}"
+    assert (code, lines[-1]) == (0, f"The run has logged nothing to compare with: {metrics_file} ends with grpo step 0")
     metrics_file.write_bytes(first + second + third[:-9])
     (folder / "states" / "000002" / "complete.json").unlink()
     code, lines = replayed(folder, "grpo", 2)
-    assert lines[0] == "grpo step 2, trained again from the beginning"
-    cut = "and a part of a line, which is written now or was cut by a kill"
-    assert (code, lines[-1]) == (0, f"nothing to compare with: {metrics_file} ends with grpo step 1 {cut}")
+    assert lines[0] == "grpo step 2, replayed from the start of the run"
+    cut = "and an incomplete line, which is being written or was truncated by a kill"
+    assert (code, lines[-1]) == (
+        0,
+        f"The run has logged nothing to compare with: {metrics_file} ends with grpo step 1 {cut}",
+    )
 
 
 def test_a_recipe_begins_anew_whatever_run_is_in_its_output_dir(run, plain, lively, replayed, home):
@@ -83,7 +86,7 @@ def test_a_recipe_begins_anew_whatever_run_is_in_its_output_dir(run, plain, live
     options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
     folder = run(*options, "--checkpoint_steps=1", "--seed=1")
     code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")
-    assert (code, lines[0]) == (0, "grpo step 1, trained again from the beginning")
+    assert (code, lines[0]) == (0, "grpo step 1, replayed from the start of the run")
 
 
 def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed):
@@ -101,16 +104,17 @@ def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed)
     lines[0]["completions"][1]["tokens"][0][1] += 0.001
     write_lines(path, lines)
     code, said = replayed(folder, "grpo", 0)
-    assert said[-2].startswith("completions.jsonl says something else: another CPU")
+    assert said[-2].startswith("completions.jsonl differs from the replayed step. Possible reasons are another CPU")
     assert (code, said[-1]) == (1, SAME[1])
     path.unlink()
     (folder / "metrics.jsonl").write_text("")
-    assert replayed(folder, "grpo", 0)[1][-1] == f"nothing to compare with: {folder} has no metrics of a run"
+    assert replayed(folder, "grpo", 0)[1][-1] == f"The run has logged nothing to compare with: {folder} has no metrics"
     for arguments, words in (
-        (("sft", 0), "--stage sft: the run has grpo"),
-        (("grpo", 1), "--step 1: grpo has the steps 0 to 0"),
-        (("grpo", 0, "--prompt=4"), "--prompt 4: the step has the prompts 0 to 3"),
-        (("grpo", 0, "--seed=1"), "a run is replayed as it was; only a recipe takes --seed=1"),
+        (("sft", 0), "--stage sft: the run has no such stage, its stages are grpo"),
+        (("grpo", 1), "--step 1: grpo has only the steps 0 to 0"),
+        (("grpo", 0, "--prompt=4"), "--prompt 4: the step has only the prompts 0 to 3"),
+        (("grpo", 0, "--lines=a.html"), "--lines is now called --trace. Write --trace=a.html"),
+        (("grpo", 0, "--seed=1"), "a run is replayed with its own options, so --seed=1 is not allowed"),
     ):
         code, lines = replayed(folder, *arguments)
         assert code == 2 and words in "\n".join(lines)

@@ -26,7 +26,7 @@ def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tm
     (tmp_path / "images" / "link.webp").symlink_to(tmp_path / "secret.txt")
     line, evil = {"stage": "grpo", "step": 0, "images": []}, "<img src=x onerror=alert(1)>"
     for change, message in (
-        *(({"images": [path]}, "is no picture in its images/") for path in (
+        *(({"images": [path]}, "is not an image in the folder images/ of the run") for path in (
             "secret.txt", "images/../secret.txt", "images/link.webp", str(tmp_path / "secret.txt"), "images/gone.webp",
         )),
         *(({name: evil}, f"completions.jsonl:1: {name} is '<img src=x") for name in ("step", "row")),

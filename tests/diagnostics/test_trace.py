@@ -15,7 +15,7 @@ from links import ROOT
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.image import ImageProcessor, patchify
 from minivlmrl.diagnostics.replay import go_to
-from minivlmrl.diagnostics.trace import SIDE, Film, looked, matrix, pictures
+from minivlmrl.diagnostics.trace import TILES_PER_SIDE, StepTracer, saliency_maps, matrix, pictures
 from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
@@ -54,7 +54,7 @@ def film(home, tmp_path, lively, plain):
 
     def film(stage, recorded, *options):
         options = [f"--output_dir={tmp_path / 'none'}", f"--stages=[{stage}]", *LOUD, *options]
-        one = Film([], stage, 1) if recorded else None
+        one = StepTracer([], stage, 1) if recorded else None
         trainer, optimizer, step, _ = go_to(load_config(home / "recipe.yaml", options), stage, 1, one)
         with one or nullcontext():
             metrics = loop.optimizer_step(trainer, step, optimizer, 1)
@@ -83,18 +83,18 @@ def test_a_film_changes_no_byte_of_the_step(stage, film):
 def test_replay_writes_it_and_the_bytes_agree(run, plain, lively, replayed, tmp_path):  # noqa: F811
     folder = run("--stages=[grpo]", *LOUD)
     out = tmp_path / "step.html"
-    code, lines = replayed(folder, None, 2, f"--lines={out},trainers,mine.py")
-    assert code == 2 and lines[-1].endswith("mine.py is no Python file, and no folder of minivlmrl")
-    code, lines = replayed(folder, None, 2, f"--lines={tmp_path / 'no' / 'step.html'}")
-    assert code == 2 and lines[-1].endswith("name a file in a folder that is there, without torchrun")
-    code, lines = replayed(folder, None, 2, f"--lines={out},trainers,{stages.__file__}")
+    code, lines = replayed(folder, None, 2, f"--trace={out},trainers,mine.py")
+    assert code == 2 and lines[-1].endswith("mine.py is neither a Python file nor a folder of minivlmrl")
+    code, lines = replayed(folder, None, 2, f"--trace={tmp_path / 'no' / 'step.html'}")
+    assert code == 2 and lines[-1].endswith("Name a file in an existing folder, and do not use torchrun.")
+    code, lines = replayed(folder, None, 2, f"--trace={out},trainers,{stages.__file__}")
     assert (code, lines[-2:]) == (0, SAME) and f"wrote {out}" in lines
     assert {"trainers/rollout_metrics", "helpers/stages"} < {call[0] for call in Page(out).calls}
 
 
 def test_a_step_that_fails_is_filmed_too(home, replayed, plain, lively, tmp_path):  # noqa: F811
     options = ["--stages=[grpo]", "--grpo.learning_rate=1e30", *LOUD, f"--output_dir={tmp_path / 'out'}"]
-    code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--lines={tmp_path / 'a.html'}")
+    code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--trace={tmp_path / 'a.html'}")
     assert code == 2 and "not finite" in lines[-1] and Page(tmp_path / "a.html").events[-1][0] == "r"
 
 
@@ -104,7 +104,7 @@ def test_a_sharded_step_is_filmed_as_the_whole_one(home, replayed, plain, lively
     for sharded in ("false", "true"):
         out = tmp_path / f"{sharded}.html"
         options = ["--stages=[grpo]", *LOUD, f"--output_dir={tmp_path / sharded}", f"--sharding.enabled={sharded}"]
-        code, _ = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--lines={out}")
+        code, _ = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--trace={out}")
         assert code == 0
         page = Page(out)
         gradients = max(page.made("norms of gradients", "optimizer_step"), key=lambda value: value["size"])
@@ -210,7 +210,7 @@ def test_a_matrix_has_its_numbers_or_means_of_tiles():
     assert matrix(x)["stats"] == [3.0, 1.0, 6.0, 1] and matrix(x)["rows"][0] == [1.0, 2.0]
     for usual in (torch.randn(128, 20), torch.randn(1536), torch.arange(12_000).view(3, -1)):
         assert matrix(usual)["rows"] == (usual if usual.dim() > 1 else usual[None]).tolist()
-    tiles = torch.arange(SIDE**2, dtype=torch.float64).view(SIDE, SIDE)
+    tiles = torch.arange(TILES_PER_SIDE**2, dtype=torch.float64).view(TILES_PER_SIDE, TILES_PER_SIDE)
     assert matrix(tiles.repeat_interleave(5, 0).repeat_interleave(4, 1))["rows"] == tiles.tolist()
 
 
@@ -222,7 +222,7 @@ def test_where_the_reward_looked_is_what_a_pixel_changes(film):
     policy = trainer.policy
     pixels = prompt.pixel_values.double()
     slopes = []
-    [shown] = looked(policy, trainer.processor, replace(prompt, pixel_values=pixels), one, -2.0)
+    [shown] = saliency_maps(policy, trainer.processor, replace(prompt, pixel_values=pixels), one, -2.0)
     for number in range(2, pixels.shape[1], trainer.processor.image_processor.patch_size**2):  # of the first patch
         moved = torch.zeros_like(pixels)
         logps = []

@@ -1,4 +1,4 @@
-"""Live sentences: each rule by hand; tests/diagnostics/test_planted_faults.py plants faults in whole runs."""
+"""Test each rule of the training warnings by hand; test_planted_faults.py tests whole runs with faults."""
 
 import math
 import re
@@ -12,8 +12,8 @@ from runs import metrics
 
 from minivlmrl.config.options import LoRAOptions, RunConfig, SamplingOptions
 from minivlmrl.diagnostics.warnings import (
-    BLIND,
-    IDLE,
+    BASELINE_ROLLOUTS,
+    IDLE_EXPERT_STEPS,
     WINDOW,
     TrainingWarnings,
     WarningRules,
@@ -32,20 +32,24 @@ HEALTHY = {
 }  # fmt: skip
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
 CASES = [  # what differs from a healthy step, temperature, what the sentence says
-    ({"frac_reward_zero_std": 1.0}, 1.0, "the prompts are too easy or too hard"),
-    ({"frac_reward_zero_std": 1.0}, 0.01, r"low sampling\.temperature \(0\.01\) .* the same text is drawn again"),
-    (SAME, 1.0, r"reward format says 0\.9 and accuracy says 0\.5"),
+    ({"frac_reward_zero_std": 1.0}, 1.0, "prompts are too easy or too hard"),
+    (
+        {"frac_reward_zero_std": 1.0},
+        0.01,
+        r"If sampling\.temperature \(0\.01\) is low .* the same text is sampled repeatedly",
+    ),
+    (SAME, 1.0, r"equal for all completions: format is 0\.9 and accuracy is 0\.5"),
     ({"completions/clipped_ratio": 0.95}, 1.0, r"sampling\.max_new_tokens \(9\)"),
-    ({"rewards/format/mean": 0.0}, 1.0, "no completion has the form that reward format asks for"),
+    ({"rewards/format/mean": 0.0}, 1.0, "No completion has the format that reward format expects"),
     (
         {"tools/call_frequency": 1.26},
         1.0,
-        r"answer 1 calls .*, not 1\.3 as it makes .*; if that does not pass, pay for",
+        r"Only 1 of 1\.3 tool calls per completion succeed .* If this persists, reward",
     ),
-    ({"tools/cut_ratio": 0.5}, 1.0, r"exceeds sampling\.max_new_tokens \(9\)"),
-    ({"entropy": 1e-4}, 1.0, "certain of every token"),
-    ({"entropy": 0.95 * math.log(512)}, 1.0, "writes noise"),
-    ({"grad_norm": 0.0}, 1.0, "all gradients are zero"),
+    ({"tools/cut_ratio": 0.5}, 1.0, r"exceeds the limit of sampling\.max_new_tokens \(9\)"),
+    ({"entropy": 1e-4}, 1.0, "The policy is certain of every token"),
+    ({"entropy": 0.95 * math.log(512)}, 1.0, "almost random tokens"),
+    ({"grad_norm": 0.0}, 1.0, "All gradients are zero"),
 ]
 
 
@@ -73,7 +77,7 @@ def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
 
 
 def test_a_run_without_rewards_is_told_nothing_of_them():
-    """It said `of every completion reward ; look at completions.jsonl`."""
+    """A run without rewards got the warning that all its rewards are equal."""
     rules = alarms()
     rules.run.rewards = {}
     assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
@@ -89,7 +93,7 @@ def test_calls_that_are_made_and_not_answered_are_counted(answered, said):
     sentences = []
     for share in [1.0] * WINDOW + answered:
         sentences += rules.step(HEALTHY | {"tools/answered_frequency": share})
-    assert [text[:43] for text in sentences] == ["tools answer 0.76 calls of a completion, no"] * said
+    assert [text[:48] for text in sentences] == ["Only 0.76 of 1 tool calls per completion succeed"] * said
 
 
 def earns(rewards):
@@ -108,9 +112,10 @@ def test_a_run_that_ends_well_says_so_once():
             sentences += [rules.step(HEALTHY | {"reward": reward} | change) for _ in range(WINDOW)]
         said[reward] = list(chain(*sentences))
     assert said[1.45] == [
-        "completions earn 1.45 of 1.5, the most that one has earned: little is left to learn from these prompts"
+        "The mean reward is 1.45, close to the highest reward of any completion so far (1.5). "
+        "Little is left to learn from these prompts."
     ]
-    assert len(said[1.2]) == 8 and "explores no more; if it should earn more, lower" in said[1.2][0]
+    assert len(said[1.2]) == 8 and "no longer explores. If its reward is still too low, lower" in said[1.2][0]
 
 
 # zoom.yaml with seed 10 from step 86 on: s where all completions earn the same, e where it is certain, b both
@@ -127,36 +132,34 @@ def test_a_run_that_solves_its_task_says_one_sentence():
     certain = {"entropy": 1e-4}
     changes = {".": {}, "s": SAME, "e": certain, "b": SAME | certain}
     sentences = [rules.step(HEALTHY | {"reward": 1.49} | changes[letter]) for letter in SEED_10]
-    assert [text.partition(":")[0] for text in chain(*sentences)] == [
-        "completions earn 1.49 of 1.5, the most that one has earned"
-    ]
+    assert [text.partition(",")[0] for text in chain(*sentences)] == ["The mean reward is 1.49"]
 
 
-@pytest.mark.parametrize("killed", [1, 12, 22, 35, BLIND, BLIND + 1, 2 * BLIND - 1])
+@pytest.mark.parametrize("killed", [1, 12, 22, 35, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1, 2 * BASELINE_ROLLOUTS - 1])
 def test_a_resumed_run_says_what_the_run_would_have_said(killed):
     """Of the same metrics and rollouts, with rewards that are NaN where one could not judge."""
 
     def rollout(number):
         rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])
-        if number >= BLIND:
+        if number >= BASELINE_ROLLOUTS:
             rewards = torch.ones(2, 2)
         rows = [SimpleNamespace(columns={"solution": solution}) for solution in ("cat", "dog")]
         return SimpleNamespace(rows=rows, rewards=rewards)
 
     def step(rules, number):
         flat = (SAME if 12 < number < 30 else {}) | {"loss": math.nan}
-        if number > BLIND + 2:
+        if number > BASELINE_ROLLOUTS + 2:
             flat |= SAME | {"reward": 1.5}
         return rules.step(HEALTHY | flat, rollout(number))
 
     whole = alarms()
     first = alarms()
     second = alarms()
-    expected = [step(whole, number) for number in range(2 * BLIND)]
-    assert sum(map(len, expected)) >= 3 and "completions earn 1.5" in str(expected)
+    expected = [step(whole, number) for number in range(2 * BASELINE_ROLLOUTS)]
+    assert sum(map(len, expected)) >= 3 and "The mean reward is 1.5" in str(expected)
     said = [step(first, number) for number in range(killed)]
     second.restore(first.state())
-    assert said + [step(second, number) for number in range(killed, 2 * BLIND)] == expected
+    assert said + [step(second, number) for number in range(killed, 2 * BASELINE_ROLLOUTS)] == expected
 
 
 def test_experts_without_tokens_are_named_after_a_while():
@@ -164,18 +167,18 @@ def test_experts_without_tokens_are_named_after_a_while():
     idle = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 0, 3], [0, 0, 0]]]}  # of text, of images
     busy = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 2, 3], [0, 0, 0]]]}
     rules = alarms()
-    said = [rules.step(HEALTHY | idle) for _ in range(IDLE - 1)] + [rules.step(HEALTHY | busy)]
+    said = [rules.step(HEALTHY | idle) for _ in range(IDLE_EXPERT_STEPS - 1)] + [rules.step(HEALTHY | busy)]
     assert not any(said)
     said = []
-    for number in range(IDLE + 5):
+    for number in range(IDLE_EXPERT_STEPS + 5):
         if number == 20:
             resumed = alarms()
             resumed.restore(rules.state())
             rules = resumed
         said.append(rules.step(HEALTHY | idle))
-    assert not any(said[: IDLE - 1] + said[IDLE:])
-    [sentence] = said[IDLE - 1]
-    assert sentence.startswith("1 experts, such as 1 of layer 0, had no token in 50 steps")
+    assert not any(said[: IDLE_EXPERT_STEPS - 1] + said[IDLE_EXPERT_STEPS:])
+    [sentence] = said[IDLE_EXPERT_STEPS - 1]
+    assert sentence.startswith("1 experts, for example expert 1 of layer 0, had no token in the last 50 steps")
     assert "set grpo.router_aux_loss_coef" in sentence
 
 
@@ -187,7 +190,7 @@ def test_weights_without_a_gradient_are_named():
     rules = alarms(model=model, state=set(model["visual"].parameters()))
     assert "image" not in [rules.step(HEALTHY) for _ in range(WINDOW)][-1][0]
     model.requires_grad_(False)
-    assert list(alarms(model=model).untouched()) == []
+    assert list(alarms(model=model).unused_parameters()) == []
 
 
 @pytest.mark.parametrize(("dtypes", "metric", "bound"), [
@@ -216,12 +219,14 @@ def test_a_policy_must_be_better_than_one_answer(mean, said):
     right[: round(100 * mean)] = 1
     rewards = torch.stack([torch.ones(125), torch.cat([right, torch.full((25,), math.nan)])], 1)
     rules = alarms()
-    for number in range(BLIND):
+    for number in range(BASELINE_ROLLOUTS):
         found = rules.step(HEALTHY, SimpleNamespace(rows=rows, rewards=rewards))
-        assert bool(found) == (said and number == BLIND - 1)
-    assert rules.step(HEALTHY, rules.rollout) == [] and len(rules.earned) == BLIND  # a second pass over a rollout
+        assert bool(found) == (said and number == BASELINE_ROLLOUTS - 1)
+    assert (
+        rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS
+    )  # a second pass over a rollout
     if said:
-        assert "accuracy was 0.5, and always answering 'cat' 0.5" in found[0]
+        assert "accuracy (0.5) is no better than always answering 'cat' (0.5)" in found[0]
 
 
 WAYS = "sampled", "gray_image", "swapped_image"
@@ -236,8 +241,10 @@ AWAY = seen((0.0, 0.0, 0.0), (0.4, 0.1, 0.1), (0.6, 0.3, 0.4), (0.8, 0.7, 0.75))
 
 def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
     said = ignores_images(AWAY, 256, "iou")
-    assert said.startswith("held-out eval/iou_sampled rose from 0.4 to 0.8, but images now add only 0.05 (best: 0.3); ")
-    assert said.endswith("so use rows that cannot be answered without the image")
+    assert said.startswith(
+        "On held-out rows, eval/iou_sampled rose from 0.4 to 0.8, but images now add only 0.05 (best:"
+    )
+    assert said.endswith("so use rows that cannot be answered without the image.")
     assert ignores_images([{"eval/iou_sampled": 0.1}, *AWAY], 256, "iou") == said  # evaluations before it was asked for
 
 
@@ -261,7 +268,9 @@ FORGOTTEN = [greedy("sft", 0, 0.9), greedy("sft", 40, 0.582), greedy("dpo", 150,
 
 def test_a_stage_that_makes_answers_worse_is_named():
     said = accuracy_regressed(FORGOTTEN, 256, "accuracy")
-    assert said.startswith("held-out eval/accuracy_greedy fell from 0.582 before dpo to 0.516; lower dpo.learning_rate")
+    assert said.startswith(
+        "On held-out rows, eval/accuracy_greedy fell from 0.582 before the stage dpo to 0.516. Lower"
+    )
     alone = [greedy("dpo", 0, 0.582), greedy("dpo", 50, 0.9), greedy("dpo", 150, 0.516)]
     assert (
         accuracy_regressed(alone, 256, "accuracy") == said
@@ -304,5 +313,5 @@ def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
 
 def test_a_stage_that_makes_answers_worse_is_a_warning(tmp_path, capsys):
     [line] = evaluated(tmp_path, ("sft", 9, {"eval/accuracy_greedy": 0.6}), ("dpo", 9, {"eval/accuracy_greedy": 0.5}))
-    assert line["stage"] == "dpo" and "0.6 before dpo" in line["warning"]
+    assert line["stage"] == "dpo" and "0.6 before the stage dpo" in line["warning"]
     assert line["warning"] in capsys.readouterr().err

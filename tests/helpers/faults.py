@@ -40,7 +40,7 @@ FAULTS = {
     "a temperature near 0": Fault(
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
         check=("sampling.temperature is 0.001", "take 1.0"),
-        run=("the same text is drawn again", "take 1.0"),
+        run=("the same text is sampled repeatedly", "set them to 1.0"),
     ),
     "a large learning rate": Fault(
         ["--grpo.learning_rate=1e6"],
@@ -49,7 +49,7 @@ FAULTS = {
     ),
     "max_new_tokens too small": Fault(
         ["--sampling.max_new_tokens=1", "--sampling.stop_token_ids=[1]"],
-        check=("100% of 24 completions are cut", "raise it, or ask for shorter answers"),
+        check=("100% of 24 completions are truncated", "Raise this limit, or ask for shorter answers"),
     ),
     "rows without pictures": Fault(
         change={"image": None},
@@ -57,20 +57,20 @@ FAULTS = {
     ),
     "a template without the form that a reward asks for": Fault(
         ["--rewards={format: 1, accuracy: 1}"],
-        check=("no prompt does, and no completion", "say the form in data.prompt_template"),
+        check=("no prompt mentions them and no completion", "Describe the format in data.prompt_template"),
     ),
     "a reward that always says 1": Fault(
         ["--rewards={one.py:one: 1}"],
         check=("reward one.py:one says 1 of every text that was tried", "look at what it reads"),
-        run=("reward one.py:one says 1", "look at completions.jsonl"),
+        run=("one.py:one is 1", "Compare completions.jsonl"),
     ),
     "no prompt is of the right difficulty": Fault(
         ["--rewards={accuracy: 1}"],
-        check=("groups earn the same for all 3 completions", "take easier or harder prompts"),
+        check=("groups have the same reward for all 3 completions", "Use easier or harder prompts"),
     ),
     "answers are looked for where there are none": Fault(
         ["--rewards={accuracy: 1}"],
-        check=("have no answer where data.answer_format (tags) looks", "set data.answer_format"),
+        check=("have no answer that data.answer_format (tags) can find", "Set data.answer_format"),
     ),
     "all rows have one solution": Fault(
         change={"solution": "cat"},
@@ -90,7 +90,7 @@ FAULTS = {
     ),
     "a reward that needs no picture": Fault(
         ["--rewards={one.py:length: 1}"],
-        check=("with grey pictures the completions earn", "check that the right images"),
+        check=("with gray images", "Check that each image belongs"),
     ),
     # rows
     "all rows show one file": Fault(

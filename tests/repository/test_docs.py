@@ -119,7 +119,7 @@ def test_commands_use_real_tools_recipes_and_options(command):
 
 
 def test_the_reading_list_names_what_its_files_define():
-    """It is that of `replay --lines`, which shows the lines of these files."""
+    """It is that of `replay --trace`, which shows the lines of these files."""
     found = reading_list()
     assert [path.relative_to(ROOT / "minivlmrl").with_suffix("").as_posix() for path in found] == [*READING_LIST]
     assert {path: name for path, name in found.items() if name not in names(path)} == {}
