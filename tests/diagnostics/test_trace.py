@@ -15,7 +15,7 @@ from links import ROOT
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.image import ImageProcessor, patchify
 from minivlmrl.diagnostics.replay import go_to
-from minivlmrl.diagnostics.trace import TILES_PER_SIDE, StepTracer, saliency_maps, matrix, pictures
+from minivlmrl.diagnostics.trace import TILES_PER_SIDE, StepTracer, matrix, pictures, saliency_maps
 from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
