@@ -83,7 +83,8 @@ def check_answers_found(texts: Sequence[str], place: str) -> Iterator[str]:
     if unparsed_share > 0.5:
         yield (
             f"{unparsed_share:.0%} of the completions have no answer that data.answer_format "
-            f"({place}) can find. Set data.answer_format to tags, whole or last_line. {FORMAT_ADVICE}"
+            f"({place}) can find. Set data.answer_format to tags, whole or last_line. "
+            f"{FORMAT_ADVICE}"
         )
 
 
