@@ -5,8 +5,8 @@ NaN could not be judged: it counts in no mean and no standard deviation, and its
 """
 
 HINT = """
-to_groups makes (groups, num_generations), nanmean and repeat_interleave bring a group's mean back to its rewards.
-group_std and nanstd divide by n - 1. The mean is the group's in all three.
+to_groups returns a tensor of shape (groups, num_generations). nanmean and repeat_interleave give each reward the mean
+of its group. group_std and nanstd divide by n - 1. Subtract the mean of the group in all three cases.
 """
 
 MEAN_AND_STD = """\
