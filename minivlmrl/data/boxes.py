@@ -1,7 +1,7 @@
-"""Boxes: which space they are in, how they overlap, and what a text says about them.
+"""Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
-A box is two corners, top left and bottom right, in continuous coordinates: an image begins at 0 and
-ends at its width. So a box of one whole pixel is 1 wide, and no formula adds or takes 1.
+A box has two corners, top left and bottom right, in continuous coordinates, which run from 0 to the
+width of the image. A box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
 """
 
 import json
@@ -20,7 +20,7 @@ from minivlmrl.data.rows import Prompt, Row
 
 Item = TypeVar("Item")
 SPACES = ("original", "resized", "thousandths", "unit")
-LIMIT = 1e100  # from here on a coordinate is in no image, and areas might overflow
+LIMIT = 1e100  # larger coordinates are invalid, because areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -28,19 +28,24 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
-KEYS = ("bbox_2d", "bbox", "Position")  # of an object in JSON, where its box may be
+KEYS = ("bbox_2d", "bbox", "Position")  # keys of a JSON object that can hold its box
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Width and height of a whole image in the units of a space; original and resized in pixels.
+    """Return the width and height of a whole image in a coordinate space.
 
-    "original": pixels of the file; "resized": pixels of the image that the model sees, as
-    Qwen2.5-VL writes; "thousandths": 0 to 1000, as Qwen2-VL and Qwen3-VL write; "unit": 0 to 1.
+    Args:
+        space: "original" (pixels of the file), "resized" (pixels of the model's input image, as in
+            Qwen2.5-VL), "thousandths" (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
+        original: width and height of the file in pixels.
+        resized: width and height of the model's input image in pixels.
     """
     if space not in SPACES:
-        raise ValueError(f"unknown space {space!r} for boxes; there are: {', '.join(SPACES)}")
+        raise ValueError(
+            f"unknown coordinate space {space!r} of boxes; it must be one of {', '.join(SPACES)}"
+        )
     extents = {
         "original": original,
         "resized": resized,
@@ -53,9 +58,20 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
 def box_columns(
     rows: Sequence[Row], prompts: Sequence[Prompt], processor: Processor, num_generations: int
 ) -> dict[str, list]:
-    """List image_sizes and answer_extents, (width, height) of each answer's first image.
+    """Compute the columns image_sizes and answer_extents that box rewards receive.
 
-    An answer's space is the row's answer_extent, or its box_space, or the processor's.
+    The extent of an answer is the row's column answer_extent. Without this column, it follows from
+    the row's column box_space, or from the box_space of the processor.
+
+    Args:
+        rows: one row per prompt.
+        prompts: prompts of the rows.
+        processor: processor of the model.
+        num_generations: completions per prompt.
+
+    Returns:
+        {column: one value per completion}. A value is (width, height) of the first image, in pixels
+        of the file or in the coordinates of the answer; None without an image.
     """
     image_sizes = []
     answer_extents = []
@@ -65,7 +81,7 @@ def box_columns(
         answer_extent = None
         if row.images:
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            # known after the prompt was made
+            # LazyImages knows the size, because the prompt was computed from the image
             image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
             box_space = row.columns.get("box_space") or processor.box_space
             resized_size = width * patch_size, height * patch_size
@@ -79,7 +95,7 @@ def box_columns(
 
 @dataclass(frozen=True)
 class Box:
-    """Two corners and the width and height of the whole image in the same units."""
+    """A bounding box, and the (width, height) of its image in the same units (`extent`)."""
 
     x1: float
     y1: float
@@ -88,9 +104,9 @@ class Box:
     extent: tuple[float, float]
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """Convert to other units, whole pixels to the float nearest to the exact quotient.
+        """Convert the box to another extent; integer coordinates are rounded only once.
 
-        Example: (10, 10, 20, 20) of (100, 50) is (20, 40, 40, 80) of (200, 200).
+        Example: (10, 10, 20, 20) of the extent (100, 50) is (20, 40, 40, 80) of (200, 200).
         """
         if extent == self.extent:
             return self
@@ -100,7 +116,7 @@ class Box:
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        """Return the corners, x1, y1, x2, y2."""
+        """Return the coordinates x1, y1, x2, y2."""
         return self.x1, self.y1, self.x2, self.y2
 
     @property
@@ -110,20 +126,20 @@ class Box:
 
     @property
     def valid(self) -> bool:
-        """Tell whether the corners are finite and in order, with some area between them."""
+        """Return True if the coordinates are finite and in order, and the area is positive."""
         is_finite = all(abs(number) < LIMIT for number in self.numbers)  # False for NaN
-        return is_finite and self.x2 > self.x1 and self.area > 0  # which needs y2 > y1
+        return is_finite and self.x2 > self.x1 and self.area > 0  # area > 0 implies y2 > y1
 
     def inside(self) -> bool:
-        """Tell whether all of it is in its image, but for a millionth of the image's sides."""
+        """Return True if the box is inside its image, within a millionth of the image's sides."""
         numbers = zip(self.numbers, self.extent * 2, strict=True)
         return all(-1e-6 * side <= number <= side + 1e-6 * side for number, side in numbers)
 
 
 def iou(a: Box, b: Box) -> float:
-    """Intersection over union, 0 to 1; 0 where a box is not valid.
+    """Compute the intersection over union, 0 to 1; 0 if a box is invalid.
 
-    Example: (0, 0, 2, 2) and (1, 0, 3, 2) share 2 of 6: 1/3.
+    Example: (0, 0, 2, 2) and (1, 0, 3, 2) share an area of 2 out of 6, so the result is 1/3.
     Source: Jaccard's index; torchvision's box_iou.
     """
     intersection, union = _areas(a, b)
@@ -131,10 +147,13 @@ def iou(a: Box, b: Box) -> float:
 
 
 def giou(a: Box, b: Box) -> float:
-    """IoU less the empty share of the smallest box around both: -1 to 1; -1 where one is not valid.
+    """Compute the generalised IoU, -1 to 1; -1 if a box is invalid.
 
-    Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave a third of the box around them empty: 0 - 1/3.
-    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's too.
+    It is the IoU minus the empty fraction of the smallest box around both.
+
+    Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave 1/3 of the box around them empty: 0 - 1/3.
+    Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's
+        generalized_box_iou.
     """
     if not (a.valid and b.valid):
         return -1.0
@@ -142,13 +161,13 @@ def giou(a: Box, b: Box) -> float:
     height = max(a.y2, b.y2) - min(a.y1, b.y1)
     area_around = width * height
     intersection, union = _areas(a, b)
-    empty_area = max(0.0, area_around - union)  # rounding alone can make it negative
+    empty_area = max(0.0, area_around - union)  # rounding errors can make it negative
     return intersection / union - empty_area / area_around
 
 
 def _areas(a: Box, b: Box) -> tuple[float, float]:
-    """Return intersection and union, summed in an order that never makes the union the smaller."""
-    assert a.extent == b.extent, "boxes of different spaces: use to()"
+    """Compute intersection and union, in an order that keeps union >= intersection."""
+    assert a.extent == b.extent, "the boxes have different extents, convert one with to()"
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
@@ -158,9 +177,18 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 def match(
     predicted: Sequence[Item], truth: Sequence[Item], similarity: Callable[[Item, Item], float]
 ) -> list[tuple[int, int]]:
-    """Pair boxes one to one, as many as can be, so that the sum of similarities is the largest.
+    """Match predicted to true boxes one to one, so that the sum of similarities is maximal.
 
-    Example: IoU .6 and .5 of the first box, .5 and 0 of the second: (0, 1) and (1, 0), 1.0 in all.
+    Example: the first box has the IoUs 0.6 and 0.5, the second 0.5 and 0. The matches are (0, 1)
+    and (1, 0), with a sum of 1.0.
+
+    Args:
+        predicted: predicted boxes.
+        truth: true boxes.
+        similarity: function of a predicted and a true box.
+
+    Returns:
+        (index in predicted, index in truth) of each match; as many as the shorter list has boxes.
     """
     if not predicted or not truth:
         return []
@@ -177,36 +205,48 @@ def match(
 
 
 def says_none(text: str) -> bool:
-    """Tell whether an answer says that there is no such object: [], None or No such object."""
+    """Return True if an answer denies that the object exists: [], None or No such object."""
     return unfenced(text).casefold() in ("[]", "none", "no such object")
 
 
 def unfenced(text: str) -> str:
-    """Take a text out of a code fence, and off a full stop."""
+    """Remove a code fence around a text, and a final full stop."""
     fenced = FENCED.fullmatch(text.strip())
     return (fenced[1] if fenced else text).strip().removesuffix(".")
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Read the boxes of a text that is one of these, maybe in a code fence or before a full stop.
+    """Parse the boxes of a text in one of the following formats.
 
-        {"bbox_2d": [1, 2, 5, 6], "label": "cat"}           as Qwen2.5-VL writes it; other keys do not matter
-        {'Position': [1, 2, 5, 6]}  or "bbox"               as others ask for it
-        [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9.5]]         a JSON list of such, or of lists of four
-        [1, 2, 5, 6]  or several, with or without commas    [1 2 5 6] [7, 7, 8, 9.5]
-        (1, 2), (5, 6)  or several                          corners
-        1 2 5 6  or  1, 2, 5, 6                             one box
-        <|box_start|>(1,2),(5,6)<|box_end|>                 as Qwen2-VL writes it, the object's name before it or not
+        {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    JSON of Qwen2.5-VL; other keys are ignored
+        {'Position': [1, 2, 5, 6]}                   the same with the key Position or bbox
+        [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9]]    JSON list of objects or of lists
+        [1, 2, 5, 6] [7, 7, 8, 9.5]                  one or several lists, with or without commas
+        (1, 2), (5, 6)                               corners of one or several boxes
+        1 2 5 6                                      one box, with or without commas
+        <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without object name
 
-    A text with prose around is not read ("not [1, 2, 5, 6]" says the opposite), nor one with a
-    group that is no box. The numbers are finite; corners may be out of order or of the image, see
-    Box.valid. Source: the cookbook of Qwen2.5-VL for "bbox_2d".
+    The text may be in a code fence or end with a full stop.
+
+    Returns:
+        (x1, y1, x2, y2) of each box, finite numbers. Corners can be out of order or outside of the
+        image, see Box.valid. The list is empty if the text contains other words, which could negate
+        the box ("not [1, 2, 5, 6]"), or a group of numbers that is not a box.
+
+    Source: cookbook of Qwen2.5-VL, for "bbox_2d".
     """
     return parse(text, KEYS, 4, GROUPS)
 
 
 def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list[tuple]:
-    """Read groups of `count` numbers, in JSON maybe under one of the keys, or as plain text."""
+    """Parse groups of `count` numbers from JSON or plain text; [] if any group is invalid.
+
+    Args:
+        text: text to parse, see parse_boxes.
+        keys: keys of a JSON object that can hold the numbers.
+        count: numbers per group.
+        plain: pattern of the plain-text format.
+    """
     text = unfenced(QWEN2.sub(" ", text))
     try:
         number_groups = _groups_in_json(text, keys)
@@ -222,9 +262,9 @@ def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list
 
 
 def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
-    """Read what should be groups of numbers (ValueError, RecursionError: it is no JSON)."""
+    """Return the items of a JSON text; raise ValueError or RecursionError if it is not JSON."""
     if '"' not in text:
-        text = text.replace("'", '"')  # as Python writes it
+        text = text.replace("'", '"')  # Python writes single quotes
     value = json.loads(text, parse_int=float, object_pairs_hook=_object)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     items = value if is_several else [value]
@@ -232,7 +272,7 @@ def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
 
 
 def value_of(item: dict, keys: Sequence[str] = KEYS) -> Plain:
-    """Return what an object in JSON says of its box, in the first of the keys; None: nothing."""
+    """Return the value of the first of `keys` that a JSON object has, or None."""
     for key in keys:
         if key in item:
             return item[key]
@@ -240,7 +280,7 @@ def value_of(item: dict, keys: Sequence[str] = KEYS) -> Plain:
 
 
 def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    """Make a JSON object; one with the same key twice says two things at once."""
+    """Build a dict from the pairs of a JSON object; raise ValueError for a repeated key."""
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("the same key twice")
+        raise ValueError("a JSON object has the same key twice")
     return dict(pairs)

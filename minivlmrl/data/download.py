@@ -1,4 +1,4 @@
-"""What a recipe names by its id: the folder of a model, and the parquet files of a data set's split."""
+"""Find or download models and data sets of the Hugging Face hub by their ids."""
 
 import re
 import warnings
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from minivlmrl.files import INFERENCE_CONFIG, image_settings, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-NETWORK_SECONDS = 5  # to wait for an answer of the hub
+NETWORK_SECONDS = 5  # timeout of a request to the hub
 DOWNLOADED = [
     "*.safetensors",
     "*.json",
@@ -22,47 +22,58 @@ DOWNLOADED = [
     "LICENSE*",
     "NOTICE*",
 ]
-# its own files, or the hub's conversion of a public data set; cut at 5 GB that is "partial-train"
+# branches of a data set: its own files, then the hub's conversion of a public data set to parquet,
+# which is called "partial-train" if it was cut at 5 GB
 BRANCHES = None, "refs/convert/parquet"
 
 
 def find_folder(name: str | Path) -> Path:
-    """Turn what a recipe calls a model into a folder (ValueError: there is none to download).
+    """Return the folder of a model, and download the model if necessary.
 
-    A folder wins over a repository on the hub: "Qwen/Qwen2.5-VL-3B-Instruct", "NAME@branch".
+    Args:
+        name: a folder, or the id of a repository on the hub, for example
+            "Qwen/Qwen2.5-VL-3B-Instruct" or "NAME@branch". An existing folder has priority.
+
+    Raises:
+        ValueError: there is no such folder, and the model cannot be downloaded.
     """
     folder = Path(name)
     if isdir(folder):
         return folder
     replaced = Path(f"{folder.resolve()}.replaced")
     if isdir(replaced):
-        warnings.warn(f"{folder}: the last save was killed; reading {replaced}", stacklevel=2)
+        warnings.warn(
+            f"{folder}: the last save was killed, so {replaced} is read instead", stacklevel=2
+        )
         return replaced
     repository = REPOSITORY.fullmatch(str(name))
     if not repository or (isdir(folder.parent) and not repository["revision"]):
         raise ValueError(
-            f"{name}: no such folder; a model is a Hugging Face folder or the id of a repository, "
-            "NAME@main where its first part is a folder here"
+            f"{name}: no such folder. A model is a Hugging Face folder or the id of a repository. "
+            f"If the first part of the id is also a local folder, write {name}@main."
         )
-    with hub_errors(f"{name}: no such folder, not whole in the Hugging Face cache"):
+    with hub_errors(f"{name}: no such folder, not completely in the Hugging Face cache"):
         return _snapshot(repository["id"], repository["revision"])
 
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Turn errors into ValueErrors: each network library of huggingface_hub has its own."""
+    """Turn every exception into a ValueError, as huggingface_hub's network libraries differ."""
     try:
         yield
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{name}, and not downloaded ({reason}); "
-            "check name and network, or download it elsewhere and give its folder"
+            f"{name}, and the download failed ({reason}). Check the name and the network, or "
+            "download it on another machine and use its folder."
         ) from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
-    """Find or download a repository; processes that do so at once wait for each other's files."""
+    """Return the cached folder of a repository, after a download if it is incomplete.
+
+    Parallel processes wait for each other's downloads.
+    """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -71,24 +82,32 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
         repo_id,
         revision=revision,
         allow_patterns=DOWNLOADED,
-        ignore_patterns="*/*",  # of inner folders
+        ignore_patterns="*/*",  # skip files in subfolders
     )
-    # nothing of it, or parts that another program has asked for
+    # the cache may lack the repository, or hold only files that another program has downloaded
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         weight_files(cached)
         image_settings(cached)
         if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
             return cached
-    # the download alone might wait forever
+    # this request has a timeout, while the download could wait forever
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())
 
 
 def find_split(name: str) -> list[Path] | None:
-    """Find or download "OWNER/NAME@SPLIT", train without @ (ValueError: there is none).
+    """Return the parquet files of a split of a data set, downloaded if necessary.
 
-    None: without @ the name is a path, whose first part is a folder here or which has a suffix.
+    Args:
+        name: "OWNER/NAME@SPLIT", or "OWNER/NAME" for the split train.
+
+    Returns:
+        The files, or None if the name is a local path: it has no @, and its first part is a local
+        folder or it has a suffix such as .jsonl.
+
+    Raises:
+        ValueError: the data set or the split does not exist, or the download failed.
     """
     repository = REPOSITORY.fullmatch(name)
     path = Path(name)
@@ -100,9 +119,9 @@ def find_split(name: str) -> list[Path] | None:
     repo_id = repository["id"]
     split = repository["revision"] or "train"
     all_splits = set()
-    with hub_errors(f"{name}: no such file, nor a data set of the hub"):
+    with hub_errors(f"{name}: no such file or data set of the hub"):
         for cached, branch in product((True, False), BRANCHES):
-            # the cache lacks it, or the hub has no such branch
+            # the cache may lack the data set, or the hub the branch
             with suppress(LocalEntryNotFoundError, RevisionNotFoundError):
                 names = _parquet_files(repo_id, branch, split, cached)
                 splits = {file: split_of(file) for file in names}
@@ -113,12 +132,13 @@ def find_split(name: str) -> list[Path] | None:
                     return [folder / file for file in files]
         names = ", ".join(f"{repo_id}@{other}" for other in sorted(all_splits))
         raise ValueError(
-            f"there is no one split {split}, of {names or 'none, and no parquet files'}"
+            f"the split {split} does not exist or is ambiguous; splits: "
+            f"{names or 'none, because there are no parquet files'}"
         )
 
 
 def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -> list[str]:
-    """List the parquet files of a branch; of the cache those alone that may be of the split."""
+    """List the parquet files of a branch; in the cache, only paths that contain `split`."""
     from huggingface_hub import HfApi
 
     if cached:
@@ -129,12 +149,12 @@ def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -
         names = [file.rfilename for file in info.siblings or ()]
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"its file {name!r} would be written outside of its folder")
+            raise ValueError(f"its file {name!r} would be written outside of the cache folder")
     return sorted(name for name in names if name.endswith(".parquet"))
 
 
 def _download(repo_id: str, branch: str | None, patterns: list[str] | str, cached: bool) -> Path:
-    """Download files into the cache; if they must be there already, look them up alone."""
+    """Download files of a data set, or only look them up if `cached`; return their folder."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -148,8 +168,11 @@ def _download(repo_id: str, branch: str | None, patterns: list[str] | str, cache
 
 
 def split_of(file: str) -> str:
-    """Name a file's split: data/train-00000-of-00002.parquet is of train, as default/train/0000.parquet
-    is, and en/test.parquet of en/test."""
+    """Return the split that a parquet file belongs to.
+
+    Examples: "train" for data/train-00000-of-00002.parquet and default/train/0000.parquet, and
+    "en/test" for en/test.parquet.
+    """
     *folders, name = PurePosixPath(file).with_suffix("").parts
     name = re.sub(r"-\d.*", "", name)
     if name.isdigit() and folders:

@@ -1,7 +1,8 @@
-"""A folder's own chat template, in Jinja: messages -> the same pieces that chat.py makes of Qwen's.
+"""Render conversations with the Jinja chat template of a model's folder.
 
-The template that Qwen publishes with Qwen2-VL and Qwen2.5-VL is chat.render, which is used then.
-Qwen3-VL's is chat.render without a default system message, but for tools.
+The result has the same form as that of chat_template.render, which is used instead if the template
+is the one that Qwen publishes with Qwen2-VL and Qwen2.5-VL. Qwen3-VL's template equals
+chat_template.render without the default system message, except for conversations with tools.
 """
 
 import hashlib
@@ -41,61 +42,65 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS
 
-# where transformers' processor looks, in its order
+# files that can hold a template, in the order of transformers' processor
 FILES = (
     "processor_config.json",
     "chat_template.json",
     "chat_template.jinja",
     "tokenizer_config.json",
 )
-# sha256 of what Qwen publishes with Qwen2-VL and Qwen2.5-VL, and of TRL's with {% generation %}
+# sha256 of Qwen's template for Qwen2-VL and Qwen2.5-VL, and of TRL's copy with {% generation %}
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-# of what Qwen publishes with Qwen3-VL
+# sha256 of Qwen's template for Qwen3-VL
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
-# and ours, for transformers: it is saved into a folder that has none; with tools, where an
-# environment declares them
+# Jinja versions of chat_template.render, which are saved into folders without a template.
+# WITH_TOOLS is used if an environment declares tools.
 DEFAULT = as_jinja()
 WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
-# without the default system message
+# DEFAULT without the default system message
 DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
 
 class ChatTemplate:
-    """A Jinja template; a conversation whose text spells a control token is refused.
+    """A Jinja chat template. Conversations whose text spells a control token raise ValueError.
 
     Args:
-        source: the file, for errors.
-        special_tokens: the control tokens that it may write; Tokenizer.special_tokens has a
-            folder's.
-        token_names: variables such as eos_token that the template may read, and with_values'.
+        text: text of the template.
+        source: name of its file, for error messages.
+        special_tokens: control tokens that the template may write, see Tokenizer.special_tokens.
+        token_names: {name: value} of variables that the template may read, such as eos_token.
     """
 
     def __init__(self, text: str, source, special_tokens=SPECIAL_TOKENS, token_names=()):
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        # longer ones first, as one may begin with another; no text could do without a character
+        # The longest first, as a token can begin with another one. Single characters are skipped,
+        # because they occur in ordinary text.
         control_names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
         control_names = sorted(control_names, key=len, reverse=True)
         controls = {name: Control(name) for name in control_names}
         self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
-        self.tools = None  # schemas of those that it declares
+        self.tools = None  # schemas of the tools that the template declares
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
         try:
             self.template = environment().from_string(text)
-        except Exception as error:  # also RecursionError or SyntaxError, of nested blocks
+        except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
             raise self._error(error) from error
 
     @classmethod
     def from_folder(
         cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
     ) -> "ChatTemplate | None":
-        """Find the template of a folder, in the first of FILES with one; None: chat.render's."""
+        """Load the template of a folder from the first of FILES that has one.
+
+        Returns None if there is no template or if chat_template.render equals it.
+        """
         token_names = {}
         config_file = Path(folder) / "tokenizer_config.json"
         config = read_json(config_file) if config_file.is_file() else {}
@@ -111,10 +116,13 @@ class ChatTemplate:
         return None
 
     def render(self, messages: list[dict]) -> list[str]:
-        """Lay out a conversation: pieces as of chat.render, joined as of apply_chat_template.
+        """Render a conversation to pieces of text, like chat_template.render.
+
+        The joined pieces equal the result of transformers' apply_chat_template.
 
         Args:
-            messages: see chat.render; an assistant's may have tool_calls, and then no content.
+            messages: see chat_template.render. An assistant message can have tool_calls instead of
+                content.
         """
         if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
@@ -126,22 +134,33 @@ class ChatTemplate:
                 shown_kinds.append("image" if piece is IMAGE else "video")
         message_kinds = [part_kind(part) for part in shown_parts_of(messages)]
         if shown_kinds != message_kinds:
-            raise self._error(f"it shows {shown_kinds}, the messages have {message_kinds}")
+            raise self._error(
+                f"it renders the images and videos {shown_kinds}, but the messages contain "
+                f"{message_kinds}"
+            )
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
-        """Lay out what follows a prompt (messages): pieces and flags as of turns.render_completion.
+        """Render the turns that follow a prompt, like chat_template.render_completion.
 
-        The assistant writes what each of its turns adds to the conversation before it with its
-        generation prompt, up to and with <|im_end|>. A template that closes turns in another way
-        than Qwen's is refused.
+        The text of an assistant turn begins after the generation prompt, and ends with <|im_end|>.
+
+        Args:
+            messages: messages of the prompt.
+            turns: turns of the completion.
+
+        Returns:
+            (piece of text, True if the assistant wrote the piece) of each piece.
+
+        Raises:
+            ValueError: the template ends turns in another way than Qwen's.
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
         conversation = self._checked([*messages, *turns])
         text = self._lay_out(conversation, False)
         flagged = []
-        end = None  # of the assistant's turn before
+        end = None  # end of the previous assistant turn
         for turn_number in range(len(messages), len(conversation)):
             if conversation[turn_number]["role"] != "assistant":
                 continue
@@ -151,29 +170,31 @@ class ChatTemplate:
             turn_end = self._length(text, conversation[: turn_number + 1], False)
             if not text[start:turn_end].endswith(f"{END}\n"):
                 raise self._error(
-                    f"SFT and pairs need Qwen's form, {END} and a line break at the end of an "
-                    "assistant's turn; put the chat_template.jinja of the Qwen model that was "
-                    "fine-tuned in place of this one"
+                    f"SFT and pairs need a template that ends an assistant turn with {END} and a "
+                    "line break, as Qwen's does; replace it with the chat_template.jinja of the "
+                    "original Qwen model"
                 )
-            end = turn_end - 1  # nobody writes the line break
+            end = turn_end - 1  # the model does not write the line break
             flagged += [(piece, True) for piece in self._cut(text[start:end])]
         return join_flagged(flagged)
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Lay out the first messages of a conversation; return where they end in its text."""
+        """Return the length of the first messages after rendering, which must be a prefix of text."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
-                f"it lays out the first {len(messages)} messages in another way when more follow; "
-                "leave out thoughts after a prompt without, or use one that only appends"
+                f"it renders the first {len(messages)} messages differently if more messages "
+                "follow, so the answer cannot be located; use a template that only appends, or "
+                "remove the thoughts if the prompt has none"
             )
         return len(beginning)
 
     @cached_property
     def opened(self) -> str:
-        """Find the thought that a prompt opens, and does not close: "<think>\\n"; "" if there is none.
+        """Return the unclosed thought, such as "<think>\\n", that the generation prompt ends with.
 
-        It is of the assistant's turn, though the model does not write it.
+        It belongs to the assistant's turn, although the model does not generate it. The result is
+        "" if there is no such thought.
         """
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
@@ -181,35 +202,39 @@ class ChatTemplate:
         return tag + thought if tag and "</think>" not in thought else ""
 
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
-        """Return this template with tools in its prompts (ValueError: it has no place for them)."""
+        """Return a copy that renders `tools` in prompts, or raise ValueError if it cannot."""
         if "in tools" not in self.text:
-            raise self._error("it has no place for tools: set declare_tools = False in the class")
+            raise self._error(
+                "it cannot render tools; set declare_tools = False in the class of the environment"
+            )
         template = copy(self)
         template.tools = tools
         return template
 
     def _checked(self, messages: list[dict]) -> list[dict]:
-        """Refuse what the template would drop or take for a control token; return plain data."""
+        """Convert messages to plain data; raise ValueError if the template cannot render them."""
         check_messages(messages)
         used_kinds = {part_kind(part) for part in parts_of(messages)}
         if any(message.get("tool_calls") for message in messages):
             used_kinds.add("tool_call")
         for kind, spelled in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
             if kind in used_kinds and spelled not in self.text:
-                raise self._error(f"it has no place for {kind}s; use one that has")
+                raise self._error(f"it cannot render {kind}s; use a template that does")
         messages = _as_json(messages)
         if "reasoning_content" in self.text and "split('</think>')" not in self.text:
-            # Qwen3.8's would write a thought that is in the text after an empty one
+            # Qwen3.8's template would write an empty thought before a thought in the text
             messages = [_with_thought_apart(message) for message in messages]
-        if "<function=" in self.text:  # it lays out parameters one by one, not JSON
+        if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
-        joined = "".join(map(text_of, messages))  # a template may join parts, and strip them
+        joined = "".join(
+            map(text_of, messages)
+        )  # checked joined too, because a template may join and strip parts
         for text in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
             control = self.control.search(text)
             if control:
                 raise self._error(
-                    f"a text of the conversation spells {control[0]}; "
-                    "take that out, or use Qwen's template, for which it stays text"
+                    f"a text of the conversation contains the control token {control[0]}; remove "
+                    "it, or use Qwen's template, which renders it as ordinary text"
                 )
         return messages
 
@@ -222,28 +247,38 @@ class ChatTemplate:
                 documents=None,
                 **self.token_names,
             )
-        except Exception as error:  # a template is a program: it can fail in every way
+        except Exception as error:  # a template is a program, which can raise any exception
             if messages and messages[0]["role"] == "system":
-                self._lay_out(messages[1:], add_generation_prompt)  # if that fails, it is not this
+                self._lay_out(
+                    messages[1:], add_generation_prompt
+                )  # raises its own error if the system message is not the reason
                 raise self._error(
-                    f"it refuses system messages ({error}); leave out data.system_prompt, "
-                    "or the system turn of the rows"
+                    f"it does not support system messages ({error}); remove data.system_prompt, "
+                    "or the system turns of the rows"
                 ) from error
             raise self._error(error) from error
 
     def _cut(self, text: str) -> list[str]:
-        """Cut at control tokens."""
+        """Split a text at control tokens."""
         return [self.controls.get(piece, piece) for piece in self.control.split(text)]
 
     def _error(self, reason: str | Exception) -> ValueError:
         if isinstance(reason, Exception):
-            line = getattr(reason, "lineno", "?")  # of a syntax error
+            line = getattr(reason, "lineno", "?")  # syntax errors have a line number
             reason = f"fails in line {line}: {type(reason).__name__}: {reason}".partition("\n")[0]
         return ValueError(f"{self.source}: chat template: {reason}")
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
-    """Hand a template, None: chat.render's, named values, such as {"enable_thinking": False}."""
+    """Return a copy of a template that renders with the given variables.
+
+    Args:
+        template: template; None is chat_template.render.
+        values: option data.chat_template_kwargs, such as {"enable_thinking": False}.
+
+    Raises:
+        ValueError: the template does not use a variable.
+    """
     if not values:
         return template
     template = copy(template or ChatTemplate(DEFAULT, "the default template"))
@@ -253,8 +288,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     for name in values:
         if name not in template_names:
             raise template._error(
-                f"it reads no {name!r} of data.chat_template_kwargs; "
-                f"there are: {', '.join(sorted(template_names)) or 'none'}"
+                f"it has no variable {name!r} (data.chat_template_kwargs); its variables are: "
+                f"{', '.join(sorted(template_names)) or 'none'}"
                 f"{did_you_mean(name, template_names)}"
             )
     template.token_names = template.token_names | values
@@ -263,19 +298,19 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _is_known(text: str, ours: str, *published: str) -> bool:
-    """Tell whether a template's text is ours or, by its hash, what Qwen publishes."""
+    """Return True if the text of a template equals `ours` or has one of the hashes `published`."""
     text = text.removesuffix("\n")
     return text == ours or hashlib.sha256(text.encode()).hexdigest() in published
 
 
 def _needs_jinja(messages: list[dict]) -> bool:
-    """Tell whether Qwen3-VL's template does more with a conversation than chat.render."""
+    """Return True if Qwen3-VL's template and chat_template.render differ for a conversation."""
     check_messages(messages)
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise ValueError(
-            "chat template: Qwen3-VL's drops a system message after the first turn; "
-            "begin with it, or make it a user's"
+            "chat template: Qwen3-VL's template ignores a system message after the first turn; "
+            "move it to the start, or change its role to user"
         )
     for message in messages:
         if message["role"] not in ("system", "user", "assistant") or message.get("tool_calls"):
@@ -286,7 +321,7 @@ def _needs_jinja(messages: list[dict]) -> bool:
 
 
 def _with_thought_apart(message: dict) -> dict:
-    """Say the thought of an answer, <think>...</think> in front of it, as templates are told it."""
+    """Move a leading <think>...</think> of an assistant message into its reasoning_content."""
     if message["role"] != "assistant" or "reasoning_content" in message:
         return message
     parts = content_parts(message)
@@ -299,7 +334,7 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _parse_arguments(messages: list[dict]):
-    """Parse the arguments of calls that are JSON as text."""
+    """Parse, in place, arguments of tool calls that are JSON strings."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -308,7 +343,7 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain) -> Plain:
-    """Rebuild of JSON types alone, without None: objects have methods that no sandbox knows."""
+    """Copy a value with JSON types only, as methods of other objects would escape the sandbox."""
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -317,7 +352,7 @@ def _as_json(value: Plain) -> Plain:
 
 
 def _template_in(path: Path) -> str | None:
-    """Return the template in one of FILES, or None."""
+    """Return the text of the template in one of FILES, or None."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":
@@ -328,16 +363,17 @@ def _template_in(path: Path) -> str | None:
         return None
     if not isinstance(text, str):
         raise ValueError(
-            f"{path}: chat_template must be the text of a template, it is {text!r:.40}"
+            f"{path}: chat_template is {text!r:.40}, it must be the text of a template"
         )
     return text
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Make an environment as apply_chat_template has it: whitespace rules, functions, {% break %}.
+    """Build the Jinja sandbox of apply_chat_template: whitespace rules, functions, {% break %}.
 
-    It keeps a template from Python's insides, from files, and from range() over 100,000. It bounds
-    neither time nor memory ({{ 'x' * 10**9 }}): take a template from where you would take weights.
+    The sandbox blocks access to Python internals and files, and range() over more than 100,000
+    items. It does not limit time or memory ({{ 'x' * 10**9 }}), so trust a template only as far as
+    its author.
     """
 
     def fail(message: str):
@@ -346,7 +382,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
     )
-    # jinja2's own filter would escape <, > and & for HTML
+    # replaced, because jinja2's own filter escapes <, > and & for HTML
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     sandbox.globals["raise_exception"] = fail
     return sandbox

@@ -35,19 +35,19 @@ SPEAKERS = {  # name of a speaker in the formats of other projects -> role
     "function": "tool",
 }
 # video options that are allowed as column names, because they are common
-COLUMNS_TOO = {"fps", "min_frames", "max_frames"}
+COMMON_VIDEO_COLUMNS = {"fps", "min_frames", "max_frames"}
 RESERVED = {  # name that no column may have -> end of the error message, with the reason
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
-        "called otherwise: this is the name of something else that rewards are given; rename it",
+        "renamed, because reward functions receive another argument of this name; use data.columns",
     ),
     **dict.fromkeys(
-        vars(VideoOptions()).keys() - COLUMNS_TOO,
-        'beside its source as an option, {"image": ..., "max_pixels": 200704}, or called otherwise',
+        vars(VideoOptions()).keys() - COMMON_VIDEO_COLUMNS,
+        'renamed, or moved to its image as an option: {"image": ..., "max_pixels": 200704}',
     ),
 }
 Side = Annotated[float, "(0, inf)"]
-CHECKED = {  # column -> type and bounds of its values
+COLUMN_TYPES = {  # column -> type and bounds of its values
     "margin": Annotated[float, "(-inf, inf)"],  # margin by which `chosen` is better
     "ref_chosen_logps": Annotated[float, "(-inf, 0]"],  # reference model's, summed over tokens
     "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
@@ -57,7 +57,7 @@ CHECKED = {  # column -> type and bounds of its values
 
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename columns of a row, and add the columns that every matching format in FORMS computes.
+    """Rename columns of a row, and add the columns that every matching format in FORMATS computes.
 
     Args:
         row: column -> value; a value None counts as missing.
@@ -65,15 +65,18 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
     Raises:
         ValueError: the row has a column both under its old and its new name, or has a wrong value.
     """
-    for theirs, ours in renamed.items():
-        if row.get(theirs) is not None:
-            if row.get(ours) is not None:
-                raise ValueError(f"data.columns calls {theirs!r} {ours!r}; leave one of both out")
-            row = {**row, theirs: None, ours: row[theirs]}
-    for form in FORMS:
-        if form.fits(row):
-            with error_context(f"form {form.name!r}"):
-                row = row | form.read(row)
+    for file_column, our_column in renamed.items():
+        if row.get(file_column) is not None:
+            if row.get(our_column) is not None:
+                raise ValueError(
+                    f"data.columns renames {file_column!r} to {our_column!r}, but the row has "
+                    "both; remove one"
+                )
+            row = {**row, file_column: None, our_column: row[file_column]}
+    for row_format in FORMATS:
+        if row_format.matches(row):
+            with error_context(f"format {row_format.name!r}"):
+                row = row | row_format.read(row)
     return row
 
 
@@ -87,32 +90,32 @@ def check_columns(columns: dict, required: Sequence[str]):
             continue
         if name in RESERVED:
             check_field(False, f"column {name!r}", value, RESERVED[name])
-        if name in CHECKED and (name != "label" or name in required):
-            read_value(CHECKED[name], value, f"column {name!r}", json=True)
+        if name in COLUMN_TYPES and (name != "label" or name in required):
+            read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
         if name == "solution":
             check_field(str(value).count("<answer>") <= 1, "column 'solution'", value, "one answer")
 
 
 @dataclass
-class Form:
-    """A row format of another project.
+class RowFormat:
+    """A row format of another project, and the function that converts it.
 
-    It matches rows that have all columns `needed` and none of the columns `without`.
+    A format matches rows that have all of `required_columns` and no column of `excluded`.
     """
 
-    needed: tuple[str, ...]
-    without: Iterable[str]
+    required_columns: tuple[str, ...]
+    excluded: Iterable[str]
     read: Callable[[dict], dict]  # row -> columns to add or replace
 
     @property
     def name(self) -> str:
-        return " and ".join(self.needed)
+        return " and ".join(self.required_columns)
 
-    def fits(self, row: dict) -> bool:
-        for name in self.needed:
+    def matches(self, row: dict) -> bool:
+        for name in self.required_columns:
             if row.get(name) is None:
                 return False
-        return all(row.get(name) is None for name in self.without)
+        return all(row.get(name) is None for name in self.excluded)
 
 
 def _read_conversations(row: dict) -> dict:
@@ -121,9 +124,9 @@ def _read_conversations(row: dict) -> dict:
     The first answer becomes the solution, if the row has none. Without a final answer, all turns
     are the prompt.
     """
-    listed = row["conversations"]
-    check_field(isinstance(listed, list), "column 'conversations'", listed, "a list of turns")
-    turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(listed)]
+    raw_turns = row["conversations"]
+    check_field(isinstance(raw_turns, list), "column 'conversations'", raw_turns, "a list of turns")
+    turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(raw_turns)]
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     # without a final answer, all turns are the prompt
     if not answers or turns[-1]["role"] != "assistant":
@@ -155,7 +158,9 @@ def _with_rejected(turns: list[dict], row: dict) -> dict:
 def _read_turn(turn: dict, number: int) -> dict:
     speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise ValueError(f"turn {number} is {turn!r:.60}; 'from' has to be {', '.join(SPEAKERS)}")
+        raise ValueError(
+            f"turn {number} is {turn!r:.60}; 'from' must be one of {', '.join(SPEAKERS)}"
+        )
     value = turn.get("value", turn.get("content"))
     if type(value) in (int, float):  # VLM-R1 has numbers as answers
         value = str(value)
@@ -178,8 +183,10 @@ def _system_turns(row: dict) -> list[dict]:
 def _read_messages(row: dict) -> dict:
     """Read `messages`. As in ms-swift, they are a prompt if they end with a user turn."""
     messages = row["messages"]
-    is_turns = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
-    if not messages or not is_turns:
+    is_list_of_turns = isinstance(messages, list) and all(
+        isinstance(turn, dict) for turn in messages
+    )
+    if not messages or not is_list_of_turns:
         return {}  # file_dataset.py raises the error
     turns = []
     for number, message in enumerate(messages):
@@ -249,7 +256,8 @@ def _read_objects(row: dict) -> dict:
             mark_items = []
         if len(mark_items) != num_marks:
             raise ValueError(
-                f"column 'objects' has {len(mark_items)} {key}, the texts {num_marks} {mark}"
+                f"column 'objects' has {len(mark_items)} items in {key!r}, but the texts have "
+                f"{num_marks} marks {mark}"
             )
         mark_values[mark] = [
             item if isinstance(item, str) else json.dumps(item) for item in mark_items
@@ -260,7 +268,7 @@ def _read_objects(row: dict) -> dict:
     def fill_mark(mark: re.Match) -> str:
         return mark_values[mark[0]].pop(0)
 
-    return changed(texts, lambda text: re.sub("|".join(mark_values), fill_mark, text))
+    return map_nested(texts, lambda text: re.sub("|".join(mark_values), fill_mark, text))
 
 
 def _read_choices(row: dict) -> dict:
@@ -275,9 +283,9 @@ def _read_choices(row: dict) -> dict:
         return {}  # an open question, or turns whose text is the whole prompt already
     answer = row.get("answer", row.get("solution"))
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
-    check_field(is_list, "its choices", choices, "a list of texts")
+    check_field(is_list, "the list of choices", choices, "a list of texts")
     is_choice = not isinstance(answer, int) or answer in choices
-    check_field(is_choice, "the answer beside choices", answer, "a letter or one of them")
+    check_field(is_choice, "the answer beside choices", answer, "a letter or one of the choices")
     question_column = question_columns[0]
     question_text = row[question_column]
     if all(re.search(rf"\b{letter}[.:)]", question_text) for letter in LETTERS[: len(choices)]):
@@ -295,11 +303,13 @@ def _read_img_tags(row: dict) -> dict:
     """
     image_paths = []
 
-    def take_path(tag: re.Match) -> str:
+    def collect_path(tag: re.Match) -> str:
         image_paths.append(tag[1])
         return "<image>"
 
-    texts = changed(_text_columns(row), lambda text: re.sub("<img>(.*?)</img>", take_path, text))
+    texts = map_nested(
+        _text_columns(row), lambda text: re.sub("<img>(.*?)</img>", collect_path, text)
+    )
     return {**texts, "images": image_paths} if image_paths else {}
 
 
@@ -308,51 +318,53 @@ def _text_columns(row: dict) -> dict:
     return {name: row[name] for name in TEXTS if row.get(name) is not None}
 
 
-def changed(value: Plain, change: Callable, kinds: type | tuple[type, ...] = str) -> Plain:
+def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
     """Apply a function to all texts in nested lists and dicts, or to all values of the given types.
 
     Returns a copy; other values stay as they are.
     """
-    if isinstance(value, kinds):
+    if isinstance(value, types):
         return change(value)
     if isinstance(value, list):
-        return [changed(item, change, kinds) for item in value]
+        return [map_nested(item, change, types) for item in value]
     if isinstance(value, dict):
-        return {key: changed(item, change, kinds) for key, item in value.items()}
+        return {key: map_nested(item, change, types) for key, item in value.items()}
     return value
 
 
-def renaming(theirs: str, ours: str, without: Iterable[str] = ()) -> Form:
-    """Create a format that copies the column `theirs` to `ours`.
+def rename_column(file_column: str, our_column: str, excluded: Iterable[str] = ()) -> RowFormat:
+    """Create a format that copies the column `file_column` to `our_column`.
 
-    It does not match rows that have `ours` already, or one of the columns `without`.
+    It does not match rows that have `our_column` already, or one of the columns `excluded`.
     """
-    return Form((theirs,), (ours, *without), lambda row: {ours: row[theirs]})
+    return RowFormat(
+        (file_column,), (our_column, *excluded), lambda row: {our_column: row[file_column]}
+    )
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 QUESTION_COLUMNS = ("problem", "prompt", "messages")
-OURS = (*QUESTION_COLUMNS, "completion")  # a row with one of these columns is in our format
-TEXTS = (*OURS, "chosen", "rejected", "solution")
-FORMS = [
-    Form(("A", "B"), (), _read_choices),
-    Form(("options",), (), _read_choices),
-    Form(("choices",), (), _read_choices),
-    Form(("conversations",), QUESTION_COLUMNS, _read_conversations),
-    Form(("messages",), ("problem", "prompt", "completion"), _read_messages),
-    Form(("prefix", "suffix"), OURS, partial(_read_question, "prefix", "suffix")),
-    Form(("query",), OURS, partial(_read_question, "query", "response")),
-    Form(("instruction",), OURS, partial(_read_question, "instruction", "output")),
-    Form(("question",), OURS, partial(_read_question, "question", "answer")),
-    Form(("chosen", "rejected"), (), _read_pair),
-    renaming("kto_tag", "label"),
-    renaming("answer", "solution"),
-    Form(("reward_model",), ("solution",), _read_reward_model),
-    renaming("ground_truth", "solution"),
-    renaming("file_name", "image", MEDIA_COLUMNS),
-    Form(("objects",), (), _read_objects),
-    Form((), MEDIA_COLUMNS, _read_img_tags),
+OUR_COLUMNS = (*QUESTION_COLUMNS, "completion")  # a row with one of these columns is in our format
+TEXTS = (*OUR_COLUMNS, "chosen", "rejected", "solution")
+FORMATS = [
+    RowFormat(("A", "B"), (), _read_choices),
+    RowFormat(("options",), (), _read_choices),
+    RowFormat(("choices",), (), _read_choices),
+    RowFormat(("conversations",), QUESTION_COLUMNS, _read_conversations),
+    RowFormat(("messages",), ("problem", "prompt", "completion"), _read_messages),
+    RowFormat(("prefix", "suffix"), OUR_COLUMNS, partial(_read_question, "prefix", "suffix")),
+    RowFormat(("query",), OUR_COLUMNS, partial(_read_question, "query", "response")),
+    RowFormat(("instruction",), OUR_COLUMNS, partial(_read_question, "instruction", "output")),
+    RowFormat(("question",), OUR_COLUMNS, partial(_read_question, "question", "answer")),
+    RowFormat(("chosen", "rejected"), (), _read_pair),
+    rename_column("kto_tag", "label"),
+    rename_column("answer", "solution"),
+    RowFormat(("reward_model",), ("solution",), _read_reward_model),
+    rename_column("ground_truth", "solution"),
+    rename_column("file_name", "image", MEDIA_COLUMNS),
+    RowFormat(("objects",), (), _read_objects),
+    RowFormat((), MEDIA_COLUMNS, _read_img_tags),
 ]
 # names of the formats that contain a question
-QUESTION_FORMS = [form.name for form in FORMS if "problem" in form.without]
+QUESTION_FORMATS = [row_format.name for row_format in FORMATS if "problem" in row_format.excluded]

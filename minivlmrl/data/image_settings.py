@@ -1,4 +1,4 @@
-"""preprocessor_config.json <-> ImageProcessor."""
+"""Convert a preprocessor_config.json to an ImageProcessor, and back."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,38 +15,43 @@ from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_r
 def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
-    """Resize RGB frames and normalise them, see image.resize_frames, with torch's kernel.
+    """Resize and normalise RGB frames like image.resize_frames, but with torch's kernel.
 
-    Gives the values of transformers' torchvision processor to the bit. The default, pil, is the
-    filter that checkpoints were trained with; docs/numerical_parity.md says how far they differ.
+    The results equal those of transformers' torchvision processor bit for bit. Checkpoints were
+    trained with Pillow's filter, which is the default; docs/numerical_parity.md lists the
+    differences.
     """
     size = (height, width)
     resized = []
     for frame in frames:
-        # uint8 in and out: the kernel rounds between its two passes, as it would not in float32
+        # uint8, because the kernel rounds between its two passes only for integers
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # transformers' way to write 255, folded into mean and std
+    scale = np.float32(1 / (1 / 255))  # 255 with transformers' rounding, folded into mean and std
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize_backend
+RESIZE = {
+    "pil": resize_frames,
+    "torch": torch_resize_frames,
+}  # {value of data.resize_backend: function}_backend
 
 Count = Annotated[int, ">= 1"]
-# an image of the largest is 2 GB as patches while they are made
+# patches of the largest allowed image take 2 GB while they are computed
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # float32 has to divide by it
-# Fast resizes with torch. So does transformers 5's plain name where torchvision is; not here.
+Std = Annotated[float, "[1e-6, 1e6)"]  # bounded, because float32 divides by it
+# Only the name with Fast resizes with torch here. In transformers 5 the plain name does so too, if
+# torchvision is installed.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor",
     "Qwen2VLImageProcessorPil",
     "Qwen2VLImageProcessorFast",
     "Qwen2_5_VLImageProcessor",
 ]
-# settings that change pixels and have one value here, as we write them
+# settings that change pixels and support only one value; saved folders contain these values
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -55,13 +60,13 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# fields of ImageProcessor with the same name
+# settings with the same name in ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
 class Size:
-    """Bounds of the area of an image, by their newer and older names, and what must be null."""
+    """Bounds of an image's area in pixels, with new and old names; other fields must be null."""
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -75,7 +80,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """What a preprocessor_config.json may say; null is missing."""
+    """Fields of a preprocessor_config.json that are read; null counts as missing."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -99,9 +104,16 @@ class ImageSettings:
 def read_image_processor(
     content: dict, where: str, min_pixels: int | None = None, max_pixels: int | None = None
 ):
-    """Make an image processor of a preprocessor_config.json (ValueError names a wrong field).
+    """Build an image processor from a preprocessor_config.json.
 
-    Pixel bounds override the file's; those that neither gives are of transformers' class.
+    Args:
+        content: parsed content of the file.
+        where: name of the file, for error messages.
+        min_pixels, max_pixels: bounds that override those of the file. If neither has a bound, the
+            default of transformers' class is used.
+
+    Raises:
+        ValueError: a field has an unsupported value.
     """
     settings = build(ImageSettings, content, where, json=True)
     size = settings.size or Size()
@@ -113,19 +125,19 @@ def read_image_processor(
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # bounds that an image of one token does not keep, no image does
+        # raises an error if the bounds exclude every image
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return mean, deviation and sizes of patches."""
+    """Return {name: value} of image_mean, image_std and the patch sizes."""
     return {name: getattr(holder, name) for name in SAME_NAMES}
 
 
 def write_image_processor(processor: ImageProcessor) -> dict:
-    """Make a preprocessor_config.json that transformers 4.49 to 5.23 and vLLM read."""
+    """Build the content of a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM."""
     low = processor.min_pixels
     high = processor.max_pixels
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -135,5 +147,5 @@ def write_image_processor(processor: ImageProcessor) -> dict:
         **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # the newer name of the same
+        "size": {"shortest_edge": low, "longest_edge": high},  # newer name of the same bounds
     }

@@ -1,4 +1,4 @@
-"""Batches: the rows of each rollout, in an order that the seed alone decides."""
+"""Load batches: the rows of each rollout, in an order that depends only on the seed."""
 
 import itertools
 import warnings
@@ -13,7 +13,7 @@ from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
-MAX_SKIPPED = 100  # number of unreadable rows, one after the other, that end a run
+MAX_SKIPPED = 100  # number of consecutive unreadable rows that end a run
 # number of rows of the next draw that threads prepare: 1.5 GB of patches at a megapixel per image
 MAX_AHEAD = 64
 
@@ -137,15 +137,18 @@ class Batches(Iterator[list[Row]]):
         return self.report_skipped(*self.prepare(index, key))
 
     def report_skipped(self, row: Row | None, failures: dict[int, ValueError]) -> Row:
-        """Warn of unreadable rows and count them (ValueError: no readable row was found)."""
+        """Warn about skipped rows and count them; raise ValueError if no readable row was found."""
         for number, failure in failures.items():
             if number not in self.skipped:
                 self.skipped.add(number)
-                warnings.warn(f"{failure}; row left out, {len(self.skipped)} so far", stacklevel=2)
+                warnings.warn(
+                    f"{failure}; skipped this row, {len(self.skipped)} so far", stacklevel=2
+                )
         if row is None:
             last_failure = list(failures.values())[-1]
             raise ValueError(
-                f"{last_failure}; data.skip_unreadable: so are the {MAX_SKIPPED - 1} rows before it"
+                f"Gave up after {MAX_SKIPPED} consecutive unreadable rows (data.skip_unreadable); "
+                f"last error: {last_failure}"
             )
         return row
 
@@ -153,7 +156,7 @@ class Batches(Iterator[list[Row]]):
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
     """Yield lists of `per_draw` row indices, after the first `skip`; each pass has a new order."""
     if size == 0:
-        raise ValueError("there are no rows to train on")
+        raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)
     passes = (torch.randperm(size, generator=generator).tolist() for _ in itertools.count())
     numbers = itertools.islice(itertools.chain.from_iterable(passes), skip, None)

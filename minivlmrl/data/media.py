@@ -1,4 +1,4 @@
-"""Images and videos of a row: where their bytes are, what they ask for, which part shows them."""
+"""Read the images and videos of a row: their sources, options and places in the messages."""
 
 import base64
 import contextlib
@@ -28,35 +28,40 @@ from minivlmrl.data.messages import (
     shown_parts_of,
 )
 
-# what people call the column of an image or a video, and what such a column says
+# common names of columns with images or videos
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
 )
-BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # of a JPEG, PNG, WebP or GIF
+BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
 FILE_NAME = r"\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z"
 PICTURE = re.compile(f"data:image/|{BASE64}|{FILE_NAME}", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# keys of a part that say what it shows
+# keys of a message part that hold its source
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
-# options that choose frames of a video file
+# options that select the frames of a video file
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-# Pillow would run Ghostscript for EPS, open any file inside IPTC, ask Windows for WMF
+# refused formats: Pillow runs Ghostscript for EPS, opens files named in IPTC, calls Windows for WMF
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Pillow's own limit, half a GiB as RGB: a file of a few kilobytes could claim any size
+# Pillow's own limit (half a GiB as RGB), because a file of a few kilobytes can claim any size
 MAX_IMAGE_PIXELS = 178_956_970
 
 Source = str | Path | bytes
 
-# Pillow warns from half of our limit on. Set once, because threads share one list of filters.
+# Pillow warns at half of this limit. The filter is set once, because threads share the filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
 def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
-    """Read an image as image.load_image does (ValueError: names the source and what is wrong).
+    """Load an image as image.load_image does.
 
-    folder: where a relative path starts.
+    Args:
+        source: path, file:// URL, data URI or bytes.
+        folder: folder that a relative path starts from.
+
+    Raises:
+        ValueError: the image cannot be read. The message names the source and the reason.
     """
     with open_image(source, folder) as image:
         return load_image(image)
@@ -64,76 +69,91 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Open an image; every error inside the block becomes a ValueError."""
+    """Open an image, and turn every exception inside the block into a ValueError."""
     name, file = open_source(source, folder)
     try:
         with PIL.Image.open(file) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(
-                    f"{image.width} x {image.height} pixels are over {MAX_IMAGE_PIXELS}; "
-                    "scale it down"
+                    f"{image.width} x {image.height} pixels are more than the limit of "
+                    f"{MAX_IMAGE_PIXELS}; scale the image down"
                 )
             if image.format in PROGRAMS:
-                raise ValueError(f"{image.format} files can hold programs; convert it to PNG")
+                raise ValueError(
+                    f"{image.format} files can contain programs; convert the image to PNG"
+                )
             yield image
     except Exception as error:  # Pillow's decoders raise anything: struct.error, IndexError, ...
         error_text = getattr(error, "strerror", None) or error
         if isinstance(error, PIL.UnidentifiedImageError):
-            error_text = "none of the formats that Pillow knows"
+            error_text = "its format is unknown to Pillow"
         raise ValueError(f"{name}: cannot be read as an image ({error_text})") from error
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Find a path, file:// URL, data URI or bytes: its name; the path or the bytes."""
+    """Resolve the source of an image or video.
+
+    Args:
+        source: path, file:// URL, data URI or bytes.
+        folder: folder that a relative path starts from.
+
+    Returns:
+        A name for error messages, and the path or a stream of the bytes.
+    """
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
-        raise ValueError(f"a path, data URI or bytes is needed, not {type(source).__name__}")
+        raise ValueError(
+            f"the source must be a path, data URI or bytes, it is of type {type(source).__name__}"
+        )
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     with error_context(name):
         if text.startswith("data:"):
             header, comma, data = text.partition(",")
             if not comma or not header.endswith(";base64"):
-                raise ValueError("a data URI must look like data:image/png;base64,...")
+                raise ValueError("a data URI must begin like data:image/png;base64,")
             with error_context(
                 "not base64"
-            ):  # strictly: urllib's handler skips letters that are none
+            ):  # validated, because urllib's handler skips invalid letters
                 return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
         if text.startswith(("http://", "https://")):
             raise ValueError(
-                "download it, or a run sees another picture tomorrow: "
-                "python recipes/download.py ROWS.jsonl does so once"
+                "remote files are not supported, because they can change; download them once with "
+                "`python recipes/download.py ROWS.jsonl`"
             )
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # reading from a pipe or device might never end
+    # because reading from a pipe or device may never end
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise ValueError(f"{path}: a pipe or device; give a file")
+        raise ValueError(f"{path} is a pipe or device; use a regular file")
     return str(path) if len(str(path)) <= 400 else name, path
 
 
 @dataclass
 class Media:
-    """One image or video that a row names."""
+    """Source and options of one image or video of a row."""
 
     kind: str  # "image" or "video"
-    # path, data URI or bytes; of a video also a list of those of its frames
+    # path, data URI or bytes; for a video also a list of the sources of its frames
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
 
     @property
     def image_source(self) -> str | bytes:
-        """Return where the bytes of an image are."""
+        """Return the source of an image, which is never a list."""
         assert not isinstance(self.source, list), "only a video is a list of frames"
         return self.source
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
-    """List a row's media by kind, of its columns `image`, `images`, `video` and `videos`.
+    """Read the columns `image`, `images`, `video` and `videos` of a row.
 
-    Each entry is a source, or one with options: {"image": "cat.jpg", "max_pixels": 200704}.
+    Each entry is a source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
+
+    Returns:
+        {"image" or "video": media in the order of the column}, without kinds that have no column.
     """
     row_media = {}
     for name, kind in COLUMNS.items():
@@ -141,9 +161,11 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if entries is None:
             continue
         if kind in row_media:
-            raise ValueError(f"give column {kind!r} or {name!r}, not both")
+            raise ValueError(
+                f"the row has both columns {kind!r} and {name!r}; use only one of them"
+            )
         if name == "video" or not isinstance(entries, list):
-            entries = [entries]  # a list under `video` is one of frames
+            entries = [entries]  # a list in the column `video` is a list of frames
         with error_context(f"column {name!r}"):
             row_media[kind] = [_media(entry, kind) for entry in entries]
     return row_media
@@ -152,22 +174,28 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 def place_media(
     turns: list[dict], row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media]]:
-    """Give a prompt a part for each image and video; return also what parts show, in order.
+    """Assign each image and video of a row to a part of the messages.
 
-    They go to the parts of their kind that do not say themselves what they show, else where the
-    text says <image> or <video>, else before the text of the first user turn.
+    Each file fills the next part of its kind without a source. If the messages have no such parts,
+    it replaces the next tag <image> or <video> of the text. Without tags, it goes before the text
+    of the first user turn.
 
     Args:
-        row_media: by kind, the media that come with the row. The options of a part win over those
-            listed here.
-        options: of all rows: those of every image without its own, and those that a video does not
-            say itself; which frames to take only of files without nframes.
+        turns: messages of the prompt and, if the answer contains images, of the answer.
+        row_media: {kind: media from the columns of the row}. Options in a part of the messages
+            override their options.
+        options: options of all rows. Its image options apply to images without options of their
+            own. Its video options apply to every option that a video does not set; options that
+            select frames are ignored for lists of frames and for videos with nframes.
+
+    Returns:
+        The messages with a part per image and video, and the media in the order of these parts.
     """
     common_options = media_options(options)
     media_counts = {kind: len(entries) for kind, entries in row_media.items()}
-    if not shown_parts_of(turns):  # else <image> is text
+    if not shown_parts_of(turns):  # otherwise <image> is ordinary text
         turns = add_placeholders(turns, media_counts)
-    kinds = []  # of the parts that do not say what they show
+    kinds = []  # kinds of the parts without a source
     for part in shown_parts_of(turns):
         kind = _checked_kind(part)
         if not _sources(part, kind):
@@ -196,10 +224,10 @@ def place_media(
 
 
 def _with_common(item: Media, options: dict, common_options: dict) -> dict:
-    """Add the common options: all to an image without its own, to a video those it does not say."""
+    """Merge the options of one image or video with the common options, see place_media."""
     if item.kind == "image":
         return options or common_options
-    if isinstance(item.source, list) or "nframes" in options:  # says which frames to take
+    if isinstance(item.source, list) or "nframes" in options:  # the frames are fixed already
         common_options = _without(common_options)
     return common_options | options
 
@@ -210,12 +238,15 @@ def media_options(options: RowOptions) -> dict[str, dict]:
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Return the options of an image or video that are not None (ValueError names a wrong one)."""
+    """Validate the options of an image or video, and return those that are not None."""
     return check_values(OPTIONS[kind], options, f"options of the {kind}")
 
 
 def check_unread(columns: dict):
-    """Refuse a row with a column like an image that is not read: it would be trained blind."""
+    """Raise ValueError if a row without images has an unknown column that seems to hold an image.
+
+    Without this check, the model would be trained without its images.
+    """
     for name, value in columns.items():
         first = value[0] if isinstance(value, list) and value else value
         if not isinstance(first, str | dict) or not first:
@@ -224,13 +255,13 @@ def check_unread(columns: dict):
         if MEDIA_NAME.fullmatch(name.lower()) or is_picture:
             kind = "video" if "video" in name.lower() else "image"
             raise ValueError(
-                f"column {name!r} looks like an {kind} and is not read; did you mean {kind!r}? "
-                f"data.columns: {{{name}: {kind}}} renames it; or leave it out"
+                f"column {name!r} seems to hold an image or video, but no column of this name is "
+                f"read. Rename it with data.columns: {{{name}: {kind}}}, or remove it."
             )
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield the sources of a row's images and videos and their paths, "" of bytes."""
+    """Yield (source, path) of each file of a row's images and videos; the path of bytes is ""."""
     for item in media:
         for source in item.source if isinstance(item.source, list) else [item.source]:
             if isinstance(source, bytes) or source.startswith("data:"):
@@ -242,42 +273,48 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def _checked_kind(part: dict) -> str:
-    """Return the kind of a part of messages that have been checked: image, video or text."""
+    """Return "image", "video" or "text", for a part of messages that check_messages accepted."""
     kind = part_kind(part)
     assert kind is not None, "check_messages refuses such a part"
     return kind
 
 
 def _sources(part: dict, kind: str) -> list:
-    """List what an entry or a part says itself that it shows."""
+    """List the sources that an entry of a column or a message part contains."""
     return [part[name] for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: Plain, kind: str) -> Media:
-    """Read an entry of a column, or a part: its source and its options."""
+    """Parse an entry of a column, or a message part, into its source and options."""
     if isinstance(entry, str):
-        is_base64 = kind == "image" and re.match(BASE64, entry)  # as in MMBench's files
+        is_base64 = kind == "image" and re.match(
+            BASE64, entry
+        )  # MMBench's files contain base64 without a header
         return Media(kind, f"data:;base64,{entry}" if is_base64 else entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
     sources = _sources(entry, kind)
     if len(sources) > 1:
-        raise ValueError(f"it has {kind!r} and '{kind}_url'; give one of them")
+        raise ValueError(f"it has both {kind!r} and '{kind}_url'; use only one of them")
     source: Plain = sources[0] if sources else None
     if isinstance(source, dict):
         source = _source_in(source)
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
-        frame_list = ", or a list of those of its frames" if kind == "video" else ""
-        raise ValueError(f"each {kind} must be a path or data URI{frame_list}, not {source!r:.60}")
+        frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
+        raise ValueError(
+            f"each {kind} must be a path or data URI{frame_list}, it is {source!r:.60}"
+        )
     return Media(kind, source, _options(entry, kind))
 
 
 def _source_in(source: dict) -> Plain:
-    """Read {"bytes": ..., "path": ...} of Hugging Face, or {"url": ...} of an image_url."""
+    """Return the source in Hugging Face's {"bytes": ..., "path": ...} or OpenAI's {"url": ...}."""
     content = source.get("bytes")
     if content is not None:
-        return f"data:;base64,{content}" if isinstance(content, str) else content  # text: of JSON
+        return (
+            f"data:;base64,{content}" if isinstance(content, str) else content
+        )  # JSON has base64 text
     return source.get("path" if "bytes" in source else "url")
 
 

@@ -1,4 +1,4 @@
-"""Several files of rows as one: which rows of each, how often, who judges them."""
+"""Combine several files of rows into one dataset: select, repeat and concatenate their rows."""
 
 import math
 import random
@@ -15,14 +15,16 @@ from minivlmrl.data.row_summary import FileRows
 from minivlmrl.data.rows import Row
 
 
-class Picked(FileRows):
-    """Rows of one or more datasets, in the order of `picks`: (dataset, row), both as numbers."""
+class RowSelection(FileRows):
+    """Rows of one or more datasets, in the order of `picks`: (index of the dataset, of the row)."""
 
     def __init__(self, parts: Sequence[FileRows], picks: list[tuple[int, int]]):
         self.parts = parts
         self.picks = picks
         if not picks:
-            raise ValueError("data: no rows are left")
+            raise ValueError(
+                "data: no rows are left, check data.file, sampling and data.max_prompt_tokens"
+            )
 
     def __len__(self) -> int:
         return len(self.picks)
@@ -44,18 +46,22 @@ class Picked(FileRows):
         return self.parts[part].outline(row)
 
     @property
-    def asked(self) -> list[int]:
-        return [self.parts[part].asked[row] for part, row in self.picks]
+    def prompt_hashes(self) -> list[int]:
+        return [self.parts[part].prompt_hashes[row] for part, row in self.picks]
 
     def content(self, index: int) -> str:
         part, row = self.picks[index]
         return self.parts[part].content(row)
 
 
-def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> Picked:
-    """Lay files of rows end to end, each row as often as the weight of its file says.
+def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
+    """Concatenate datasets; the weight of a file is the number of times each row is repeated.
 
-    Example: weight 2.5 has every row twice and every second row once more.
+    Example: with weight 2.5, every row occurs twice, and every second row once more.
+
+    Args:
+        parts: datasets.
+        files: options of the datasets, in the same order.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
@@ -64,19 +70,26 @@ def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> Picked:
         repeats = int(section.weight)
         for row_number in chosen:
             picks += [(part_number, row_number)] * repeats
-        num_more = round(section.weight * len(chosen)) - repeats * len(chosen)
-        picks += [(part_number, chosen[i * len(chosen) // num_more]) for i in range(num_more)]
-    return Picked(parts, picks)
+        num_extra = round(section.weight * len(chosen)) - repeats * len(chosen)
+        picks += [(part_number, chosen[i * len(chosen) // num_extra]) for i in range(num_extra)]
+    return RowSelection(parts, picks)
 
 
 def sample(strategy: str, total_rows: int) -> list[int]:
-    """Number the rows that VLM-R1's sampling_strategy takes; random: the same for every seed.
+    """Return the indices of the rows that a sampling strategy selects.
 
-    Source: VLM-R1's grpo_rec.py; a percentage is rounded up.
+    Args:
+        strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is
+            rounded up. The random rows are the same for every seed of a run.
+        total_rows: number of rows.
+
+    Source: sampling_strategy in VLM-R1's grpo_rec.py.
     """
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:
-        raise ValueError(f"sampling {strategy!r} must be all, first:N, end:N, random:N, or of N%")
+        raise ValueError(
+            f"sampling is {strategy!r}, it must be all, first:N, end:N or random:N, with N or N%"
+        )
     name, size_text, percent = match.groups(default="")
     num_rows = int(size_text or total_rows)
     if percent:
@@ -102,7 +115,7 @@ class _Mix:
 
 
 def read_mix(path: Path) -> list[FileOptions]:
-    """Read VLM-R1's YAML; paths from where it is read, or beside it."""
+    """Read the YAML of VLM-R1. Paths start from the current folder, or from the YAML's folder."""
     with error_context(path):
         yaml_values = parse_yaml(path.read_bytes())
     files = []

@@ -170,7 +170,7 @@ def encode_completion(
     for image, options in shown_parts(turns, images, ()):
         pictures.append((image, *processor.image_processor(image, **options)))
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
-        raise ValueError("the chat template has no place for a picture of the answer")
+        raise ValueError("the chat template cannot render an image in the answer; use one that can")
     grids = [grid for *_, grid in pictures]
     encoded_pieces = processor.encode([piece for piece, _ in pieces], grids)
     ids = []

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minivlmrl.config.parsing import check_field, error_context, optional_dependency, parse_json
 from minivlmrl.data.download import find_split, split_of
-from minivlmrl.data.formats import changed
+from minivlmrl.data.formats import map_nested
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 # types of parquet values that JSON lacks; they are converted to text, as in a CSV file
@@ -245,7 +245,7 @@ class Arrow:
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
             except (OverflowError, OSError) as error:  # for example a date out of Python's range
                 raise ValueError(f"cannot be read ({error})") from error
-            return changed(row, str, NO_JSON_TYPES)
+            return map_nested(row, str, NO_JSON_TYPES)
 
 
 def _next_item(content: str, start: int) -> int:

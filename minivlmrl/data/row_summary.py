@@ -1,4 +1,4 @@
-"""How many rows have how many images, and how long their prompts are, without decoding an image."""
+"""Count images per row and tokens per prompt of a dataset, without decoding images."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,35 +14,35 @@ from minivlmrl.data.rows import Dataset, Row
 if TYPE_CHECKING:
     from minivlmrl.data.media import Media
 
-SAMPLE = 64  # rows whose prompts are laid out to say how long prompts are
-TASK_ROWS = 1000  # of an embedded task, which may have a million: all are alike
-MARKUP = 1000  # tokens that a template adds to a prompt, at most
+SAMPLE = 64  # number of rows whose prompt lengths are measured for the summary
+TASK_ROWS = 1000  # number of rows of an embedded task that are inspected, because all are similar
+MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
 
 
 class FileRows(Sequence[Row]):
-    """Rows of files: what can be said of them without decoding an image."""
+    """A dataset from files whose rows can be inspected without decoding images."""
 
-    asked: list[int]  # a hash of each row's prompt and of the sizes of the files that it shows
+    prompt_hashes: list[int]  # hash per row of its prompt and the sizes of its image files
 
     @abstractmethod
     def describe(self) -> str:
-        """Say how many rows there are of which kind."""
+        """Describe the number of rows, and how many images and videos they have."""
 
     @abstractmethod
     def read(self, index: int) -> "tuple[Row, list[Media]]":
-        """Read a row without its images and videos, and list these in order of appearance."""
+        """Read a row without its images and videos, and list its media in order."""
 
     @abstractmethod
     def outline(self, index: int) -> Row | None:
-        """Read a row with blank images of the sizes that files claim; None: it has videos."""
+        """Read a row with blank images of the right sizes; return None for a row with videos."""
 
     @abstractmethod
     def content(self, index: int) -> str:
-        """Digest what a row asks and shows, files by what they hold."""
+        """Return a digest of the prompt of a row and of the contents of its files."""
 
 
-class Sizes(ImageProcessor):
-    """Tells how many tokens an image has, and leaves its pixels alone."""
+class PatchCounter(ImageProcessor):
+    """Image processor that computes the number of patches, but not their pixels."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
         grid = 1, height // self.patch_size, width // self.patch_size
@@ -50,14 +50,19 @@ class Sizes(ImageProcessor):
 
 
 def summary(rows: Dataset, processor: Processor) -> str:
-    """Say "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens (...)"."""
+    """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
+
+    Args:
+        rows: the dataset.
+        processor: processor of the model, which counts the tokens of a sample of prompts.
+    """
     counter = _counter(processor)
     row_numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     outlines = [outline(rows, row_number) for row_number in row_numbers]
     sample = [row for row in outlines if row is not None]
     if isinstance(rows, FileRows):
         summary_text = rows.describe()
-    else:  # all rows of an embedded task are alike
+    else:  # all rows of an embedded task are similar
         summary_text = count_words({(len(sample[0].images), 0): len(rows)}, len(rows))
     prompt_lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
     if prompt_lengths:
@@ -69,10 +74,11 @@ def summary(rows: Dataset, processor: Processor) -> str:
 
 
 def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
-    """Say "1204 (1200 with 1 image, 4 with no image)".
+    """Describe the number of images and videos: "1204 (1200 with 1 image, 4 with no image)".
 
     Args:
-        media_counts: (images, videos) of a row -> number of rows with as many.
+        media_counts: {(images, videos) of a row: number of such rows}.
+        num_rows: number of all rows.
     """
     media_words = sorted((_media_words(*media), count) for media, count in media_counts.items())
     text = ", ".join(f"{count} with {words}" for words, count in media_words)
@@ -80,12 +86,12 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
-    """Return a row whose images have their size, but no pixels; None: it has videos."""
+    """Return a row whose images may be blank, for measuring; None for a row with videos."""
     return rows.outline(index) if isinstance(rows, FileRows) else rows[index]
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield all rows of files without their images and videos; of a task the first, whole."""
+    """Yield the rows without media; for an embedded task, up to TASK_ROWS rows with images."""
     if isinstance(rows, FileRows):
         for row_number in range(len(rows)):
             yield rows.read(row_number)[0]
@@ -95,7 +101,11 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
-    """Leave out rows with a prompt of over `limit` tokens, and describe them; not videos."""
+    """Remove rows whose prompt has more than `limit` tokens, except rows with videos.
+
+    Returns:
+        The remaining rows, and a description of each removed row.
+    """
     long_rows = {}
     for row_number, where, prompt_length in _long_rows(rows, processor, limit):
         long_rows[row_number] = f"{where}: {prompt_length} tokens"
@@ -103,33 +113,38 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
         return rows, []
     if len(long_rows) == len(rows):
         raise ValueError(
-            f"data.max_prompt_tokens is {limit}: all prompts are longer, {long_rows[0]}"
+            f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example "
+            f"{long_rows[0]}"
         )
-    from minivlmrl.data.mixture import Picked  # here, because most runs leave out no row
+    from minivlmrl.data.mixture import RowSelection  # here, because most runs remove no row
 
-    kept_rows = [(0, row_number) for row_number in range(len(rows)) if row_number not in long_rows]
-    return Picked([rows], kept_rows), list(long_rows.values())
+    remaining_rows = [
+        (0, row_number) for row_number in range(len(rows)) if row_number not in long_rows
+    ]
+    return RowSelection([rows], remaining_rows), list(long_rows.values())
 
 
 def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str):
-    """Refuse a prompt of over `limit` tokens (ValueError: its row, and `reason`); not videos."""
+    """Raise ValueError, with `reason`, if a prompt without videos has more than `limit` tokens."""
     for _, where, prompt_length in _long_rows(rows, processor, limit):
         raise ValueError(f"{where}: its prompt of {prompt_length} tokens {reason}")
 
 
 def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
-    """Yield rows of files with a prompt of over `limit` tokens: number, line, tokens."""
+    """Yield (index, place, prompt length) of rows with more than `limit` prompt tokens."""
     if not isinstance(rows, FileRows):
-        return  # all rows of an embedded task are alike
+        return  # all rows of an embedded task are similar
     counter = _counter(processor)
     image_processor = processor.image_processor
     token_side = image_processor.patch_size * image_processor.merge_size
     for row_number in range(len(rows)):
         row, media = rows.read(row_number)
-        text_tokens = len(repr(row.messages).encode())  # at most one a byte
+        text_tokens = len(
+            repr(row.messages).encode()
+        )  # upper bound, as a token has at least one byte
         image_tokens = len(media) * image_processor.max_pixels // token_side**2
         if text_tokens + image_tokens + MARKUP <= limit:
-            continue  # it fits for sure, and need not be laid out
+            continue  # the upper bound fits, so the prompt need not be tokenized
         row = rows.outline(row_number)
         if row is not None:
             prompt_length = len(row.prompt(counter).input_ids)
@@ -138,7 +153,7 @@ def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tupl
 
 
 def _counter(processor: Processor) -> Processor:
-    return replace(processor, image_processor=Sizes(**vars(processor.image_processor)))
+    return replace(processor, image_processor=PatchCounter(**vars(processor.image_processor)))
 
 
 def _media_words(num_images: int, num_videos: int) -> str:

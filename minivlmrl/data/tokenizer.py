@@ -1,4 +1,4 @@
-"""A tokenizer read from tokenizer.json, or a tiny one trained on the texts of an embedded task."""
+"""Load a tokenizer from tokenizer.json, or train a tiny one on the texts of an embedded task."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from minivlmrl.data.chat_template import Control
 
-# Qwen2's control tokens in their order; on the hub they are ids 151643 to 151656
+# Qwen2's control tokens in order; in published checkpoints they have the ids 151643 to 151656
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -25,82 +25,85 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-# how Qwen2 splits text before byte-pair encoding: contractions, words with one space, digits, ...
+# Qwen2's split before byte-pair encoding: contractions, words with one space, digits, ...
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# a tokenizer has to give this text back
+# text that a tokenizer must reproduce after encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
 class Tokenizer:
-    """Text to ids and back; special_tokens: control token -> id, Qwen2's and the backend's.
+    """Converts text to token ids and back.
 
-    Other added tokens (<tool_call>) are words: text that spells one is its id, as in transformers.
+    `special_tokens` maps each control token of Qwen2 and of the backend to its id. Text that spells
+    a control token is encoded as ordinary text. Text that spells another added token, such as
+    <tool_call>, is encoded as this token, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
-        self.files: dict[str, bytes] = {}  # of the folder that it is from; a save writes them again
-        backend.encode_special_tokens = True  # text that spells one is encoded as text
-        backend.no_truncation()  # a file may come with the settings of a training run
+        self.files: dict[str, bytes] = {}  # {name: content} of the tokenizer's files, for saving
+        backend.encode_special_tokens = True  # False would turn text into control tokens
+        backend.no_truncation()  # a file may contain truncation and padding settings
         backend.no_padding()
         added_tokens = backend.get_added_tokens_decoder().values()
-        # control tokens that the file has as plain words
+        # control tokens that the file lists as ordinary added tokens
         words = [t.content for t in added_tokens if t.content in SPECIAL_TOKENS and not t.special]
         backend.add_special_tokens(words)
         added_tokens = backend.get_added_tokens_decoder().items()
         self.special_tokens = {t.content: token_id for token_id, t in added_tokens if t.special}
         missing = set(SPECIAL_TOKENS) - self.special_tokens.keys()
         if missing:
-            raise ValueError(f"tokenizer.json: the control token {min(missing)} is missing")
+            raise ValueError(f"tokenizer.json has no control token {min(missing)}")
 
     def __len__(self) -> int:
         return 1 + max(self.backend.get_vocab().values())  # an added token may have any id
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, or the one id of a Control (ValueError: no Unicode text)."""
+        """Encode a text, or a Control as its single id; raise ValueError for invalid Unicode."""
         if isinstance(text, Control):
             return [self.special_tokens[text]]
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
-            raise ValueError(f"{text!r:.60} is no Unicode text: half of a surrogate?") from error
+            raise ValueError(
+                f"{text!r:.60} is not valid Unicode, it may contain a lone surrogate"
+            ) from error
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, control tokens by their names."""
+        """Decode ids to text; control tokens are written by name."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer.json of a Qwen2 folder (ValueError: missing, unreadable, loses text)."""
+    """Load a tokenizer.json; raise ValueError if it is missing, unreadable or loses text."""
     if not Path(path).is_file():
         raise ValueError(
-            f"{path}: no such file; transformers' "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes it "
-            "from vocab.json and merges.txt"
+            f"{path}: no such file. Write it from vocab.json and merges.txt with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     try:
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         vocabulary = tokenizer.backend.get_vocab()
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
-            raise ValueError(f"{len(missing)} of the 256 bytes are no tokens of it")
+            raise ValueError(f"{len(missing)} of the 256 bytes have no token")
         if len(set(vocabulary.values())) < len(vocabulary):
-            raise ValueError("two of its tokens have the same id")
+            raise ValueError("two tokens have the same id")
         decoded = tokenizer.decode(tokenizer.encode(PROBE))
         if decoded != PROBE:
-            raise ValueError(f"it turns {PROBE[:40]!r} into {decoded[:40]!r}")
+            raise ValueError(f"it encodes and decodes {PROBE[:40]!r} to {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library's Rust code raises such where it panics
-        raise ValueError(f"{path}: not a readable tokenizer.json of Qwen2 ({error})") from error
+    except BaseException as error:  # a panic of the library's Rust code is a BaseException
+        raise ValueError(f"{path}: not a usable tokenizer.json of Qwen2 ({error})") from error
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE as Qwen2 has it (NFC, its split, control tokens last) on a few texts."""
+    """Train byte-level BPE with Qwen2's normalisation (NFC), split and control tokens on texts."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")

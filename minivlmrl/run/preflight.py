@@ -187,8 +187,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 
 def count_trained_on(held_out, rows) -> int:
     """Count the rows of files that ask and show what training rows do, whatever their names."""
-    held_out_hashes = getattr(held_out, "asked", ())
-    training_hashes = getattr(rows, "asked", ())
+    held_out_hashes = getattr(held_out, "prompt_hashes", ())
+    training_hashes = getattr(rows, "prompt_hashes", ())
     shared = {*held_out_hashes} & {*training_hashes}
     trained = {rows.content(i) for i, row_hash in enumerate(training_hashes) if row_hash in shared}
     alike = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]

@@ -30,14 +30,17 @@ def test_a_file_that_has_no_rows_is_named(tmp_path):
 
 @pytest.mark.parametrize("row", [{"problem": "a"}, {"problem": "a", "solution": None}])
 def test_a_missing_column_is_named_with_its_line(write_rows, row):
-    message = r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'\]; data\.col"
+    message = r"rows\.jsonl:2: column 'solution' is missing; the row has \['problem'\]\. Rename a column with data\.col"
     with pytest.raises(ValueError, match=message):
         FileDataset(write_rows({"problem": "a", "solution": "b"}, row), ("problem", "solution"))
 
 
 @pytest.mark.parametrize("name", ["completions", "image_sizes", "row_rewards"])
 def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: column '{name}' .* rewards are given; rename it"):
+    with pytest.raises(
+        ValueError,
+        match=rf"rows\.jsonl:2: column '{name}' .* must be renamed, because reward functions receive another argument",
+    ):
         FileDataset(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
 
 
@@ -100,7 +103,7 @@ def test_rows_of_file_and_label(write_rows):
     options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
     row = FileDataset(write_rows({"file": "red.png", "label": "cat"}), **options)[0]
     assert row.columns["solution"] == "cat" and text_of(row.messages[0]) == "What is it?" and len(row.images) == 1
-    message = r"'What is it\?', it must be a text with {problem} in it, as the row has \['problem'\]"
+    message = r"'What is it\?', it must be a text that contains {problem}, because the row has \['problem'\]"
     with pytest.raises(ValueError, match=message):
         FileDataset(write_rows({"problem": "a", "file": "red.png"}), **options)
 
@@ -244,26 +247,26 @@ YES = assistant("yes")
 MISTAKES = [
     ({"problem": 3}, "column 'problem': must be text, it is 3"),
     ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
-    ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': needs turns with the roles system, user, as"),
+    ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': the roles of its turns must be system, user"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is not text, image or v"),
     ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s) but 0 video"),
-    ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move that turn into the answers"),
-    ({"problem": "a", "prompt": "a"}, "columns 'problem' and 'prompt' say the same thing; keep one"),
+    ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move this turn into the answers"),
+    ({"problem": "a", "prompt": "a"}, "the columns 'problem' and 'prompt' exclude each other; keep one"),
     ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
     ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': the prompt has 1 image placeholder(s) but"),
     ({"messages": [HI, YES, user("<video>?"), YES], "video": "a.mp4"},
-     "column 'messages': there is a video after the as"),
+     "column 'messages': a video after the first as"),
     ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
     ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen': turns must begin and end with an"),
     ({"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
-     "column 'rejected' equals column 'chosen': drop the row"),
+     "the columns 'chosen' and 'rejected' are equal; remove the row"),
     ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
      "column 'prompt': the prompt has 1 image placeholder(s) but 2 image(s) came with it; put one where"),
     ({"messages": [system("s"), YES], "image": "red.png"},
      "column 'messages': the prompt has 0 image placeholder(s) but 1 image(s) came with it"),
-    ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, not 3"),
-    ({"problem": "a", "video": []}, "column 'video': each video must be a path or data URI, or a list of those"),
-    ({"problem": "a", "image": "a", "images": ["a"]}, "give column 'image' or 'images', not both"),
+    ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, it is 3"),
+    ({"problem": "a", "video": []}, "column 'video': each video must be a path or data URI, or a list with a path"),
+    ({"problem": "a", "image": "a", "images": ["a"]}, "the row has both columns 'image' and 'images'; use only one"),
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': options of the image: unknown key fps"),
     ({"prompt": [user([{"type": "image", "image": 3}])]},
      "column 'prompt': message 0: each image must be a path or data URI"),
@@ -272,8 +275,8 @@ MISTAKES = [
 
 BAD_ANSWERS = [
     (3, "must be text or a list of turns, it is 3"),
-    ("", "an answer is empty or blank; write it or drop the row"),
-    ([], "needs turns with the roles system, user, assistant, tool; it has []"),
+    ("", "an answer is empty or blank; add its text or remove the row"),
+    ([], "the roles of its turns must be system, user, assistant, tool; they are []"),
     ([HI, YES], "turns must begin and end with an assistant turn; their roles: ['user', 'assistant']"),
     ([YES, {"content": "hi"}, YES], "message 1 needs a role, and content that is text or a list of parts"),
     ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image placeholder(s) but 0 image(s) came with it"),

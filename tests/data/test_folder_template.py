@@ -58,7 +58,7 @@ def test_a_published_template_takes_named_values_as_in_transformers(
     options = {"chat_template": published(name), "add_generation_prompt": True}
     assert "".join(rendered) == render_jinja_template([INFERENCE_CONFIG], **options, **values)[0][0]
     assert (template.opened if template else "") == opened
-    message = r"chat template: it reads no 'enable_thinkin' of data.chat_template_kwargs; there are: .*add_vision_id"
+    message = r"chat template: it has no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"
     with pytest.raises(ValueError, match=message):
         with_values(template, {"enable_thinkin": False})
 
@@ -71,7 +71,7 @@ def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, na
     for answer, thought in ((told, "a\n</think>\n\n"), (bare, "\n</think>\n\n")):
         assert bracketed(thinks.render_completion(HI, [answer])) == f"[{thought}<answer>b</answer><|im_end|>]"
     assert bracketed(no.render_completion(HI, [bare])) == "[<answer>b</answer><|im_end|>]"
-    with pytest.raises(ValueError, match="; leave out thoughts after a prompt without"):
+    with pytest.raises(ValueError, match="or remove the thoughts if the prompt has none"):
         no.render_completion(HI, [told])
 
 
@@ -140,14 +140,16 @@ def test_qwen2_5_vl_with_tools_is_laid_out_as_qwen3_vl(published, tools, system)
 
 
 def test_a_template_without_a_place_for_tools_is_named():
-    with pytest.raises(ValueError, match=r"^t: chat template: it has no place for tools: set declare_tools = False"):
+    with pytest.raises(ValueError, match=r"^t: chat template: it cannot render tools; set declare_tools = False"):
         ChatTemplate(DEFAULT, "t").declaring([])
 
 
 def test_a_template_that_refuses_system_messages_names_the_option():
     text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
     system = {"role": "system", "content": "Be brief."}
-    with pytest.raises(ValueError, match=r"^t: chat template: it refuses .*no system.*leave out data\.system_prompt"):
+    with pytest.raises(
+        ValueError, match=r"^t: chat template: it does not support .*no system.*remove data\.system_prompt"
+    ):
         ChatTemplate(text, "t").render([system, *HI])
     with pytest.raises(ValueError, match=r"^t: chat template: fails in line"):  # whatever is said
         ChatTemplate("{{ raise_exception('no') }}", "t").render([system, *HI])
@@ -165,7 +167,7 @@ ATTACKS = {
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_conversation_that_spells_a_control_token_is_refused(name):
     template, said = ChatTemplate(CHATML + "{# tool_calls #}", "a.jinja"), ATTACKS[name]
-    refused = r"^a\.jinja: chat template: a text of the conversation spells <\|"
+    refused = r"^a\.jinja: chat template: a text of the conversation contains the control token <\|"
     with pytest.raises(ValueError, match=refused):
         template.render(said)
     with pytest.raises(ValueError, match=refused):
@@ -182,15 +184,15 @@ def test_a_fine_tunes_own_control_tokens_are_cut_the_longer_first():
 def test_a_template_for_text_alone_takes_no_pictures():
     template = ChatTemplate("{{ messages[0].content + '!' }}", "t.jinja")
     for part, name in (({"type": "image"}, "images"), ({"video": "a.mp4"}, "videos")):
-        with pytest.raises(ValueError, match=f"t.jinja: chat template: it has no place for {name}"):
+        with pytest.raises(ValueError, match=f"t.jinja: chat template: it cannot render {name}"):
             template.render(user(part))
 
 
 def test_what_a_template_would_leave_out_is_refused():
     template = ChatTemplate(CHATML, "t.jinja")
-    with pytest.raises(ValueError, match=r"t\.jinja: chat template: it has no place for tool_calls"):
+    with pytest.raises(ValueError, match=r"t\.jinja: chat template: it cannot render tool_calls"):
         template.render([*HI, CALL])
-    with pytest.raises(ValueError, match="no place for tool_calls"):
+    with pytest.raises(ValueError, match="cannot render tool_calls"):
         template.render_completion([*HI, CALL], [assistant("a")])
 
 
@@ -206,14 +208,16 @@ def test_a_turn_is_trained_up_to_the_token_that_closes_it():
     turns = [assistant("a"), {"role": "user", "content": "b"}, assistant("c")]
     expected = "[a<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]"
     assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
-    with pytest.raises(ValueError, match=r"^t: chat template: SFT and pairs need Qwen's form, .*; put the"):
+    with pytest.raises(
+        ValueError, match=r"^t: chat template: SFT and pairs need a template that .*; replace it with the"
+    ):
         ChatTemplate(CHATML.replace("<|im_end|>", ""), "t").render_completion(HI, [assistant("a")])
 
 
 def test_a_template_that_rewrites_the_past_is_refused(load):
     """Qwen3's takes the thoughts out of all turns but the last."""
     thought, question = assistant("<think>\nhm\n</think>\n\nfour"), {"role": "user", "content": "And 3 + 3?"}
-    message = r"qwen3\.jinja: chat template: it lays out the first 2 messages .* only appends"
+    message = r"qwen3\.jinja: chat template: it renders the first 2 messages .* only appends"
     with pytest.raises(ValueError, match=message):
         load("qwen3").render_completion(HI, [thought, question, assistant("six")])
 

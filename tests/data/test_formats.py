@@ -98,7 +98,7 @@ def test_a_solution_of_its_own_is_kept(read, answer):
 
 def test_a_column_that_is_renamed_like_another_one_is_refused(read):
     with pytest.raises(
-        ValueError, match=r"rows\.jsonl:1: data\.columns calls 'gold' 'solution'; leave one of both out"
+        ValueError, match=r"rows\.jsonl:1: data\.columns renames 'gold' to 'solution', but the row has both; remove one"
     ):
         read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
 
@@ -130,7 +130,9 @@ def test_a_row_of_mmbench(read, tmp_path):
     (tmp_path / "rows.tsv").write_text("\n".join(lines))
     row = FileDataset(tmp_path / "rows.tsv", ("problem", "solution"))[0]
     assert words(row.messages) == CHOICES and row.columns["solution"] == "B" and row.images[0].size == (60, 40)
-    with pytest.raises(ValueError, match="column 'shown' looks like an image and is not read"):
+    with pytest.raises(
+        ValueError, match="column 'shown' seems to hold an image or video, but no column of this name is read"
+    ):
         read({"problem": "How many?", "shown": encoded_picture()})
 
 
@@ -164,17 +166,20 @@ def test_turns_of_agents_are_read(read, name, calls, answers):
 
 TURN = {"from": "human", "value": "a"}
 WRONG = [  # a row, and what its error says after the file and line
-    ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']; name its question, data.columns: {Y"),
-    ({"conversations": "a"}, "form 'conversations': column 'conversations' is 'a', it must be a list of turns"),
-    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' has to be system, human, "),
+    ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']. Rename the column of the question"),
+    ({"conversations": "a"}, "format 'conversations': column 'conversations' is 'a', it must be a list of turns"),
+    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' must be one of system, human, "),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
     ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
     ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "the call of turn 1: "),
-    ({"prompt": "<bbox>", "objects": {"bbox": []}}, "form 'objects': column 'objects' has 0 bbox, the texts 1 <bbox>"),
+    (
+        {"prompt": "<bbox>", "objects": {"bbox": []}},
+        "format 'objects': column 'objects' has 0 items in 'bbox', but the texts have 1 marks <bbox>",
+    ),
     ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
-    ({"problem": "a", "options": "one"}, "form 'options': its choices is 'one', it must be a list of texts"),
+    ({"problem": "a", "options": "one"}, "format 'options': the list of choices is 'one', it must be a list of texts"),
     ({"question": "a", "choices": ["b", "c"], "answer": 1}, "the answer beside choices is 1, it must be a letter or"),
-    ({"problem": "a", "photo": "cat.jpg"}, "did you mean 'image'? data.columns: {photo: image} renames it; or leave i"),
+    ({"problem": "a", "photo": "cat.jpg"}, "Rename it with data.columns: {photo: image}"),
 ]
 
 

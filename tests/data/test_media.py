@@ -86,7 +86,7 @@ def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_two_sources_of_one_image_are_refused(folder, kind):
-    both, says = {kind: "red.png", f"{kind}_url": "blue.png"}, f"it has '{kind}' and '{kind}_url'; give one"
+    both, says = {kind: "red.png", f"{kind}_url": "blue.png"}, f"it has both '{kind}' and '{kind}_url'; use only one"
     for row, where in (
         ({kind: both, "problem": "a"}, f"column '{kind}'"),
         ({"prompt": [user([{"type": kind, **both}])]}, "column 'prompt': message 0"),
@@ -119,7 +119,10 @@ def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
     ({"prompt": [user([{"type": "image", "image": "red.png"}])]}, "max_pixels"),
 ])  # fmt: skip
 def test_an_option_beside_the_image_is_refused(folder, row, name):
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{name}' is 7840, it must be beside its source"):
+    with pytest.raises(
+        ValueError,
+        match=rf"rows\.jsonl:1: column '{name}' is 7840, it must be renamed, or moved to its image as an option",
+    ):
         read(folder, row | {name: 7840})
 
 
@@ -138,7 +141,7 @@ def test_an_image_that_has_no_size_is_named_with_its_row(folder, columns, says):
 
 def test_one_size_for_all_images_but_those_that_say_their_own(folder):
     row = {"images": ["blue.png", {"image": "red.png", "max_pixels": 784}], "problem": "a"}
-    grids = prompt(read(folder, row, resize=(60, 84))).image_grid_thw.tolist()
+    grids = prompt(read(folder, row, image={"resized_height": 60, "resized_width": 84})).image_grid_thw.tolist()
     assert grids == [[1, 8, 12], [1, 2, 4]]
 
 
@@ -149,8 +152,8 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
     lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
     write_lines(folder / "rows.jsonl", lines)
-    listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)$"
-    with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) that its rows name are not in .* as {listed}"):
+    listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)\. Set"
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) of its rows are missing in .* example {listed}"):
         FileDataset(folder / "rows.jsonl")
     assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
 
@@ -164,7 +167,9 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
 @pytest.mark.parametrize("problem", ["What?", "<image>What?"])
 def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name, problem):
     meant = "video" if "video" in name else "image"
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: column '{name}' looks like an {meant} .* mean '{meant}'\?"):
+    with pytest.raises(
+        ValueError, match=rf"rows\.jsonl:1: column '{name}' seems to hold .* Rename it with .*: {meant}"
+    ):
         read(folder, {"problem": problem, **columns})
     if problem == "What?":
         assert read(folder, {"problem": problem, "image": "red.png", **columns}).columns.keys() > columns.keys()
@@ -249,7 +254,9 @@ def test_a_file_that_is_a_program_is_not_executed(kind, monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript"))
     postscript = encoded(noise("RGB", (4, 4)), "EPS")
     content = {"EPS": postscript, "IPTC": iptc(postscript)}[kind]
-    with pytest.raises(ValueError, match=f"^{len(content)} bytes: .*{kind} files can hold programs; convert it to PNG"):
+    with pytest.raises(
+        ValueError, match=f"^{len(content)} bytes: .*{kind} files can contain programs; convert the image to PNG"
+    ):
         fetch_image(content)
 
 
@@ -257,7 +264,7 @@ def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/zero"):
         for load in (fetch_image, load_video):
-            with pytest.raises(ValueError, match=rf"^{path}: a pipe or device; give a file"):
+            with pytest.raises(ValueError, match=rf"^{path} is a pipe or device; use a regular file"):
                 load(path)
 
 
@@ -285,12 +292,12 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("data:image/png,abc", r"^data:image/png,abc: a data URI must look like data:image/png;base64"),
+    ("data:image/png,abc", r"^data:image/png,abc: a data URI must begin like data:image/png;base64"),
     # lenient decoders skip a letter too many, and what a cut URI has in place of its content
     (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "not base64"),
     ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): cannot be read as an image \(File name too long\)$"),
-    ("http://x.com/a.png", r"^http://x.com/a.png: download it, .* recipes/download.py ROWS"),
-    (None, "a path, data URI or bytes is needed, not NoneType"),
+    ("http://x.com/a.png", r"^http://x.com/a.png: remote files are not supported, .* recipes/download.py ROWS"),
+    (None, "the source must be a path, data URI or bytes, it is of type NoneType"),
 ])  # fmt: skip
 def test_a_source_that_gives_no_image_is_named(source, message):
     with pytest.raises(ValueError, match=message):

@@ -27,7 +27,7 @@ def test_random_is_the_same_for_every_run():
 
 @pytest.mark.parametrize("strategy", ["some:3", "first", "all:3", "end:-1", "first:2.5"])
 def test_other_strategies_are_named(strategy):
-    with pytest.raises(ValueError, match=f"sampling '{strategy}' must be all, first:N"):
+    with pytest.raises(ValueError, match=f"sampling is '{strategy}', it must be all, first:N"):
         sample(strategy, 7)
 
 
@@ -67,7 +67,7 @@ def test_files_have_weights_image_roots_and_rewards(files):
     assert rows[4].images[0].size == (8, 8)
     with pytest.raises(ValueError, match=r"b\.jsonl: the recipe has no reward 'iou'; there are: accuracy, format"):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["iou"])])
-    with pytest.raises(ValueError, match=r"b\.jsonl: 2 file\(s\) that its rows name are not in .*\(data\.image_root\)"):
+    with pytest.raises(ValueError, match=r"b\.jsonl: 2 file\(s\) of its rows are missing in .* Set data.image_root"):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["format"])])
 
 

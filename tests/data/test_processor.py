@@ -166,5 +166,5 @@ def test_a_picture_of_an_answer_that_the_template_drops_is_refused(published):
     processor = Processor(shapes.tokenizer(), ImageProcessor(), ChatTemplate(published("qwen3_vl"), "t"))
     shown = assistant([IMAGE_PART | {"image": PIL.Image.new("RGB", (56, 56))}])
     turns = [shown, {"role": "tool", "content": "4"}, assistant("four")]
-    with pytest.raises(ValueError, match="the chat template has no place for a picture of the answer"):
+    with pytest.raises(ValueError, match="the chat template cannot render an image in the answer"):
         encode_completion(processor, [{"role": "user", "content": "?"}], turns)

@@ -75,7 +75,7 @@ WRONG = {  # content: what its error says after the file's name
     '[{"problem": "a"}, {"problem"}]': r":1: not JSON \(Expecting ':'",
     '[\n{"problem": "a"},\n3]': r":3: a row is 3, it must be an object with columns",
     '[{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
-    "[]": ": has no rows",
+    "[]": " has no rows",
 }
 
 
@@ -144,7 +144,7 @@ def test_a_number_that_is_none_is_missing(tmp_path):
         read = FileDataset(tmp_path / name)
         assert [row.columns["solution"] for row in read] == [1.5, None]
         with pytest.raises(
-            ValueError, match=rf"{where}: column 'solution' is missing; the row has .'more', 'problem'.;"
+            ValueError, match=rf"{where}: column 'solution' is missing; the row has .'more', 'problem'."
         ):
             FileDataset(tmp_path / name, required=("problem", "solution"))
     assert FileDataset(tmp_path / "rows.jsonl")[1].columns["more"] == [None]

@@ -6,7 +6,7 @@ from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.mixture import Picked
+from minivlmrl.data.mixture import RowSelection
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import summary
 from minivlmrl.tasks import shapes
@@ -45,7 +45,7 @@ def test_of_many_rows_some_are_measured(rows):
     length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
     task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
-    assert summary(Picked([rows([], [], [])], [(0, 0), (0, 2)]), PROCESSOR).startswith(
+    assert summary(RowSelection([rows([], [], [])], [(0, 0), (0, 2)]), PROCESSOR).startswith(
         "2 picked out of 3 in 1 file(s); prompts of"
     )
 

@@ -13,7 +13,7 @@ from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.mixture import Picked
+from minivlmrl.data.mixture import RowSelection
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
@@ -89,7 +89,9 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
     said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens is 3: all prompts are longer, .*rows\.jsonl:1: "):
+    with pytest.raises(
+        ValueError, match=r"data\.max_prompt_tokens is 3, but all prompts are longer, .*rows\.jsonl:1: "
+    ):
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
 
 
@@ -165,9 +167,11 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     cure = "they say what it remembers; leave them out of data.eval_file"
     said = f"1 of 2 evaluation rows are training rows of grpo too: {cure}"
     assert told(grpo=training, eval=held_out) == [said]
-    assert told(grpo=Picked([training], [(0, 0), (0, 2)]), eval=held_out) == []
+    assert told(grpo=RowSelection([training], [(0, 0), (0, 2)]), eval=held_out) == []
     assert told(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
-    assert told(grpo=Picked([training], [(0, 1), (0, 1)]), eval=Picked([held_out], [(0, 0), (0, 1)])) == [said]
+    assert told(grpo=RowSelection([training], [(0, 1), (0, 1)]), eval=RowSelection([held_out], [(0, 0), (0, 1)])) == [
+        said
+    ]
 
 
 def test_a_training_reward_without_its_column_is_named_and_a_held_out_row_is_not_judged():
