@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests", "../tests", "../tests/helpers"))
 import older_trl
-import patients
+import trl_fixtures
 
 from minivlmrl_audit.audit import checked
 
@@ -42,7 +42,7 @@ def environment(work: Path, release: str) -> tuple[dict, str]:
             install = [sys.executable, "-m", "pip", "install", "-q", "--target", folder, *packages]
             subprocess.run(install, check=True)
     variables = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "CI": "1", "HF_HUB_OFFLINE": "1"}
-    return os.environ | variables, version or patients.transformers.__version__
+    return os.environ | variables, version or trl_fixtures.transformers.__version__
 
 
 def verdict(folder: Path, cause: str) -> str:
@@ -63,7 +63,7 @@ def verdict(folder: Path, cause: str) -> str:
 
 def main(work: Path):
     """Make the table."""
-    model = patients.write_model(work)
+    model = trl_fixtures.write_model(work)
     rows = []
     releases = {case[which] for case in CASES.values() for which in ("before", "good")} - {None}
     for release in sorted(releases, key=numbers):
@@ -90,9 +90,9 @@ if __name__ == "__main__":
     model, *rest = map(Path, sys.argv[1:])
     if rest:  # in a process of a release: the steps of some cases
         folder, *names = rest
-        if patients.trl.__version__ != LAST:
-            patients.STEPS_OF = older_trl.STEPS_OF
+        if trl_fixtures.trl.__version__ != LAST:
+            trl_fixtures.STEPS_OF = older_trl.STEPS_OF
         for name in names:
-            patients.dump(model, folder / name, **CASES[str(name)])
+            trl_fixtures.dump(model, folder / name, **CASES[str(name)])
     else:
         main(model)

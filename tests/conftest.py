@@ -24,7 +24,7 @@ SLOW_FILES = {}  # of slow tests that are left out: {"tests/repository/test_bias
 # so that no process of two is left alone with one of them at the end
 LONGEST_FILES = (
     "test_plan", "test_trl_steps", "test_rehearsal", "test_ranks", "test_resume", "test_options", "test_backend",
-    "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun", "test_routes", "test_museum",
+    "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun", "test_routes", "test_mutation_study",
 )  # fmt: skip
 
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl_audit import stages, updates
+from minivlmrl_audit import optimizer_checks, step_checks
 from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.minivlmrl_api import error_context
-from minivlmrl_audit.moves import TABLE, Change, formula
+from minivlmrl_audit.perturbations import TABLE, Change, formula
 
 # Largest error that counts as agreement, relative to the size of the summed terms. It is a small
 # multiple of float32's rounding.
@@ -38,17 +38,17 @@ LOGPS = {
     "logps of reference": ("ref_per_token_logps", "ref_model"),
 }
 STAGES = {
-    "advantages": stages.advantages,
-    "rows": stages.rows,
-    "tokens": stages.tokens,
-    "pictures": stages.pictures,
-    "mask": stages.mask,
-    **{name: partial(updates.logps, *arguments) for name, arguments in LOGPS.items()},
-    "loss": stages.loss,
-    "gradients": updates.gradients,
-    "clip": updates.clip,
-    "update": updates.update,
-    "schedule": updates.schedule,
+    "advantages": step_checks.advantages,
+    "rows": step_checks.rows,
+    "tokens": step_checks.tokens,
+    "pictures": step_checks.pictures,
+    "mask": step_checks.mask,
+    **{name: partial(optimizer_checks.logps, *arguments) for name, arguments in LOGPS.items()},
+    "loss": step_checks.loss,
+    "gradients": optimizer_checks.gradients,
+    "clip": optimizer_checks.clip,
+    "update": optimizer_checks.update,
+    "schedule": optimizer_checks.schedule,
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
@@ -66,7 +66,7 @@ searched = partial(tqdm, delay=20, leave=False, disable=None)
 
 @dataclass
 class Cause:
-    """A way in which a stage deviates from its definition, from causes.yaml or composed."""
+    """A way in which a stage deviates from its definition, from known_bugs.yaml or composed."""
 
     name: str
     says: str
@@ -142,19 +142,19 @@ class Finding:
         return self.error <= TOLERANCE
 
 
-# causes of causes.yaml; fields missing in a row are taken from the row's group
+# causes of known_bugs.yaml; fields missing in a row are taken from the row's group
 CAUSES = [Cause(**group["of"] | row) for group in TABLE["causes"] for row in group["list"]]
 FACTOR = Cause(**TABLE["factor"])  # a fitted factor that multiplies all numbers of a stage
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names that causes.yaml uses for a stage of this step."""
+    """Return the names that known_bugs.yaml uses for a stage of this step."""
     other_name = "logps" if name in LOGPS else name
     return {name, d.about["kind"] if name == "loss" else other_name}
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List the causes for a stage of this step: first those of causes.yaml, then composed ones."""
+    """List the causes for a stage of this step: first those of known_bugs.yaml, then composed ones."""
     names = names_of(name, d)
     result = [cause for cause in CAUSES if names & set(cause.stages)]
     for thing in TABLE["things"]:

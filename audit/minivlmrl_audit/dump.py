@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl_audit import moves
+from minivlmrl_audit import perturbations
 from minivlmrl_audit.minivlmrl_api import load_tokenizer, read_json, save_tensors, write_json
 from minivlmrl_audit.options import OPTIONS
 
 # exceptions raised when a field or tensor does not have the type or shape given in docs/audit.md
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-NAMES = moves.TABLE
+NAMES = perturbations.TABLE
 NEEDED = NAMES["needed"]
 BY_TOKEN = NEEDED + NAMES["by token"]
 BY_ROW = BY_TOKEN + NAMES["by row"]
@@ -71,16 +71,16 @@ class Dump(dict):
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.add_row_numbers()
 
-    # orders and sets of rows, tokens, images and parameters that composed causes use, see moves.py
-    rows = cached_property(moves.row_orders)
-    rollout_rows = cached_property(lambda self: moves.row_orders(self, of_rollout=True))
-    row_sets = cached_property(moves.row_sets)
-    rollout_sets = cached_property(moves.rollout_sets)
-    spans = cached_property(moves.spans)
-    pictures = cached_property(moves.picture_numbers)
-    parts = cached_property(moves.parts_of_model)
-    columns = cached_property(moves.token_orders)
-    regions = cached_property(lambda self: moves.token_regions(self, *self.turns()))
+    # orders and sets of rows, tokens, images and parameters that composed causes use, see perturbations.py
+    rows = cached_property(perturbations.row_orders)
+    rollout_rows = cached_property(lambda self: perturbations.row_orders(self, of_rollout=True))
+    row_sets = cached_property(perturbations.row_sets)
+    rollout_sets = cached_property(perturbations.rollout_sets)
+    spans = cached_property(perturbations.spans)
+    pictures = cached_property(perturbations.picture_numbers)
+    parts = cached_property(perturbations.parts_of_model)
+    columns = cached_property(perturbations.token_orders)
+    regions = cached_property(lambda self: perturbations.token_regions(self, *self.turns()))
 
     def add_row_numbers(self):
         """Add tensors (n,) with one number per row, which the formulas of causes and units use."""
@@ -90,7 +90,7 @@ class Dump(dict):
         is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id"))
         texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
         self["lengths"] = counted_mask.sum(1)
-        self["num_turns"] = moves.first(self.turns()[1]).sum(1)
+        self["num_turns"] = perturbations.first(self.turns()[1]).sum(1)
         self["row_lengths"] = attended.sum(1)
         self["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
         if "ref_per_token_logps" in self:
@@ -145,12 +145,12 @@ class Dump(dict):
         is_real = ids >= 0
         regions = {}
         if text:
-            regions = moves.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
+            regions = perturbations.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
         region = regions.get(unit, ids * 0)
         rows = []
         for i, begin in enumerate((~self.completion).sum(1).tolist()):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
-            values = torch.tensor(moves.edited(*lists, text, again=self.again)).long()
+            values = torch.tensor(perturbations.edited(*lists, text, again=self.again)).long()
             end = self.width + ids.shape[1] - begin - values.shape[1]
             rows.append(pad(values, (begin, end), value=-1))  # a negative end cuts the row
         return torch.stack(rows, 1)

@@ -28,7 +28,7 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
-# Training: `verify` repeats a run, and audit/museum.py trains the default recipe with a bug.
+# Training: `verify` repeats a run, and audit/mutation_study.py trains the default recipe with a bug.
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.diagnostics.replay import run_config, train_again
 from minivlmrl.run.callbacks import Callback

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from minivlmrl_audit import dump
 from minivlmrl_audit.options import options_of
-from minivlmrl_audit.stages import here_or_later
+from minivlmrl_audit.step_checks import here_or_later
 
 # what transformers.Trainer documents
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")

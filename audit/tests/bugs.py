@@ -1,7 +1,8 @@
-"""One table of mistakes in code, and of what finds them.
+"""A table of mistakes in code and of the tests that detect these mistakes.
 
-`ours` puts one into this package: test_museum.py sees the numbers of a run change, and audit/museum.py says what it
-costs. `trl` puts it into the installed TRL: test_trl_steps.py sees the audit name it.
+`ours` puts a mistake into this package: test_mutation_study.py checks that the numbers of a run change, and
+audit/mutation_study.py measures the loss of accuracy. `trl` puts a mistake into the installed TRL:
+test_trl_steps.py checks that the audit names it.
 """
 
 import copy

@@ -28,8 +28,8 @@ from minivlmrl_audit.audit import (
 from minivlmrl_audit.checks import assert_step
 from minivlmrl_audit.dump import Dump, read, write
 from minivlmrl_audit.losses import as_step
-from minivlmrl_audit.moves import TABLE, Change, FormulaError, edited, first
-from minivlmrl_audit.updates import schedule
+from minivlmrl_audit.optimizer_checks import schedule
+from minivlmrl_audit.perturbations import TABLE, Change, FormulaError, edited, first
 from tests.losses.test_parity import DAPO, usual
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ def test_the_table_is_whole():
 
 
 def test_what_the_text_of_a_cause_does_is_not_swallowed():
-    with pytest.raises(FormulaError, match=r"causes.yaml: 'x - \(unknown > 0\)': NameError"):
+    with pytest.raises(FormulaError, match=r"known_bugs.yaml: 'x - \(unknown > 0\)': NameError"):
         computed("loss", step(), {"terms": "x - (unknown > 0)"})
 
 

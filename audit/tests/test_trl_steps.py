@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
 import bugs
-import patients
 import transformers
 import trl
+import trl_fixtures
 from oracle import in_float64
-from patients import STEPS_OF
+from trl_fixtures import STEPS_OF
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
@@ -29,8 +29,8 @@ from minivlmrl.trainers.registry import find_trainer
 from minivlmrl.trainers.sft import SFTTrainer
 from minivlmrl_audit.audit import LOGPS, STAGES, audit, main, possible_causes, report
 from minivlmrl_audit.dump import read
-from minivlmrl_audit.moves import Change
-from minivlmrl_audit.stages import shown
+from minivlmrl_audit.perturbations import Change
+from minivlmrl_audit.step_checks import shown
 
 BUGS = {name: bug.trl for name, bug in bugs.BUGS.items() if bug.trl}
 QUICK = ("kl_reversed", "dropped_gradients", "answers_in_the_loss")
@@ -41,13 +41,13 @@ OURS = {**SAME, "adam_beta2": 0.999}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return patients.write_model(tmp_path_factory.mktemp("model"))
+    return trl_fixtures.write_model(tmp_path_factory.mktemp("model"))
 
 
 def dumped(folder, output, kind, late=None, at=0, **options):
     """Train with TRL and read the step `at`."""
     options = {"max_steps": at + 1} | options
-    trainer = getattr(patients, kind)(folder, output / "trainer", **options)
+    trainer = getattr(trl_fixtures, kind)(folder, output / "trainer", **options)
     if late:
         late(trainer)
     with STEPS_OF[kind](trainer, output, at + 1):
@@ -130,11 +130,11 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
 
     transformers takes norms and rotations in float32, which Adam's first step makes larger where a gradient is near 0.
     """
-    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", patients.PlainHead)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", trl_fixtures.PlainHead)
     norms = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
     for name in ("Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"):
         if hasattr(norms, name):
-            monkeypatch.setattr(getattr(norms, name), "forward", patients.plain_norm)
+            monkeypatch.setattr(getattr(norms, name), "forward", trl_fixtures.plain_norm)
     d = dumped(folder, tmp_path, kind, dtype=torch.float64, max_grad_norm=0.5, **SAME, **theirs)
     if "late" in theirs:
         assert 0 < d["completion_mask"].sum() < (d["attention_mask"].bool() & d.completion).sum()
@@ -149,10 +149,10 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
 
 def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     """Three steps of KTOTrainer: losses, KLs, whose pairing of prompts and answers is TRL's, and weights."""
-    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", patients.PlainHead)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", trl_fixtures.PlainHead)
     in_float64(monkeypatch, "qwen2_5_vl")
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "max_grad_norm": 0.5}
-    trainer = patients.kto(folder, tmp_path / "trainer", 12, torch.float64, **options, **SAME, logging_steps=1)
+    trainer = trl_fixtures.kto(folder, tmp_path / "trainer", 12, torch.float64, **options, **SAME, logging_steps=1)
     trainer.ref_model.double()
     seen, compute = [], trainer._compute_loss
     monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs, *rest: (
@@ -229,7 +229,9 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
     several, never = {"per_device_train_batch_size": 4, "rows": 8}, {}
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
     model = load_model(folder, torch.float64)
-    monkeypatch.setattr("minivlmrl_audit.updates.load_model", lambda *_: copy.deepcopy(model))  # some change it
+    monkeypatch.setattr(
+        "minivlmrl_audit.optimizer_checks.load_model", lambda *_: copy.deepcopy(model)
+    )  # some change it
     monkeypatch.setattr(type(model), "__call__", lambda self, batch, select: torch.zeros(
         len(select), self.lm_head.in_features, dtype=torch.float64))  # fmt: skip
     for kind, options in steps:
@@ -247,8 +249,8 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
 
 def test_what_has_no_definition_is_refused_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="label_smoothing_factor: the audit has no definition"):
-        STEPS_OF["sft"](patients.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
-    trainer = patients.grpo(folder, tmp_path / "grpo")
+        STEPS_OF["sft"](trl_fixtures.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
+    trainer = trl_fixtures.grpo(folder, tmp_path / "grpo")
     bugs.around(None, "_generate_and_score_completions", lambda score, inputs: (
         (rows := score(inputs)) | {"sampling_per_token_logps": -torch.ones(rows["completion_ids"].shape)}
     ))(monkeypatch.setattr, trainer)  # fmt: skip
@@ -307,7 +309,7 @@ HEALTHY = {  # tests/parity has every loss
 ])  # fmt: skip
 def test_no_alarm_in_healthy_steps(kind, options, folder, tmp_path):
     """Two steps each."""
-    trainer = getattr(patients, kind)(folder, tmp_path / "trainer", max_steps=2, seed=len(str(options)), **options)
+    trainer = getattr(trl_fixtures, kind)(folder, tmp_path / "trainer", max_steps=2, seed=len(str(options)), **options)
     with STEPS_OF[kind](trainer, tmp_path, 2):
         trainer.train()
     for step in range(2):

@@ -25,22 +25,22 @@ from minivlmrl_audit.minivlmrl_api import (
 )
 
 TABLE = {}  # of causes, of units, and of the names of a step's tensors
-for name in ("causes.yaml", "units.yaml", "step.yaml"):
+for name in ("known_bugs.yaml", "units.yaml", "step.yaml"):
     TABLE |= parse_yaml((Path(__file__).parent / name).read_bytes())
 
 
 class FormulaError(Exception):
-    """What the text of a cause did: causes.yaml has to be repaired, not the step."""
+    """What the text of a cause did: known_bugs.yaml has to be repaired, not the step."""
 
 
 def formula(text: str, **names):
-    """Compute a formula of causes.yaml: Python, of what this file knows and of these names."""
+    """Compute a formula of known_bugs.yaml: Python, of what this file knows and of these names."""
     try:
         return eval(text, globals() | names)
     except (RuntimeError, ValueError):
         raise  # sizes or options that do not fit: the step's, not the table's
     except Exception as error:
-        raise FormulaError(f"causes.yaml: {text!r}: {type(error).__name__} {error}") from error
+        raise FormulaError(f"known_bugs.yaml: {text!r}: {type(error).__name__} {error}") from error
 
 
 class Change(dict):
@@ -76,7 +76,7 @@ class Change(dict):
     def inside(self, use: str) -> "Change":
         """Return what deviates in one use of a quantity: all, but where it is of another use.
 
-        Uses are those of causes.yaml, in lists of which one excludes the others.
+        Uses are those of known_bugs.yaml, in lists of which one excludes the others.
         """
         other_uses = {*self.get("inside", ())} - {use}
         for scope in TABLE["scopes"]:

@@ -16,8 +16,8 @@ from minivlmrl_audit.minivlmrl_api import (
     load_model,
     pack,
 )
-from minivlmrl_audit.moves import Change, clipped, first, shown_as
-from minivlmrl_audit.stages import Answer, shown
+from minivlmrl_audit.perturbations import Change, clipped, first, shown_as
+from minivlmrl_audit.step_checks import Answer, shown
 
 THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
 

@@ -1,9 +1,9 @@
-"""Every bug of the museum changes what training computes: steps of a tiny run end with other numbers."""
+"""Every bug of the mutation study changes what training computes: steps of a tiny run end with other numbers."""
 
 import json
 from functools import cache
 
-import museum
+import mutation_study
 import pytest
 import yaml
 
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
         folder = tmp_path_factory.mktemp("run")
         (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
         data = {"eval_rows": 1, "task": "shapes(demonstrations=16)"}
-        rewards = {"test_museum:letters": 1.0}
+        rewards = {"test_mutation_study:letters": 1.0}
         recipe = tiny.recipe(STAGE, stages=["sft", "grpo"], data=data, output_dir=str(folder / "out"), rewards=rewards)
         recipe["optimizer"] = {"max_grad_norm": 0.1}
         recipe["model"]["config"] = str(folder / "model.json")
@@ -48,11 +48,11 @@ def letters(completions, solution, **_):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in museum.BUGS
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in mutation_study.BUGS
 ])  # fmt: skip
 def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
-    bug = museum.BUGS[name]
-    options = *bug.options, museum.OPEN
+    bug = mutation_study.BUGS[name]
+    options = *bug.options, mutation_study.OPEN
     healthy = run(*options)
     bug.ours(monkeypatch.setattr)
     assert run.__wrapped__(*options) != healthy
@@ -62,7 +62,7 @@ def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
 def test_a_run_gets_its_seed_and_options(monkeypatch):
     """--seed is train.py's, no abbreviation of --seeds."""
     given = []
-    monkeypatch.setattr(museum, "train_recipe", given.extend)
-    monkeypatch.setattr(museum, "setattr", monkeypatch.setattr, raising=False)
-    museum.main(["--bug", "old_ignored", "--seed=3", "--output_dir=x"])
-    assert given == ["--grpo.num_iterations=2", museum.OPEN, "--seed=3", "--output_dir=x"]
+    monkeypatch.setattr(mutation_study, "train_recipe", given.extend)
+    monkeypatch.setattr(mutation_study, "setattr", monkeypatch.setattr, raising=False)
+    mutation_study.main(["--bug", "old_ignored", "--seed=3", "--output_dir=x"])
+    assert given == ["--grpo.num_iterations=2", mutation_study.OPEN, "--seed=3", "--output_dir=x"]

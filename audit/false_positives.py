@@ -1,6 +1,6 @@
-"""Healthy steps of TRL under drawn settings: none may raise an alarm or an error.
+"""Count false alarms: audit bug-free steps of TRL with random settings.
 
-python audit/healthy.py FOLDER [STEPS [SEED]]  # 200 steps by default; what they were goes to FOLDER/healthy.jsonl
+python audit/false_positives.py FOLDER [STEPS [SEED]]  # 200 steps; their settings are in FOLDER/healthy.jsonl
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).parent / name) for name in ("..", ".", "tests", "../tests", "../tests/helpers"))
-import patients
+import trl_fixtures
 
 from minivlmrl_audit.audit import audit
 from minivlmrl_audit.dump import read
@@ -98,8 +98,8 @@ def findings_of(folder: Path, model: Path, kind: str, options: dict):
     """Train, and yield what the audit finds in each step."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = getattr(patients, kind)(model, folder / "trainer", max_steps=STEPS, **options)
-        with patients.STEPS_OF[kind](trainer, folder, STEPS):
+        trainer = getattr(trl_fixtures, kind)(model, folder / "trainer", max_steps=STEPS, **options)
+        with trl_fixtures.STEPS_OF[kind](trainer, folder, STEPS):
             trainer.train()
     for step in range(STEPS):
         yield audit(read(folder / str(step)))
@@ -108,7 +108,7 @@ def findings_of(folder: Path, model: Path, kind: str, options: dict):
 def main(work: Path, steps: int = 200, seed: int = 0) -> int:
     """Run until so many steps were audited; returns how many alarms and errors there were."""
     work.mkdir(parents=True, exist_ok=True)
-    model = patients.write_model(work)
+    model = trl_fixtures.write_model(work)
     rng = random.Random(seed)
     audited = 0
     faults = 0

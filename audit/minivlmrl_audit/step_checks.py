@@ -1,7 +1,7 @@
 """What of a step can be computed again from the rest of it: advantages, masks, loss, gradient.
 
 A stage is a function (dump, change) -> {name: (theirs, ours, unit)}, or None where the dump lacks
-something. change(name, x) is x, a piece of the definition, or what a deviation of causes.yaml has
+something. change(name, x) is x, a piece of the definition, or what a deviation of known_bugs.yaml has
 in its place. An error is |theirs - ours| / unit, the size of the terms.
 """
 
@@ -30,8 +30,8 @@ from minivlmrl_audit.minivlmrl_api import (
     nanstd,
     off_policy_mask,
 )
-from minivlmrl_audit.moves import Change, first, shown_as
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
+from minivlmrl_audit.perturbations import Change, first, shown_as
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 

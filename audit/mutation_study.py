@@ -1,10 +1,10 @@
-"""What real bugs of the field cost: each put into our trainer, held-out accuracy of the default recipe beside it.
+"""Measure the cost of real bugs: train the default recipe with each bug, and compare held-out accuracy.
 
-    python audit/museum.py --seeds 0 1 2 --json museum.json   # costs; continues what the file already has
-    python audit/museum.py --bug no_picture_in_reference      # one run with a bug, with any options of train.py
+    python audit/mutation_study.py --seeds 0 1 2 --json mutation_study.json   # all costs; adds runs missing from the file
+    python audit/mutation_study.py --bug no_picture_in_reference      # one run with a bug, with any options of train.py
 
 tests/bugs.py has the bugs: each replaces parts of the package while it runs, and nothing of this is in the package
-itself. tests/test_museum.py shows that each changes what training computes.
+itself. tests/test_mutation_study.py shows that each changes what training computes.
 """
 
 import argparse
