@@ -1,6 +1,6 @@
 """Measure the cost of real bugs: train the default recipe with each bug, and compare held-out accuracy.
 
-    python audit/mutation_study.py --seeds 0 1 2 --json mutation_study.json   # all costs; adds runs missing from the file
+    python audit/mutation_study.py --seeds 0 1 2 --json mutation_study.json   # all costs; adds missing runs
     python audit/mutation_study.py --bug no_picture_in_reference      # one run with a bug, with any options of train.py
 
 tests/bugs.py has the bugs: each replaces parts of the package while it runs, and nothing of this is in the package
