@@ -15,7 +15,15 @@ LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 START, INDEX = "README.md", "docs/README.md"
 PAGE = re.compile(r"\[([^]]+)\]\((\w+\.(?:md|html|ipynb))\)")
 NAMES = {"vLLM"}  # which begin with a small letter
-LANGUAGES = {".py": "python", ".txt": "text", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".sh": "bash"}
+LANGUAGES = {
+    ".py": "python",
+    ".txt": "text",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+    ".toml": "toml",
+    ".sh": "bash",
+}
 
 
 def site_path(path: str) -> str:
