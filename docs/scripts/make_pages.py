@@ -16,7 +16,7 @@ PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES
 def main():
     """Write all."""
     walkthrough.write_picture()
-    walkthrough.write_film()
+    walkthrough.write_step_page()
     for name, page in {**PAGES, "exercises.md": exercises.page}.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
 
