@@ -1,4 +1,4 @@
-"""Sharded models: what each rank reads and keeps, what is written, which dtypes compute, and what is refused."""
+"""Tests of sharded models: loading, shards of each rank, saving, dtypes, and refused options."""
 
 import json
 from dataclasses import replace
@@ -33,15 +33,15 @@ import tiny
 from tiny import pack
 
 CPU = torch.device("cpu")
-ODD = {"intermediate_size": 47}  # rows that two ranks cannot share equally
-# a tied checkpoint of which two ranks have a half each, and an untied one of which each has all
+ODD = {"intermediate_size": 47}  # an odd number of rows, which two ranks cannot split equally
+# a tied checkpoint that is sharded over two ranks, and an untied checkpoint that is replicated on both
 SECTIONS = {"tied": ["--sharding.enabled=true"], "untied": ["--sharding.enabled=true", "--sharding.replicas=2"]}
-SECTIONS["drafter"] = SECTIONS["tied"]  # of Qwen3.5, with tensors that no module has
+SECTIONS["drafter"] = SECTIONS["tied"]  # a Qwen3.5 checkpoint with tensors that belong to no module
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A recipe, and two checkpoints in several files each: a tied one and an untied one."""
+    """Folder with a recipe, and a tied and an untied checkpoint, which consist of several files."""
     folder = tmp_path_factory.mktemp("sharding")
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": tied} | ODD))
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 
 
 def load_and_save(folder: Path, overrides: list[str], world) -> dict:
-    """Load in parts, copy, save, also where a file lies in the way; what this rank held of each weight."""
+    """Load a sharded model, copy it and save it, also to a path that is blocked; return the shards of this rank."""
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
@@ -79,7 +79,7 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
 
 
 def together(world, sharding=None) -> dict:
-    """Gradients of a step in which the ranks have films, then one image or none, and how often each ran its tower."""
+    """Return gradients of a step with videos, images and text on different ranks, and the number of tower runs."""
     shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
     model, runs = tiny.model(dtype=torch.float64), []
     if sharding is not None:
@@ -96,7 +96,7 @@ def together(world, sharding=None) -> dict:
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    (folder / "in the way").write_text("")  # where a checkpoint is saved to
+    (folder / "in the way").write_text("")  # a file where a folder should be created
     return launch(
         2, folder, {name: [f"--model.path={folder / name}", *SECTIONS[name]] for name in SECTIONS}, load_and_save
     )
@@ -116,7 +116,7 @@ def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(l
             if name == "untied":
                 first = own = weight
             assert torch.equal(result["kept"][parameter], own), parameter
-            # FSDP fills up the last rank's
+            # FSDP pads the shard of the last rank
             assert result["bytes"][parameter] == first.nbytes, "no part is a view of the whole"
         saved = dict(load_model(result["saved"]).named_parameters())
         assert saved.keys() == expected.keys() and all(torch.equal(saved[key], p) for key, p in expected.items())
@@ -128,7 +128,7 @@ def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(l
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_ranks_add_up_the_gradients_of_what_each_has_seen(loaded, name):
-    """Both run the tower twice, a rank without an image on black."""
+    """Both ranks run the tower twice; a rank without an image runs it on a black image."""
     alone = together(World())["gradients"]
     for result in (rank[name]["together"] for rank in loaded):
         assert result["runs"] == 2
@@ -141,11 +141,11 @@ def test_all_ranks_know_that_saving_failed(loaded):
 
 
 IMAGES = [(1, 4, 6)], [(1, 8, 4)]
-FILMS = [(1, 4, 6), (3, 8, 4)], [], [(2, 4, 4)]  # and an image, and text
+FILMS = [(1, 4, 6), (3, 8, 4)], [], [(2, 4, 4)]  # an image and a video; only text; a video
 
 
 def batch(config, grids=IMAGES, dtype=torch.float32):
-    """Packed groups of two completions."""
+    """Return packed groups with two completions each."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, row, dtype=dtype) for row in grids]
     return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
@@ -167,7 +167,7 @@ def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, mode
 
 
 def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
-    """The numbers are those of a bfloat16 model; the gradients are added up in float32."""
+    """Outputs equal those of a bfloat16 model; gradients are reduced in float32."""
     model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
     seen = set()
     model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
@@ -183,7 +183,7 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
 
 def test_one_process_that_offloads_computes_what_it_would_unsharded(alone):
     model = sharded_model(cpu_offload=True)
-    assert isinstance(model.sharding.offload, CPUOffloadPolicy)  # without a GPU no number shows it
+    assert isinstance(model.sharding.offload, CPUOffloadPolicy)  # without a GPU offloading changes no number
     (logps, found), (expected, theirs) = gradients(model), gradients(tiny.model())
     assert torch.equal(logps, expected)
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
@@ -213,7 +213,7 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
     recompute_blocks(plain)
     for model in (plain, sharded_model(recompute=True)):
         with torch.no_grad():
-            per_token_logps(model, batch(model.config))  # which gathers what a copy must not take
+            per_token_logps(model, batch(model.config))  # gathers weights, which the copy must not contain
         twin = copy_model(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -229,35 +229,35 @@ def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_wei
     model = sharded_model(model_type=model_type)
     with rollout_weights(model, gather_weights) as run:
         per_token_logps(run, batch(model.config))
-        assert gather_weights == (not is_sharded(run))  # a plain model runs alone
+        assert gather_weights == (not is_sharded(run))  # an unsharded model can run on one rank only
         assert not isinstance(model.lm_head.weight, DTensor)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor) == (not gather_weights)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    found = gradients(model)[1]  # and training goes on as if nothing had been
+    found = gradients(model)[1]  # training afterwards is not affected
     with torch.no_grad():
         per_token_logps(model, batch(model.config))
-    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are freed after a forward again
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)  # layers are resharded again
     expected = gradients(tiny.model(model_type=model_type))[1]
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
-    """Also a value head's, whatever the layers compute in."""
+    """The value head also computes in the dtype of its weights, whatever the dtype of the layers."""
     model = sharded_model(compute_dtype=torch.bfloat16)
     head = torch.nn.Linear(4, 1)
     model.sharding.shard_head(head)
     assert head(torch.zeros(1, 4)).dtype == torch.float32
-    assert head._get_fsdp_state()._states_to_backward_prefetch  # not FSDP's guess
+    assert head._get_fsdp_state()._states_to_backward_prefetch  # the prefetch order is explicit, not FSDP's default
     assert copy_model(model).lm_head.weight.dtype == torch.float32
     assert copy_model(model, in_compute_dtype=True).lm_head.weight.dtype == torch.bfloat16
     with rollout_weights(model, gather_weights=True) as run:
         assert run.lm_head.weight.dtype == torch.bfloat16
     half = sharded_model(dtype=torch.bfloat16).sharding
-    assert half.precision.reduce_dtype == torch.float32  # gradients are added up in it
+    assert half.precision.reduce_dtype == torch.float32  # gradients are reduced in float32
 
 
 def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
-    """And not FSDP's guess, by which two ranks might gather different ones."""
+    """FSDP's default order is not used, because two ranks might then gather different layers."""
     model = sharded_model()
     ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in units(model)}
     for tower in (model.visual.blocks, model.model.layers):
@@ -279,7 +279,7 @@ def test_a_rollout_runs_the_adapters_of_a_sharded_model(alone, gather_weights):
 
 @pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])
 def test_a_rank_that_has_finished_goes_on_until_all_have(last, replies, told):
-    """After its last of at most 3 steps it asks, and runs the decoder for nothing as long as another has steps left."""
+    """After its last step (of at most 3), a rank runs the decoder on a dummy token until all ranks have finished."""
     said, ran = [], []
     world = SimpleNamespace(device=CPU, sum=lambda value: said.append(value) or [replies.pop(0)])
     decoder = lambda *_: ran.append(1)  # noqa: E731
@@ -293,7 +293,7 @@ def test_a_rank_that_has_finished_goes_on_until_all_have(last, replies, told):
 
 @pytest.mark.parametrize("elsewhere", [0, 1])
 def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere):
-    """If another rank has some: no state changes, and the gradients are 0. Else the tower has none."""
+    """If another rank has images, outputs do not change and gradients are 0; else the tower gets no gradients."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: tensor.fill_(elsewhere))
     model, vision = tiny.model(), DummyVisionForward()
@@ -305,12 +305,12 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     joint.sum().backward()
     gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
     assert {*gradients} == {0.0 if elsewhere else None}
-    assert vision.after(model, (text,), hidden) is hidden  # of the next forward
-    seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # its images have run before
+    assert vision.after(model, (text,), hidden) is hidden  # the next forward pass adds nothing
+    seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # embeddings of its images are already there
     vision.before(model, (seen,))
     assert (vision.zero is not None) == bool(elsewhere)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.delattr(torch.distributed, "all_reduce")  # alone it asks nobody
+    monkeypatch.delattr(torch.distributed, "all_reduce")  # a single process calls no collective
     vision.before(model, (text,))
 
 

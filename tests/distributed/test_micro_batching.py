@@ -1,4 +1,4 @@
-"""Rollouts in pieces of a token budget: the same completions, and the same step but for the order of additions."""
+"""Tests of micro-batches with a token limit: completions are the same, and steps differ only in rounding."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from stages import ONE, snapshot
 
 
 def tokens(lengths, piece):
-    """Of one piece: its prompts once, and its completions."""
+    """Count the tokens of a micro-batch, in which each prompt counts once."""
     return sum(lengths[i][0] for i in {i for i, _ in piece}) + sum(lengths[i][1][j] for i, j in piece)
 
 
@@ -53,7 +53,7 @@ def test_ranks_have_equally_many():
 
 @pytest.mark.parametrize(("name", "budget"), [("grpo", 45), ("grpo", 70), ("ppo", 45)])
 def test_a_step_is_the_same(stage, name, budget):
-    """Weights after two steps in float64; groups of prompts of about 30 tokens are divided by the smaller budget."""
+    """Weights after two steps are equal in float64; the smaller limit divides groups (prompts have about 30 tokens)."""
     ends = []
     for options in ([], [f"--{name}.max_tokens_per_micro_batch={budget}", "--sampling.max_batch_tokens=100"]):
         run = stage(name, "--sampling.max_new_tokens=9", *options)

@@ -1,7 +1,8 @@
-"""World's collectives; and one result for any number of ranks: metrics, gradient norm, draws, weights after 3 steps.
+"""Tests of World's collectives, and of equal results for any number of ranks.
 
-The rows are as uneven as can be, see on_ranks.Uneven: some ranks have images in a step, others none. Replicated or
-sharded, weights full or layer by layer in a rollout, with one model or two beside the policy.
+Metrics, gradient norms, completions and weights after 3 steps must be equal. The rows are very uneven, see
+on_ranks.Uneven: in a step some ranks have images and others have none. Weights are replicated or sharded, gathered
+fully or by layer in a rollout, and there are one or two models besides the policy.
 """
 
 import os
@@ -37,7 +38,7 @@ TOOLS = [*REFERENCE, "--sampling.environment=on_ranks:Eye", "--sampling.max_new_
 FORGETTING = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
 QWEN3 = ["--model.config=FOLDER/qwen3_vl.json"]
 TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]
-STAGES = {  # in float64; each has other joint work
+STAGES = {  # in float64; each stage has other collective operations
     "sft": ["--stages=[sft]"],
     "dpo": ["--stages=[dpo]"],
     "dpo precomputed": ["--stages=[dpo]", "--dpo.loss_type=[sigmoid, sft]", "--dpo.precompute_ref_log_probs=true"],
@@ -73,7 +74,7 @@ WAYS = {
     "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE,
     "replicas": [*ONE_BY_ONE, "--sharding.replicas=2"], "compute_dtype": ["--model.compute_dtype=float64"],
 }  # fmt: skip
-CASES = {  # by number of ranks: (stage, way); all equal what one process makes of the stage without sharding
+CASES = {  # {number of ranks: (stage, way)}; results must equal those of one process without sharding
     1: [("with a reference", "sharded")],
     2: [("sft", "replicated"), ("dpo", "replicated"), ("float32", "sharded"), ("with a reference", "compute_dtype"),
         ("with a reference", "layer by layer"), ("with a reward model", "layer by layer"),
@@ -87,11 +88,11 @@ CASES = {  # by number of ranks: (stage, way); all equal what one process makes 
         *((name, "sharded") for name in ("sft", "dpo", "grpo", "resampled", "ppo in mini-batches", "tools",
                                          "trajectories"))],
 }  # fmt: skip
-SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
+SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # these metrics measure rounding differences
 
 
 def prepare(folder):
-    """The files of the recipe: its model, and reward models with an opinion."""
+    """Folder with the files of the recipe: its model, and reward models with non-zero heads."""
     write_recipe(folder, RECIPE)
     for name, config in (("judge", "model"), ("stranger", "qwen3_vl")):
         model, processor = random_model(folder / f"{config}.json", shapes.tokenizer(), 1)
@@ -102,7 +103,7 @@ def prepare(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank made of each case, by number of ranks; "alone" what one process made of the replicated ones."""
+    """Results of each case and rank, by number of ranks; "alone" has those of one process without sharding."""
     folder = tmp_path_factory.mktemp("ranks")
     prepare(folder)
     start = dict(random_model(folder / "model.json", shapes.tokenizer(), 0)[0].double().named_parameters())
@@ -113,13 +114,13 @@ def results(tmp_path_factory):
 
 
 def assert_equal(result, alone, relative, limit):
-    """Hold one rank's result against that of one process."""
+    """Compare the result of one rank with that of one process."""
     assert (result.texts, result.evaluation) == (alone.texts, pytest.approx(alone.evaluation, rel=relative))
     for line, expected in zip(result.lines, alone.lines, strict=True):
         assert line.keys() == expected.keys()
         for name in line.keys() - SAME_BY_CHANCE:
             if name == "rewards/accuracies" and abs(expected["rewards/margins"]) < 1e-9:
-                continue  # policy and reference are equal: rounding decides
+                continue  # policy and reference are equal, so rounding decides
             assert line[name] == pytest.approx(expected[name], rel=relative, abs=relative), name
     for parameter, value in alone.weights.items():
         torch.testing.assert_close(result.weights[parameter], value, rtol=0, atol=limit, msg=parameter)
@@ -135,7 +136,7 @@ def test_any_number_of_ranks_makes_the_same(results, size, name, way):
 
 @pytest.mark.slow
 def test_the_cases_tell(results):
-    """Every weight that is trained has moved by far more than what is compared to; completions have many lengths."""
+    """All trained weights have moved by far more than the tolerance, and completions have many lengths."""
     for name, result in results["alone"].items():
         assert all(line["grad_norm"] > 1e-3 for line in result.lines), name
     texts = [text for _, group in results["alone"]["grpo"].texts for text in group]
@@ -146,9 +147,9 @@ def test_the_cases_tell(results):
         assert [bool((weights[n] - start).abs().max() > 1e-6) for n, start in results["start"].items()] == expected
 
 
-# the quick form of the above, in one launch of one rank and one of two
+# faster versions of these tests, with one launch of one rank and one launch of two ranks
 def evaluation(folder, overrides, world):
-    """Evaluate as many rows as data.eval_rows says; one of them is marked unseen."""
+    """Evaluate data.eval_rows rows, one of which is marked as unseen."""
     config = load_config(folder / "recipe.yaml", ["--data.eval_rewards=[letters, format]", *overrides])
     model, processor = build_model(config, world)
     return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
@@ -164,7 +165,7 @@ FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
 EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1",
            "--grpo.router_aux_loss_coef=0.1"]  # fmt: skip
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
-BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # the second of two layers
+BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # parameters before the second of two layers
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
 # the policy's adapters, the head of a critic, of which one rank has no row, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
@@ -195,7 +196,7 @@ def quick(folder, overrides, world):
 
 @pytest.fixture(scope="module")
 def quick_results(tmp_path_factory):
-    """What one process made of GRPO and of the evaluations, and what each of two ranks made of all QUICK cases."""
+    """Results of GRPO and the evaluations on one process, and of all QUICK cases on each of two ranks."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
     alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, "trajectories": TURNS, **COUNTS}
@@ -213,7 +214,7 @@ def quick_results(tmp_path_factory):
 
 @pytest.mark.parametrize("way", ["replicated", "8 bits, sharded", "pieces"])
 def test_two_ranks_equal_one(quick_results, way):
-    """Two steps of GRPO with a reference in float64."""
+    """Two steps of GRPO with a reference have equal results in float64."""
     alone, process_group = quick_results
     for rank in process_group:
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
@@ -223,13 +224,13 @@ def test_two_ranks_equal_one(quick_results, way):
     "way", ["moving, compute_dtype", "folder, sharded", "sharing, sharded", "sharing, layer by layer"]
 )
 def test_two_ranks_keep_the_reference_of_one(quick_results, way):
-    """It moves after each step. Each rank has its rows of what is trained once more, and of nothing that is shared."""
+    """The reference is updated after each step. A rank stores copies of its rows of trained parameters only."""
     alone, process_group = quick_results
     expected = alone[way.partition(",")[0]]
     for rank in process_group:
         assert_equal(rank[way], expected, 1e-12, 1e-12)
     first, second = (rank[way].reference for rank in process_group)
-    if "compute" in way:  # each has all rows
+    if "compute" in way:  # each rank has all rows
         first, second = first, [rows[:0] for rows in second]
     joined = [torch.cat(parts) for parts in zip(first, second, strict=True)]
     torch.testing.assert_close(joined, expected.reference, rtol=0, atol=1e-12)
@@ -239,7 +240,7 @@ def test_two_ranks_keep_the_reference_of_one(quick_results, way):
 
 @pytest.mark.parametrize("way", ["experts, sharded", "experts, layer by layer", "experts, replicated"])
 def test_two_ranks_with_experts_equal_one(quick_results, way):
-    """One may have a token on one rank alone, and has no gradient if on none. Routes are those of sampling."""
+    """An expert may get tokens on one rank only, and has no gradient if it gets none. Routes are those of sampling."""
     alone, process_group = quick_results
     for rank in process_group:
         assert_equal(rank[way], alone["experts"], 1e-12, 1e-12)
@@ -247,14 +248,14 @@ def test_two_ranks_with_experts_equal_one(quick_results, way):
 
 
 def test_a_reference_that_moves_does_so_in_the_dtype_of_the_parameters(quick_results):
-    """Not in that which computes: small moves would be lost."""
+    """Small updates would be lost in the compute dtype, so the reference has the dtype of the parameters."""
     alone, _ = quick_results
     torch.testing.assert_close(alone["moving in half"].reference, alone["moving"].reference, rtol=0, atol=1e-5)
     assert not torch.equal(alone["moving in half"].reference[0], alone["moving"].reference[0].float().double())
 
 
 def test_two_ranks_with_tools_equal_one(quick_results):
-    """Completions that hold pictures or text of a tool; in the second step no prompt has an image."""
+    """Completions contain images or text from a tool; in the second step no prompt has an image."""
     alone, process_group = quick_results
     texts = [text for _, group in alone["tools"].texts for text in group]
     assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)
@@ -263,7 +264,7 @@ def test_two_ranks_with_tools_equal_one(quick_results):
 
 
 def test_two_ranks_with_other_numbers_of_turns_equal_one(quick_results):
-    """Windows of one round, in pieces and micro-batches of a token budget."""
+    """Trajectories with context windows of one round, sampled and trained in micro-batches with a token limit."""
     alone, process_group = quick_results
     assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
     for rank in process_group:
@@ -272,7 +273,7 @@ def test_two_ranks_with_other_numbers_of_turns_equal_one(quick_results):
 
 @pytest.mark.parametrize("way", ["adapters, sharded", *map(shards_bytes, NF4_WAYS)])
 def test_two_ranks_with_adapters_equal_one(quick_results, way):
-    """PPO, whose critic is a head beside the policy's adapters."""
+    """PPO with adapters on the policy, whose critic is a value head."""
     alone, process_group = quick_results
     expected = alone[way.partition(",")[0]]
     for rank in process_group:
@@ -291,7 +292,7 @@ def test_two_ranks_with_a_critic_of_its_own_equal_one(quick_results, way):
 
 
 def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):
-    """Each rank has masks of its own, so that one process makes something else."""
+    """Each rank has its own dropout masks, so that results differ from those of one process."""
     for rank in quick_results[1]:
         assert_equal(rank["dropout, layer by layer"], rank["dropout"], 1e-11, 1e-11)
         assert rank["dropout"].lines[1]["loss"] != pytest.approx(rank["adapters, sharded"].lines[1]["loss"], rel=1e-6)
@@ -299,14 +300,14 @@ def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):
 
 @pytest.mark.parametrize("way", ["5 rows", "1 rows, layer by layer"])
 def test_two_ranks_evaluate_as_one_and_in_the_order_of_the_rows(quick_results, way):
-    """With one row a rank has none of its own."""
+    """With only one row, one of the ranks repeats the row of the other."""
     alone, process_group = quick_results
     for rank in process_group:
         assert repr(rank[way]) == repr(alone[way.partition(",")[0]])  # NaN is not equal to itself
 
 
 def test_equal_shares():
-    """Seven items for three ranks: three each, two of the first ones twice."""
+    """Seven items on three ranks: each rank gets three, and two ranks repeat the first item."""
     process_group = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
     assert [rank.shard_evenly([*range(7)]) for rank in process_group] == [
         ([0, 3, 6], 3),
@@ -328,7 +329,7 @@ def test_ranks_share_as_equally_as_they_can():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(count, error): what torch says of this machine's GPUs."""
+    """Return gpus(count, error), which sets the number of GPUs or the error that torch reports."""
 
     def gpus(count, error=None):
         def init():
@@ -363,7 +364,7 @@ def test_without_a_gpu_the_cpu_trains_but_not_in_place_of_one_that_cuda_cannot_u
 @pytest.mark.skipif(sys.platform != "linux", reason="only there it is called lo")
 @pytest.mark.parametrize(("hosts", "network"), [(1, "lo"), (2, None)])
 def test_ranks_of_one_machine_need_no_name_of_it(monkeypatch, hosts, network):
-    """Gloo would look the host's name up, which a container may not know; not where another host is to be reached."""
+    """With one host gloo uses the loopback interface, because a container may not resolve its own host name."""
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // hosts), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")

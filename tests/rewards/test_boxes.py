@@ -1,4 +1,4 @@
-"""Rewards for boxes: what earns, and what a policy that looks for loopholes gets."""
+"""Tests of box rewards on good and bad answers, and on answers that try to exploit the rewards."""
 
 import json
 import math
@@ -19,11 +19,11 @@ from recipes.point import point
 
 from earnings import earnings
 
-SIZE = (200, 100)  # of the image file
-EXTENT = (100.0, 50.0)  # of what the model sees
-SOLUTION = [40, 20, 80, 60]  # in pixels of the file; in those of the answer this is
+SIZE = (200, 100)  # width and height of the image file
+EXTENT = (100.0, 50.0)  # width and height of the resized image that the model sees
+SOLUTION = [40, 20, 80, 60]  # in pixels of the file; RIGHT is the same box in pixels of the resized image
 RIGHT = "20 10 40 30"
-WRONG = "60 10 80 30"  # as large, a box's width beside: GIoU 0 - 400 / 1200
+WRONG = "60 10 80 30"  # equal size, with a gap as wide as the box: GIoU is 0 - 400 / 1200
 NAMES = ["iou", "acc_0_5", "giou", "box_format"]
 
 
@@ -53,29 +53,29 @@ ALL_BUT_FORM = (1, 1, 1, 0)
 BESIDE = (0, 0, -1 / 3, 1)
 BESIDE_BUT_FORM = (0, 0, -1 / 3, 0)
 
-# completion: mean_iou, acc_0_5, mean_giou, box_format
+# {completion: (mean_iou, acc_0_5, mean_giou, box_format)}
 HACKS = {
-    # what is asked for
+    # correct answers
     say(RIGHT): ALL,
     say(js(RIGHT, iou=1.0, confidence=99, reward=1e300)): ALL,
-    say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a label is no box
+    say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a box in a label does not count
     say(WRONG): BESIDE,
-    # large, small, empty
+    # large, small and empty boxes
     say("0 0 100 50"): (0.08, 0, 0.08, 1),
     say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
     say("30 20 30 20"): NOTHING,
-    # another order or unit
+    # other orders of coordinates, or other units
     say("40 30 20 10"): NOTHING,
     say("20 10 20 20"): NOTHING,  # x, y, width, height
     say("10 20 30 40"): (1 / 7, 0, 1 / 7 - 2 / 9, 1),  # y first
     say("40 20 80 60"): (0, 0, -1 / 3, 0),  # pixels of the file
     say("200 200 400 600"): (0, 0, -143800 / 224200, 0),  # thousandths
     say("0.2 0.2 0.4 0.6"): (0, 0, 400.08 / (39.8 * 29.8) - 1, 1),  # unit
-    # no numbers
+    # answers without numbers
     say("NaN NaN NaN NaN"): NOTHING,
-    say("[]"): (0, 0, -1, 1),  # there is no such object
+    say("[]"): (0, 0, -1, 1),  # "no such object"
     say(f"The cat is at [{RIGHT}]"): NOTHING,
-    # several guesses
+    # answers with several boxes
     say(js(RIGHT, WRONG)): (0.5, 0.5, 0, 1),
     say(js(RIGHT, RIGHT)): (0.5, 0.5, 0, 1),
     say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, -0.998, 1),
@@ -83,8 +83,8 @@ HACKS = {
     RIGHT: NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
     f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
-    f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # the last one counts: one guess
-    f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer that does not end is none
+    f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # only the last answer counts
+    f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer without a closing tag is ignored
     js(RIGHT).replace("cat", "<answer>"): NOTHING,
     say(js(RIGHT).replace("cat", "</answer><answer>")): NOTHING,
 }
@@ -106,7 +106,7 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
     ([OTHER], (0.5, 0.5, 0, 1)),
     ([FIRST, FIRST], (0.5, 0.5, (1 - 7 / 12) / 2, 1)),
     ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1 / 3, 1)),
-    (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first: exactly 0.5 is enough
+    (["20 10 40 20", OTHER], (0.75, 1, 0.75, 1)),  # half of the first box: an IoU of exactly 0.5 is enough
     (["20 0 60 30"], (1 / 6, 0, (1 / 3 - 1) / 2, 1)),  # one box around both
     ([], (0, 0, -1, 1)),
 ])  # fmt: skip
@@ -146,12 +146,12 @@ def test_a_negative_is_judged_by_whether_the_answer_says_so(solution):
 def test_none_where_nothing_can_be_judged():
     for given in (columns(solution=None), columns(size=None, extent=None)):
         assert [reward([say(RIGHT)], **given) for reward in (mean_iou, acc_0_5, mean_giou)] == [[None]] * 3
-    assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the form is seen without a truth
+    assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the format does not depend on the solution
     assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
 
 
 def test_each_completion_is_judged_by_its_own_row():
-    """The same words in three spaces."""
+    """The same answer text stands for different boxes in three coordinate spaces."""
     given = {
         "solution": [[10, 10, 20, 20], None, "10 10 20 20"],
         "image_sizes": [(100, 100), (100, 100), (50, 40)],
@@ -160,24 +160,24 @@ def test_each_completion_is_judged_by_its_own_row():
     values = earnings(NAMES, [say("10 10 20 20")] * 3, given)
     assert values[0].tolist() == [1, 1, 1, 1]
     assert values[1, 3] == 1
-    assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # it says (5, 5, 10, 10)
+    assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # the answer is (5, 5, 10, 10)
 
 
 @pytest.mark.parametrize(("solution", "said", "inside", "near"), [
     (SOLUTION, '{"point_2d": [30, 20], "label": "cat"}', 1, 1),  # the centre
     (SOLUTION, "(20, 10)", 1, 1 - math.hypot(20, 20) / 50),
-    (SOLUTION, RIGHT, 0, 0),  # a box is no point
+    (SOLUTION, RIGHT, 0, 0),  # a box is not a point
     (SOLUTION, "[]", 0, 0),
-    (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one too many
+    (SOLUTION, "[[30, 20], [31, 21]]", 0.5, 0.5),  # one extra point
     ([SOLUTION, [100, 20, 120, 60]], "[[55, 20], [30, 20]]", 1, 1),
-    ([60, 40], "[30, 20]", 1, 1),  # a true point is its pixel
+    ([60, 40], "[30, 20]", 1, 1),  # a true point covers its pixel
     ("[60, 40]", "[30.3, 20]", 0, 1 - 0.6 / 50),
     ([], "[]", 1, 1),
     ([], "[30, 20]", 0, 0),
     (None, "[30, 20]", None, None),
 ])  # fmt: skip
 def test_points(solution, said, inside, near):
-    """`within` is here 50 pixels of the file."""
+    """The option `within` corresponds to 50 pixels of the file here."""
     within = 50 / math.hypot(*SIZE)
     assert point([said], **columns(solution)) == approx(inside)
     assert point([said], **columns(solution), within=within) == approx(near)
@@ -191,7 +191,7 @@ def test_a_solution_that_is_no_point_is_named():
             point(["[1, 2]"], **columns(wrong))
 
 
-# what box rewards are told about each row
+# columns that box rewards read for each row
 
 
 def row(*sizes, **columns):
@@ -214,7 +214,7 @@ def test_an_answer_counts_in_pixels_of_the_resized_image():
 
 
 def test_a_row_may_say_its_space():
-    """And its extent, which comes before the space."""
+    """A row may also give answer_extent, which has precedence over box_space."""
     spaces = {"original": (90, 50), "resized": (84, 56), "thousandths": (1000, 1000), "unit": (1, 1), None: (84, 56)}
     for space, extent in spaces.items():
         assert required_columns([row((90, 50), box_space=space)])["answer_extents"] == [extent]
@@ -222,7 +222,7 @@ def test_a_row_may_say_its_space():
 
 
 def test_the_first_image_counts_and_no_video_before_it():
-    """Rows without images have neither; each of a row's completions is told the same, in the order of groups."""
+    """Both columns are None for rows without images; all completions of a row get the same values."""
     rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     rows[2].messages[0]["content"].insert(0, {"type": "video"})

@@ -1,4 +1,4 @@
-"""The columns that rewards are called with, and the rewards as a tensor."""
+"""Tests of the arguments of reward functions, and of the tensor of their values."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from minivlmrl.rewards.columns import call_rewards, reward_columns
 
 
 def test_each_value_of_a_row_is_there_once_per_completion():
-    """Two rows of two completions; a column that only one row has is None for the other."""
+    """Two rows have two completions each; a column of only one row is None for the other row."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
     completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
     processor = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Rewards by name: options in a name, what they are given, TRL's form, what they return, what is said of a failure."""
+"""Tests of rewards by name: options, arguments, compatibility with TRL, checks of returned values, and errors."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def turns(*texts):
     return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
 
 
-FORMS = {  # of docs/data.md: the same question and solution
+FORMS = {  # row formats of docs/data.md, with the same question and solution
     "plain": {"problem": "How many?", "solution": "2"},
     "text": {"prompt": "How many?", "solution": "2", "image": "red.png"},
     "turns": {"prompt": turns("How many?"), "solution": "2"},
@@ -143,7 +143,7 @@ def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
-    """In a whole run, with a row of TRL's conversational form: what the function is given."""
+    """Check the arguments of a reward function in a whole run, with a row in TRL's conversational format."""
     row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
     write_lines(home / "chat.jsonl", [row])
     seen = {}
@@ -164,7 +164,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 @pytest.mark.usefixtures("plain")
 def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch):
-    """Also through a reward that asks another one, and after a resume."""
+    """They also work in a reward that calls another reward, and after a resume."""
     fails_at = [2]
 
     def told(completions, trainer_state, log_metric, log_extra, **columns):
@@ -225,7 +225,7 @@ def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path,
 
 
 def test_a_reward_judges_only_rows_of_files_that_name_it():
-    """data.train may name rewards for a file; no reward sees a row of another file."""
+    """data.train may list the rewards of a file; other rewards are not called on its rows."""
     rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]]}
     values = earnings(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
@@ -248,7 +248,7 @@ def test_another_number_of_values_is_refused(values, says):
         file.checked_values("own", values, ["a", "b"], ["", ""])
 
 
-# options in a name, and functions of one's own
+# options in a name, and custom functions
 
 
 def near(completions, solution, tolerance=0.0, units=None, **columns):
@@ -257,7 +257,7 @@ def near(completions, solution, tolerance=0.0, units=None, **columns):
 
 @pytest.mark.parametrize(("name", "tolerance"), [("near", 0.0), (f"{__file__}:near(tolerance=0.5)", 0.5)])
 def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tolerance):
-    """Other forms of names with options: test_import_utils.py."""
+    """test_import_utils.py tests other names with options."""
     monkeypatch.setitem(REWARDS, "near", near)
     assert get_reward(name).function(["a"], ["b"]) == [tolerance]
     assert get_reward(name).columns == {"solution"}

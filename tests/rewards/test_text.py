@@ -1,4 +1,4 @@
-"""Rewards: what earns, what does not, and what a policy that looks for loopholes gets."""
+"""Tests of text rewards on good and bad completions, and on completions that try to exploit the rewards."""
 
 import pytest
 
@@ -14,7 +14,7 @@ GOOD = "<think>I see green</think><answer>green square</answer>"
 FORMS = {
     GOOD: 1.0,
     "<think>a\nb\n</think>\n\n<answer>\nc\n</answer>": 1.0,
-    f"\n {GOOD} \n": 1.0,  # white space around is not text
+    f"\n {GOOD} \n": 1.0,  # surrounding whitespace is ignored
     "<think>1 < 2 > 0 <b></think><answer><i></answer>": 1.0,
     "": 0.0,
     "<think>a<answer>b</answer></think>": 0.0,
@@ -47,13 +47,14 @@ def test_accuracy_cannot_judge_without_a_solution():
     assert accuracy(["green square"] * 4, [None, "  ", ".", "<answer></answer>"]) == [None] * 4
 
 
-# what a policy might try instead of looking at the picture, for the solution "green square": (format, accuracy)
+# completions that a policy might try instead of looking at the image, for the solution "green square", with their
+# rewards (format, accuracy)
 HACKS = {
     "<think>a</think><answer>green</answer>": (1.0, 0.0),
     "<think>a</think><answer>green square or red square</answer>": (1.0, 0.0),
     "<think>a</think><answer>.*</answer>": (1.0, 0.0),
-    "<think>a</think><answer>ɡreen square</answer>": (1.0, 0.0),  # another letter that looks like g
-    "<think>a</think><answer>green\u200b square</answer>": (1.0, 0.0),  # a space of no width
+    "<think>a</think><answer>ɡreen square</answer>": (1.0, 0.0),  # a different letter that looks like g
+    "<think>a</think><answer>green\u200b square</answer>": (1.0, 0.0),  # a zero-width space
     "<think>green square</think><answer>red square</answer>": (1.0, 0.0),
     "<think>a</think><answer>green square": (0.0, 0.0),
     "<answer>red<answer>green square</answer>": (0.0, 0.0),
@@ -71,13 +72,13 @@ def test_red_team():
 
 @pytest.mark.parametrize(("unit", "expected"), [("<answer>", None), ("<answer>a</answer>", "a"), ("a", None)])
 def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
-    """A regular expression went through the rest of the text again from each <answer>: 10 MB took days."""
+    """A regular expression rescanned the rest of the text from each <answer>, so that 10 MB took days."""
     assert find_answer(unit * (10**6 // len(unit))) == expected
-    monkeypatch.setattr(rewards_file, "THINK_ANSWER", None)  # of a text with a tag twice it would take as long
+    monkeypatch.setattr(rewards_file, "THINK_ANSWER", None)  # would also be slow for a text with repeated tags
     assert rewards_file.tag_format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
 
 
-# where a completion says its answer: (tags, whole, last_line)
+# completions with the answers that each mode extracts: (tags, whole, last_line)
 BOTH = "<answer>dotted</answer> or\n<answer> frilly</answer>"
 ANSWERS = {
     "frilly": (None, "frilly", "frilly"),
@@ -94,7 +95,7 @@ def test_where_an_answer_is():
     assert {said: tuple(find_answer(said, where) for where in places) for said in ANSWERS} == ANSWERS
 
 
-# rewards of one's own
+# custom rewards
 
 
 def right_level(completions, *, ground_truth, tolerance=0, **kwargs):

@@ -1,4 +1,4 @@
-"""The table of embedded tasks: what a run asks of each."""
+"""Tests of the registry of tasks, and of the interface of each task."""
 
 from pathlib import Path
 
@@ -22,11 +22,11 @@ def test_each_task_has_rows_and_a_tokenizer(name):
 
 
 def test_chance_is_that_of_a_task():
-    """A random label's accuracy, or the best constant box's mean IoU over the held-out rows."""
+    """The baseline is the accuracy of a random label, or the mean IoU of the best constant box on held-out rows."""
     assert get_task("shapes").chance(None) == 1 / 12
     few, more = (Localisation(size, "test") for size in (1, 30))
     boxes = get_task(f"{BOXES}:TASK")
-    assert boxes.chance(few) == 1.0  # the box itself
+    assert boxes.chance(few) == 1.0  # with one row the best constant box is the true box
     assert boxes.chance(more) == constant_box(more)[1]
     assert (get_task("shapes").chance_name, boxes.chance_name) == ("chance", "constant box")
 

@@ -1,4 +1,4 @@
-"""What all trainers have from their base: which weights they train, and the options that they share."""
+"""Tests of the base class Trainer: selection of trained weights, and options that all stages share."""
 
 import pytest
 import torch

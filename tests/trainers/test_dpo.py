@@ -1,4 +1,4 @@
-"""DPO on tiny models: its reference, kept, computed once, brought by rows or left out; and the pairs that it wins."""
+"""Tests of DPO on tiny models: a loaded, precomputed, given or missing reference, and pair accuracy."""
 
 import math
 
@@ -29,13 +29,13 @@ def test_it_is_measured_against_the_policy_as_the_stage_found_it(stage):
 @pytest.mark.parametrize("option", [(), (PRECOMPUTE,)])
 def test_a_draw_is_no_win(stage, option):
     run = stage("dpo", *option, held_out=Shapes(3, "other"))
-    assert run.accuracy() == 0  # nothing has moved
+    assert run.accuracy() == 0  # because the policy is still equal to the reference
 
 
 def assert_equal_runs(first, second, steps=3):
-    """The same metrics and weights after some steps, to 1e-11."""
+    """Assert that two runs have the same metrics and weights after some steps, to 1e-11."""
     for expected, values in zip(first.go(steps), second.go(steps), strict=True):
-        names = expected.keys() - {"rewards/accuracies"}  # where all is equal, rounding decides
+        names = expected.keys() - {"rewards/accuracies"}  # equal pairs: rounding decides the sign
         assert {name: values[name] for name in names} == pytest.approx(
             {name: expected[name] for name in names}, rel=1e-11, abs=1e-11
         )
@@ -53,7 +53,7 @@ def test_precomputed_references_are_the_references(stage, options):
 
 
 def test_precomputing_scores_all_pairs_once(stage):
-    """Eight rows and three held-out ones; a resumed run brings them along, as JSON writes them, and no other rows."""
+    """Eight training and three held-out rows are scored; a resumed run reads their values from JSON."""
     run = stage("dpo", PRECOMPUTE, held_out=Shapes(3, "other"))
     assert len(run.kept) == 8 + 3 and {type(value) for pair in run.kept.values() for value in pair} == {float}
     assert run.trainer.on_stage_begin(run.batches, run.held_out, run.kept) is run.kept
@@ -62,7 +62,7 @@ def test_precomputing_scores_all_pairs_once(stage):
 
 
 def test_precomputing_tells_pictures_apart(stage):
-    """A wide and a high image of one colour have equal patches and equally many tokens."""
+    """A wide and a tall image of one colour have equal patches and token counts, so only their sizes differ."""
     rows = [Shapes(1, "x")[0] for _ in range(2)]
     for row, size in zip(rows, ((56, 28), (28, 56)), strict=True):
         row.images = [PIL.Image.new("RGB", size, "red")]
@@ -74,11 +74,11 @@ def test_precomputing_tells_pictures_apart(stage):
 
 
 class Scored(Shapes):
-    """Pairs, some with columns."""
+    """Dataset of pairs, in which some rows have reference log-probabilities as columns."""
 
     def __init__(self, columns):
         super().__init__(8, "rows")
-        self.columns = columns  # of a row
+        self.columns = columns  # {index of a row: its columns}
 
     def __getitem__(self, index):
         row = super().__getitem__(index)
@@ -87,15 +87,15 @@ class Scored(Shapes):
         return row
 
 
-def test_rows_bring_what_their_reference_says(stage):
-    """Half of the rows do: only the others are scored."""
-    kept = stage("dpo")
-    batch = kept.trainer.micro_batch([Shapes(8, "rows")[index] for index in range(4)])
+def test_reference_log_probabilities_may_be_columns_of_rows(stage):
+    """Half of the rows have the columns; only the other rows are scored before the first step."""
+    with_model = stage("dpo")
+    batch = with_model.trainer.micro_batch([Shapes(8, "rows")[index] for index in range(4)])
     sums = (batch.ref_per_token_logps * batch.loss_mask).sum(1).tolist()
     columns = {i: {"ref_chosen_logps": sums[2 * i], "ref_rejected_logps": sums[2 * i + 1]} for i in range(4)}
-    brought = stage("dpo", PRECOMPUTE, rows=Scored(columns))
-    assert len(brought.kept) == 4
-    assert_equal_runs(kept, brought)
+    with_columns = stage("dpo", PRECOMPUTE, rows=Scored(columns))
+    assert len(with_columns.kept) == 4
+    assert_equal_runs(with_model, with_columns)
 
 
 @pytest.mark.parametrize(("options", "columns"), [
@@ -112,7 +112,7 @@ def test_sums_that_rows_bring_in_vain_are_refused(stage, options, columns):
 
 
 def test_without_a_reference_its_log_ratios_are_0(stage):
-    """-log s(beta (log pi(chosen) - log pi(rejected))), as TRL had it up to 0.28."""
+    """The loss is -log sigmoid(beta (log pi(chosen) - log pi(rejected))), as in TRL up to 0.28."""
     run = stage("dpo", "--dpo.reference_free=true", "--dpo.beta=0.3", held_out=Shapes(3, "other"))
     assert run.trainer.reference is None
     batches = run.next()

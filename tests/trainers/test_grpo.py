@@ -1,4 +1,4 @@
-"""GRPO step by step on a tiny model: what is drawn, stored, shared and counted; the loss is held in tests/losses."""
+"""Tests of GRPO steps on a tiny model: sampling, stored values, micro-batches and counts."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from stages import drawn, earned, without_idle_rows
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What grpo_loss is given, call by call."""
+    """Arguments of each call of grpo_loss."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -23,12 +23,12 @@ def asked(monkeypatch):
 
 
 def ratios(asked):
-    """Whether the ratio to the old policy is exactly 1, call by call."""
+    """For each call, whether the ratio to the old policy is exactly 1."""
     return [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in asked]
 
 
 def test_stored_log_probabilities(stage, asked, samples):
-    """2 iterations over rollouts of 2 steps: in the first of 4 steps the ratio is exactly 1, later it is not."""
+    """With 2 iterations over rollouts of 2 steps, the ratio is exactly 1 only in the first of the 4 steps."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
     ends = []
     lines = []
@@ -39,13 +39,13 @@ def test_stored_log_probabilities(stage, asked, samples):
     assert len(samples) == 2
     assert [len(rollout.prompts) for rollout in samples] == [8, 8]
     assert ends == [False, False, False, True] * 2
-    assert len(asked) == 16  # two micro-batches a step
+    assert len(asked) == 16  # two micro-batches per step
     assert ratios(asked) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
     for first, again in zip(asked[:4], asked[4:8], strict=True):  # the second iteration meets the same micro-batches
         assert first["old_per_token_logps"] is again["old_per_token_logps"]
         assert first["advantages"] is again["advantages"]
         assert not torch.equal(first["logps"], again["logps"])
-    assert all(line["rollout/logp_mismatch"] < 1e-5 for line in lines)  # of what was stored
+    assert all(line["rollout/logp_mismatch"] < 1e-5 for line in lines)  # computed from the stored log-probabilities
 
 
 def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
@@ -58,7 +58,7 @@ def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
 
 
 def test_a_step_is_its_rows_in_order(stage, samples):
-    """Completions, what the sampler said of them, advantages and the mask, cut into micro-batches of two prompts."""
+    """Completions, the sampler's log-probabilities, advantages and masks are split into two micro-batches."""
     run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
     first, second = run.next()
     completions = drawn(samples[0])
@@ -78,7 +78,7 @@ def test_a_step_is_its_rows_in_order(stage, samples):
         assert batch.weight == batch.loss_mask.sum()
 
 
-# four groups of four: all earn the same; all differ; one earns the mean; all earn the same
+# four groups of four: equal rewards; different rewards; one reward equal to the mean; equal rewards
 REWARDS = [1.0] * 4 + [0.0, 1.0, 2.0, 4.0] + [0.0, 1.0, 2.0, 1.0] + [3.0] * 4
 TEACHING = [4, 5, 6, 7, 8, 10]
 FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
@@ -102,4 +102,4 @@ def test_without_anything_to_learn_one_completion_stays(stage, script):
     run = stage("grpo", *FOURS, "--grpo.micro_batch_size=2")
     assert [batch.completion_index.tolist() for batch in run.next()] == [[0], [8]]
     line = run.update()
-    assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1  # of all completions
+    assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1  # the fraction is that of all groups

@@ -1,4 +1,4 @@
-"""Options of GRPO beyond the paper, step by step on a tiny model: which completions count, and how much."""
+"""Tests of GRPO options beyond the paper on a tiny model: selection and weights of completions and tokens."""
 
 import re
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from stages import drawn, earned, snapshot
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What grpo_loss is given, call by call."""
+    """Arguments of each call of grpo_loss."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -46,14 +46,14 @@ def test_groups_with_equal_rewards_are_sampled_anew(stage, samples, script):
     run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=5")
     batches = run.next()
     assert len(samples) == 3 and left == [[9.0] * 8]
-    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # rollout and group, as they came; what is left over is dropped
+    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # (rollout, group) in the order of sampling; surplus groups are dropped
     assert torch.equal(ids_of(batches), torch.cat([c.ids for i, group in kept for c in samples[i].completions[group]]))
     assert torch.cat([batch.advantages for batch in batches]).tolist() == [0.5, -0.5] * 4
     line = run.update()
     assert line["num_gen_batches"] == 3
     assert line["frac_reward_zero_std"] == 0
     assert line["reward"] == 0.5
-    assert line["rollout/logp_mismatch"] < 1e-5  # completions are still with their own prompts
+    assert line["rollout/logp_mismatch"] < 1e-5  # each completion still follows its own prompt
 
 
 def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, script):
@@ -61,7 +61,7 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3")
     batches = run.next()
     assert len(samples) == 3
-    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the one that teaches, then the first of the others
+    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the group whose rewards differ, then groups in the order of sampling
     assert run.step.rollout.completions == [samples[i].completions[group] for i, group in kept]
     assert [batch.completion_index.tolist() for batch in batches] == [[0, 1], [4]]
     line = run.update()
@@ -70,7 +70,7 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
 
 
 def test_overlong_completions_are_punished(stage, samples):
-    """max_new_tokens 6 and a cache of 4: free up to 2 tokens, then -1/4 for each one more."""
+    """With max_new_tokens 6 and a cache of 4 the penalty is 0 up to 2 tokens, then -1/4 for each further token."""
     run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.scale_rewards=none", "--grpo.micro_batch_size=4")
     [batch] = run.next()
     lengths = torch.tensor([len(c.ids) for c in drawn(samples[0])])
@@ -85,7 +85,7 @@ def test_overlong_completions_are_punished(stage, samples):
 
 
 def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
-    """Their sums are equal, and still GDPO has something to learn."""
+    """The sums of two rewards are equal, but GDPO normalises each reward, so that its advantages are not 0."""
     values = {"letters": [1.0, 0.0], "format": [0.0, 1.0]}
 
     for name, pair in values.items():
@@ -127,7 +127,7 @@ def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
 
 
 def test_rloo_by_hand(stage, samples, asked):
-    """Rewards lose beta times the completion's k1 KL, then meet the mean of the others."""
+    """Rewards are reduced by beta times the k1 KL of the completion, then by the mean of the other completions."""
     run = stage("grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.micro_batch_size=4")
     run.go(2)
     [batch] = run.next()
@@ -148,7 +148,7 @@ def test_rloo_by_hand(stage, samples, asked):
 
 
 def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, asked, samples, monkeypatch):
-    """Weights pi / sampler of each token, from what the trainer computes and the sampler said."""
+    """Token weights are pi / pi_sampler, from the log-probabilities of the trainer and of the sampler."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4")  # fmt: skip
     original = run.trainer.sample_rollout
@@ -171,7 +171,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
 
 
 def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(stage):
-    """By the entropies of the policy that sampled."""
+    """Tokens are selected by the entropies of the policy before its update."""
     options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]
     run = stage("grpo", *options)
     thresholds = []
@@ -232,7 +232,7 @@ def own_loss(tmp_path):
 
 
 def test_a_loss_of_a_file_is_called_as_grpo_loss_is(stage, own_loss):
-    """grpo_loss itself from a file is dapo, bit by bit, also off-policy with a KL; a metric of its own is logged."""
+    """grpo_loss from a file equals dapo bit by bit, also off-policy and with a KL; its own metric is logged."""
     options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
     found = stage("grpo", f"{own_loss}:same", *options)

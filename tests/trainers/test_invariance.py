@@ -1,7 +1,7 @@
-"""What must not change a number: how a step is split, the order of its rows; to 1e-12.
+"""The split of a step into micro-batches and the order of its rows change no number by more than 1e-12.
 
-Two steps of four rows of whole trainers with a tiny random model in float64. Losses alone: tests/parity, whose cells
-are parts of larger steps. Several ranks: test_process_group.py.
+The tests run two steps of four rows with whole trainers and a tiny random model in float64. tests/parity checks the
+losses separately, and test_process_group.py checks several ranks.
 """
 
 import pytest
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("lively")
 
 
 class Ragged(Shapes):
-    """Answers of different lengths: of row i an end of i words more."""
+    """Rows whose answers have different lengths: the answer of row i ends in i more words."""
 
     def __getitem__(self, index):
         row = super().__getitem__(index)
@@ -28,7 +28,7 @@ class Ragged(Shapes):
 
 
 def steps(folder, stage, *overrides):
-    """Run a stage's steps; returns their metrics and what was trained."""
+    """Run the steps of a stage, and return their metrics and the trained weights."""
     usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
     usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
@@ -40,7 +40,7 @@ def steps(folder, stage, *overrides):
     return lines, snapshot(run.trainer.trained)
 
 
-CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # differences of rounding
+CHANGING = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # these metrics measure rounding differences
 RUNS = {
     "sft dft": ("sft", ["--sft.loss_type=dft"]),
     "dpo with options": ("dpo", ["--dpo.use_weighting=true", "--dpo.ld_alpha=0.5"]),
@@ -52,7 +52,7 @@ RUNS = {
                                    "--grpo.top_entropy_quantile=0.6", "--grpo.entropy_coef=0.05", "--grpo.max_steps=4",
                                    "--grpo.mask_truncated_completions=true"]),
     **{f"grpo {name}": ("grpo", [f"--grpo.loss_type={name}", "--grpo.num_iterations=2", "--grpo.beta=0.1"])
-       for name in ("dr_grpo", "rloo", "vespo")},  # one of each kind of divisor
+       for name in ("dr_grpo", "rloo", "vespo")},  # one loss type for each kind of normaliser
     "grpo resampled": ("grpo", ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=1",
                                 "--grpo.num_generations=2"]),
     "ppo": ("ppo", ["--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", "--ppo.max_steps=5"]),
@@ -63,7 +63,7 @@ OF_ROWS = {"grpo rloo", "grpo vespo"}  # clip ratios and phi are means over rows
 
 
 def assert_same_steps(found, expected, rel, of_rows=False):
-    """Hold the metrics and weights of steps against others; some metrics are float32."""
+    """Compare metrics and weights of two runs; some metrics are float32."""
     (lines, weights), (others, same_weights) = found, expected
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys() and line["grad_norm"] > 1e-6
@@ -71,23 +71,23 @@ def assert_same_steps(found, expected, rel, of_rows=False):
             assert other[name] == pytest.approx(line[name], rel=rel, abs=1e-13), name
         for name in line.keys() - CHANGING:
             if of_rows and name.startswith(("clip_ratio", "vespo")):
-                continue  # averaged by tokens all the same
+                continue  # this metric is always averaged over tokens
             if name == "rewards/accuracies" and abs(line["rewards/margins"]) < 1e-9:
-                continue  # policy and reference are equal: rounding decides
+                continue  # policy and reference are equal, so rounding decides
             assert other[name] == pytest.approx(line[name], rel=1e-5, abs=1e-6), name
     torch.testing.assert_close(same_weights, weights, rtol=rel, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_micro_batch_size(folder, name):
-    """Neither loss, gradient and weights nor what is logged depends on it."""
+    """Loss, gradients, weights and logged metrics do not depend on the split into micro-batches."""
     stage, options = RUNS[name]
     pair = (steps(folder, stage, *options, f"--{stage}.micro_batch_size={size}") for size in (4, 1))
     assert_same_steps(*pair, 1e-12, name in OF_ROWS)
 
 
 def reorder(monkeypatch, order):
-    """Let every draw of four rows come in another order; each row keeps its key."""
+    """Reorder the four rows of every batch; each row keeps its key."""
     original = Batches.__next__
 
     def draw(self):

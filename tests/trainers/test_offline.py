@@ -1,4 +1,4 @@
-"""Rows with their answers as micro-batches, and pairs that are judged on any number of ranks."""
+"""Tests of micro-batches of given answers, and of pair accuracy on any number of ranks."""
 
 import math
 from dataclasses import replace
@@ -16,18 +16,18 @@ from stages import ONE, Rows
 
 
 class Rank(World):
-    """A rank, with what the collectives of two ranks would answer."""
+    """World of one of two ranks, whose collective operations return fixed values."""
 
     def gather_objects(self, value):
         return [[0, 4], [3]]
 
     def sum(self, ahead, pairs):
-        """One pair of the other rank is ahead; rank 0 has two of the three pairs, rank 1 the third."""
+        """Add one correct pair of the other rank; rank 0 has two of the three pairs, rank 1 has the third."""
         return [ahead + 1, pairs + 1 + self.rank]
 
 
 class Pairs(PairTrainer):
-    """Margins by a function of the rows, without a model."""
+    """PairTrainer without a model, whose margins are a given function of the rows."""
 
     def __init__(self, world, margins=None):
         self.world = world
@@ -37,7 +37,7 @@ class Pairs(PairTrainer):
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
 def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
-    """Rows 0, 3 and 4 of five have both answers; rank 1 scores row 0 too, as all score equally many, and drops it."""
+    """Rows 0, 3 and 4 of five have both answers; rank 1 repeats row 0, so that counts are equal, and ignores it."""
     rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
     asked = []
     monkeypatch.setattr(offline, "EVAL_BATCH_SIZE", 1)
@@ -64,12 +64,12 @@ def test_both_answers_share_their_prompt_and_its_image(stage, name):
     for batch, rows in zip(run.next(), ((0, 1), (2, 3)), strict=True):
         assert len(batch.group.layout.prompt_lengths) == len(rows) and len(batch.loss_mask) == 2 * len(rows)
         assert len(batch.group.image_grid_thw) == len(rows)
-        assert len(batch.group.pixel_values) == 16 * len(rows)  # 56 pixels are 4 patches a side
+        assert len(batch.group.pixel_values) == 16 * len(rows)  # an image of 56 x 56 pixels has 4 x 4 patches
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
 def test_of_several_turns_only_the_assistants_are_trained_on(stage, name):
-    """What the user says between two turns of an answer has no gradient and counts nowhere."""
+    """The user's turn between two turns of an answer gets no gradient, and its tokens are not counted."""
 
     class Turns(Shapes):
         def __getitem__(self, index):

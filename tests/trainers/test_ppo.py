@@ -1,4 +1,4 @@
-"""PPO step by step on a tiny model: what rollouts store, advantages by hand, the critic."""
+"""Tests of PPO steps on a tiny model: stored values, advantages computed by hand, and the critic."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_the_number_of_rollouts_whose_first_epoch_sees_what_was_stored(stage, sa
 
 @pytest.mark.parametrize(("kl_estimator", "penalty"), [("k1", None), ("k3", 0.7)])
 def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
-    """Of every completion by itself: KL penalty, score at the end; then GAE and whitening over the rollout."""
+    """Advantages equal those of each completion separately: KL penalty, score, GAE, then whitening over the rollout."""
     run = stage(
         "ppo", "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
         "--sampling.temperature=1.5", f"--ppo.kl_estimator={kl_estimator}",
@@ -80,9 +80,9 @@ def test_the_critic_is_a_head_on_the_policy(stage):
 
 
 def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
-    """Each completion by itself, with PPO's formulas written out: both models' gradients, in float64."""
+    """Gradients of both models equal those of PPO's formulas, applied to each completion separately in float64."""
     run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
-    run.go(3)  # the first update of the second rollout is done: ratios and values differ from the old ones
+    run.go(3)  # after the first update of the second rollout, ratios and values differ from the old values
     [batch], critic = run.next(), run.trainer.critic
     run.trainer.loss(batch)[0].backward()
     models = {"policy": run.model, "critic": critic}
@@ -116,7 +116,7 @@ def test_a_critic_of_its_own_begins_as_the_policy_and_leaves_it_alone(stage):
 
 
 def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, stage):
-    """Also as PEFT's adapter, on the base that the recipe names."""
+    """A critic can be continued fully, or with an adapter or activation checkpointing."""
     main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
     saved = load_value_model(tmp_path / "one" / "critic")
     assert saved.score.weight.any()

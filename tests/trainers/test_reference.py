@@ -1,4 +1,4 @@
-"""The reference: the policy as the stage found it, what it shares, how it moves; another folder; or none."""
+"""Tests of the reference model: a copy of the policy, shared layers, updates, a model from a folder, or none."""
 
 import copy
 import json
@@ -18,8 +18,8 @@ from minivlmrl.tasks import shapes
 import tiny
 from stages import snapshot
 
-WEIGHTS = {"dpo": "beta", "kto": "beta", "grpo": "beta", "ppo": "kl_coef"}  # of the KL to the reference
-# the policy's own parameters are held near a copy of all of them, of adapters, or of those behind the first layer
+WEIGHTS = {"dpo": "beta", "kto": "beta", "grpo": "beta", "ppo": "kl_coef"}  # option that weights the KL
+# the reference copies all parameters, only adapters, or only parameters after the first layer
 FORMS = {"all": [], "adapters": ["--adapter.r=2"], "shared": ["--reference.num_shared_layers=1"]}
 
 
@@ -52,13 +52,13 @@ def test_it_scores_at_the_temperature_of_the_draws(stage):
 
 
 def of_trl(path, name):
-    """A function of TRL, which takes seconds to import."""
+    """Import a function of TRL, which takes seconds, only when a test needs it."""
     return getattr(pytest.importorskip(path, reason="oracle missing: pip install trl==1.16.0"), name)
 
 
 @pytest.mark.parametrize("name, form", [*((name, "all") for name in WEIGHTS), ("dpo", "adapters"), ("grpo", "shared")])
 def test_it_moves_as_trls_callback_moves_it(stage, name, form):
-    """SyncRefModelCallback on copies of the same parameters, after the 2nd and the 4th step."""
+    """The reference equals that of TRL's SyncRefModelCallback on the same parameters, after steps 2 and 4."""
     callback = of_trl("trl.trainer.callbacks", "SyncRefModelCallback")
     names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
     values = dict(zip(names, (True, 0.3, 2), strict=True))
@@ -92,7 +92,7 @@ def test_with_mixup_1_it_is_the_policy_of_the_step_before(stage):
     (0, "visual.blocks.{layer}", "model"),
 ])  # fmt: skip
 def test_it_shares_what_trls_does(stage, layers, pattern, model):
-    """The same parameters as create_reference_model, in memory once; its scores stay those of TRL's."""
+    """The shared parameters are those of TRL's create_reference_model, exist once, and give TRL's log-probabilities."""
     create = of_trl("trl.experimental.utils", "create_reference_model")
     options = [f"--reference.num_shared_layers={layers}", *([f"--reference.pattern={pattern}"] if pattern else [])]
     run = stage("dpo", *options, model=model)
@@ -124,7 +124,7 @@ def test_where_no_layer_matches_nothing_could_be_trained(stage, option):
 
 @pytest.fixture
 def other(tmp_path):
-    """(changes of its config) -> a folder of a model of another seed, and the option that names it."""
+    """Function that saves a model with another seed and config, and returns its folder and the option that names it."""
 
     def other(**changes):
         (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
@@ -136,7 +136,7 @@ def other(tmp_path):
 
 
 def their_logps(model, group, temperature):
-    """transformers' log-probabilities of a batch's completions, (R, T), one after the other."""
+    """Compute the log-probabilities (R, T) of a batch's completions with transformers, one completion at a time."""
     rows = []
     completions = group.completion_ids.split(group.layout.row_lengths)
     for i, completion in enumerate(completions):
@@ -153,7 +153,7 @@ def their_logps(model, group, temperature):
     ("dpo", []), ("kto", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
 ])  # fmt: skip
 def test_a_reference_of_a_folder_scores_as_transformers_does(stage, other, name, options, tmp_path, monkeypatch):
-    """Of a folder that transformers wrote; a tower that the policy has frozen is not the reference's."""
+    """The folder was saved by transformers; the frozen vision tower of the policy is not used for the reference."""
     import oracle
 
     oracle.in_float64(monkeypatch, "qwen2_5_vl")
@@ -190,7 +190,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
 
 @pytest.mark.parametrize("form", ["all", "adapters", "shared", "path"])
 def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, plain, lively):
-    """A state between two moves, and what comes after it."""
+    """A run resumed from a checkpoint between two updates of the reference continues exactly."""
     moving = ["sync_ref_model", "ref_model_sync_steps=2", "ref_model_mixup_alpha=0.5"]
     options = [f"--reference.{option}" for option in moving]
     options += [f"--reference.path={checkpoint}"] if form == "path" else FORMS[form]

@@ -1,4 +1,4 @@
-"""Which class runs a stage."""
+"""Tests of the lookup of trainer classes by the name of a stage."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from stages import STAGES
 
 
 class Run:
-    """A recipe that has a section `grpo` alone."""
+    """A recipe with only the section `grpo`."""
 
     def __init__(self, **options):
         self.grpo = GRPOOptions(**options)

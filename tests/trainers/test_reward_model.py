@@ -1,4 +1,4 @@
-"""The reward model on tiny models, and the reward that it gives in later stages."""
+"""Tests of reward model training on tiny models, and of its reward in later stages."""
 
 import math
 
@@ -14,7 +14,7 @@ JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 
 
 def test_margins_of_rows_are_heeded(stage):
-    """The first step's rewards are all 0: -log sigmoid(-margin), for a row without one log 2."""
+    """In the first step all scores are 0, so the loss is -log sigmoid(-margin), or log 2 for a row without a margin."""
 
     class Margins(Shapes):
         def __getitem__(self, index):
@@ -29,7 +29,7 @@ def test_margins_of_rows_are_heeded(stage):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, name):
-    """A path goes before the model that is trained here."""
+    """reward_model.path has precedence over the model that this run trains."""
     one = main(folder, tmp_path, "one", f"--stages=[reward_model, {name}]", JUDGED, f"--{name}.max_steps=2")[-2:]
     assert one[0]["rewards/reward_model/mean"] != 0
     path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
@@ -39,7 +39,7 @@ def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, nam
 
 
 def test_an_embedding_with_more_rows_has_the_same_vocabulary(folder, tmp_path, stage, samples):
-    """As 3B and 7B of one family have; ids are the same then, and so are scores."""
+    """Models with equal tokenizers, for example 3B and 7B of a family, exchange token ids, and scores are the same."""
     main(folder, tmp_path, "judge", "--stages=reward_model", "--reward_model.max_steps=2")
     judge = tmp_path / "judge" / "reward_model"
 

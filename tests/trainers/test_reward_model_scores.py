@@ -1,4 +1,4 @@
-"""The reward of a reward model: its numbers, and what it is asked for. In whole runs: test_reward_model.py."""
+"""Tests of the scores of a reward model, and of its inputs; test_reward_model.py tests whole runs."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 
 @pytest.fixture(scope="module")
 def judge(folder, tmp_path_factory):
-    """The folder of a reward model that was trained for three steps."""
+    """Folder of a reward model that was trained for three steps."""
     tmp_path = tmp_path_factory.mktemp("judge")
     main(folder, tmp_path, "run", "--stages=reward_model", "--data.eval_rows=1", "--rewards={format: 1}")
     return tmp_path / "run" / "reward_model"
@@ -48,8 +48,8 @@ def test_each_completion_gets_the_number_after_its_last_token(stage, samples, ju
     torch.testing.assert_close(rollout.rewards[:, 1], torch.tensor(numbers), rtol=1e-4, atol=1e-5)
 
 
-def test_it_sees_with_a_tower_of_its_own(stage, judge, samples):
-    """What the policy's frozen tower made of an image would be wrong for it."""
+def test_a_reward_model_uses_its_own_vision_tower(stage, judge, samples):
+    """Embeddings of the policy's frozen tower are not stored, because the reward model cannot use them."""
     stage("grpo", JUDGED, f"--reward_model.path={judge}", "--model.freeze=[vision, merger]").next()
     assert all(prompt.vision_embeds is None for prompt in samples[0].prompts)
 
@@ -69,7 +69,7 @@ def test_it_must_be_there_before_its_stage_begins(judge):
         check_stage_order(run(["grpo"], judge.parent / "checkpoint"), "grpo")
 
 
-# a model of another tokenizer
+# a reward model with another tokenizer
 
 TEXTS = ("<think>I see red</think><answer>red square</answer>", "No idea.", "12 naïve cafés", "")
 
@@ -88,7 +88,7 @@ def stranger(folder, path, model, template=None):
 
 
 def scores_of(folder, path, environment=None):
-    """The reward of a policy in float64, and the policy's processor."""
+    """Return the RewardModelScores of a policy in float64, and the policy's processor."""
     policy, processor = random_model(folder / "model.json", shapes.tokenizer(), 0)
     section, sampling = SimpleNamespace(path=path), SimpleNamespace(environment=environment)
     run = SimpleNamespace(reward_model=section, sampling=sampling, output_dir="/gone")
@@ -97,7 +97,7 @@ def scores_of(folder, path, environment=None):
 
 @pytest.mark.parametrize("model", ["model", "qwen3_vl"])
 def test_a_model_of_another_tokenizer_reads_texts(folder, tmp_path, model, transformers, oracle, monkeypatch):
-    """transformers, by the folder of the model: score at the last token; a completion that was cut has no end."""
+    """Scores equal those of transformers at the last token; a truncated completion has no end token."""
     judge = stranger(folder, tmp_path / "judge", model)
     scores, processor = scores_of(folder, tmp_path / "judge")
     rows = [shapes.Shapes(2, "rows")[i] for i in range(2)]
@@ -137,7 +137,7 @@ def test_control_tokens_are_no_part_of_a_text_for_a_jinja_template(folder, tmp_p
     answers = [scores.encode(row, Completion(torch.tensor(ids + end))) for ids in (marked, marked[:-1])]
     assert answers[0].ids.tolist() == answers[1].ids.tolist()
     [only] = scores.encode(row, Completion(torch.tensor(marked[-1:]), stopped=False)).ids
-    assert only == scores.processor.stop_token_ids[0]  # there is a token to read
+    assert only == scores.processor.stop_token_ids[0]  # one token remains, so that there is a score
 
 
 def test_turns_of_an_environment_are_no_text(folder, tmp_path, judge):

@@ -1,4 +1,4 @@
-"""Metrics of a rollout, by hand."""
+"""Tests of rollout metrics against values computed by hand."""
 
 import math
 from types import SimpleNamespace
@@ -20,13 +20,13 @@ from stages import ONE, SECOND
 
 
 def completions(*lengths):
-    """Groups of two; those of three tokens are cut."""
+    """Groups of two completions; completions of three tokens are truncated."""
     made = [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
     return [made[i : i + 2] for i in range(0, len(made), 2)]
 
 
 def test_rewards_by_hand():
-    """Groups earn 1, 0 and 1, 1 in all; nothing could judge the last completion's form."""
+    """The total rewards of two groups are (1, 0) and (1, 1); the format reward of the last completion is None."""
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
     total = torch.tensor([1.0, 0.0, 1.0, 1.0])
     assert reward_metrics(rewards, total, ["format", "accuracy"]) | group_metrics(total, 2) == pytest.approx({
@@ -47,7 +47,7 @@ def test_lengths_by_hand(world):
 
 
 def test_calls_of_tools_by_hand():
-    """Of three completions: two calls, one of which failed; none; two that failed, and an answer that did not fit."""
+    """Three completions: two calls, one failed; no call; two failed calls and a result that did not fit."""
     assert tool_metrics([(2, 1, False), (0, 0, False), (3, 2, True)]) == {
         "tools/call_frequency": pytest.approx(5 / 3),
         "tools/answered_frequency": pytest.approx(2 / 3),
@@ -57,7 +57,7 @@ def test_calls_of_tools_by_hand():
 
 
 def test_what_rewards_log_is_a_mean_over_ranks():
-    """As TRL's: each value counts once, whatever rank it is of."""
+    """As in TRL, each logged value has the same weight, whichever rank logged it."""
     log = RewardLog()
     log.log_metric("length", 4)
     world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])

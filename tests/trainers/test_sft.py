@@ -1,4 +1,4 @@
-"""SFT on tiny models."""
+"""Tests of SFT on tiny models."""
 
 import math
 
@@ -14,7 +14,7 @@ from stages import Rows
 
 
 class Second(World):
-    """The second of two ranks, whose sums are its own: of four rows it looks for answers in 1 and 3."""
+    """World of the second of two ranks, which checks rows 1 and 3 of four for answers, and sums only its own values."""
 
     def gather_objects(self, value):
         return [[0, 2], value]
@@ -25,7 +25,7 @@ class Second(World):
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
-    """Token t has log-probability -(t % 7 + 1) / 4 here; one of four rows has no completion."""
+    """The log-probability of token t is set to -(t % 7 + 1) / 4; one of four rows has no completion."""
     run = stage("sft", "--sft.micro_batch_size=2", f"--sft.loss_type={loss_type}")
     rows = Rows(Shapes(4, "x")[i] for i in range(4))
     rows[1].completion = None
@@ -43,5 +43,5 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
 
     assert run.trainer.evaluate(rows) == {"eval/loss": pytest.approx(mean(ids), rel=1e-12)}
     assert run.trainer.evaluate(Rows([rows[1]])) == {}
-    run.trainer.world = Second(1, 2, torch.device("cpu"))  # it scores rows 2 and 0, which the first rank counts
+    run.trainer.world = Second(1, 2, torch.device("cpu"))  # scores row 2, and row 0, which only rank 0 counts
     assert run.trainer.evaluate(rows)["eval/loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
