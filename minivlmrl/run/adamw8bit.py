@@ -1,12 +1,13 @@
-"""AdamW whose two moments take 8 bits a value instead of 32 (arXiv 2110.02861).
+"""AdamW whose two moments are stored in 8 bits per value instead of 32 (arXiv 2110.02861).
 
-A row of a moment is cut into blocks of 256 values. A block keeps its largest absolute value in
-float32, its scale, and for each value the index of the nearest of 256 numbers between -1 and 1,
-which lie closer together near 0. No block crosses a row, and ranks share a weight by rows: any
-number of them computes the same codes. bitsandbytes cuts the flat tensor instead.
+Each row of a moment is split into blocks of 256 values. A block stores its scale, which is its
+largest absolute value in float32, and one byte per value. The byte is the index of the nearest of
+256 numbers between -1 and 1, which are denser near 0. Blocks do not cross rows and FSDP shards
+weights by rows, so the codes do not depend on the number of ranks. bitsandbytes splits the
+flattened tensor instead.
 
-In a recipe, `adamw_8bit` is the name of this file; a copy beside it has its own, my_adamw.py:AdamW8bit:
-    optimizer: {name: adamw_8bit}
+A recipe selects this optimizer with `optimizer: {name: adamw_8bit}`. A modified copy beside the
+recipe is selected by its file and class, for example `my_adamw.py:AdamW8bit`.
 """
 
 import math
@@ -19,15 +20,16 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # moments of a tensor with fewer values, and of a vector, stay in float32
-PIECE = 2**24  # values that are in float32 at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # the moments
+SMALLEST = 4096  # vectors and tensors with fewer values keep their moments in float32
+PIECE = 2**24  # maximum number of values that are dequantized to float32 at a time
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # name of each moment -> whether it has a sign
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """torch.optim.AdamW in all but its moments; for weights of 16 bits with Kahan's sum.
+    """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    These keep in 16 bits what rounding has taken from them: small updates add up.
+    Kahan summation stores the rounding error of each 16-bit weight in another 16 bits, so that
+    small updates accumulate instead of being lost.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Change a parameter and its state, as many rows at a time as have PIECE values."""
+        """Update a parameter and its state in place, in chunks of rows of PIECE values."""
         weight = _rows(parameter)
         gradient = _rows(parameter_gradient)
         state = self.state[parameter]
@@ -65,7 +67,7 @@ class AdamW8bit(torch.optim.Optimizer):
         num_steps: int,
         group: dict,
     ):
-        """Take AdamW's step (arXiv 1711.05101, algorithm 2) on some rows, in place."""
+        """Apply AdamW's update (arXiv 1711.05101, algorithm 2) to some rows, in place."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]
@@ -86,24 +88,24 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Compute a moment; one that is kept in float32 is the tensor of the state itself."""
+        """Dequantize a moment; a float32 moment is returned as the state's own tensor."""
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
         return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
-        if f"{name}_scale" not in state:  # changed in place already
+        if f"{name}_scale" not in state:  # a float32 moment was already updated in place
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        if name == "exp_avg_sq":  # the update divides by its root: nothing is rounded down to 0
+        if name == "exp_avg_sq":  # must not round to 0, because the update divides by its root
             indices.clamp_(min=1)
         state[name].copy_(indices)
         state[f"{name}_scale"].copy_(scales)
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Make moments of 0, sharded as the parameter is."""
+    """Create zero moments that are sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -113,12 +115,12 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            block_starts = parameter.flatten(1)[:, ::GROUP]  # of the values with one scale
+            block_starts = parameter.flatten(1)[:, ::GROUP]  # one value for each block of GROUP
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """View what this rank holds of a tensor as (rows, n); a rank may have no row."""
+    """View this rank's shard of a tensor as a (rows, n) matrix, which may have 0 rows."""
     local_rows = tensor.to_local() if is_part(tensor) else tensor.detach()
     return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))

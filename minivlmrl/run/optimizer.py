@@ -1,4 +1,4 @@
-"""The optimizer, by name or by file, and its schedule."""
+"""Build the optimizer, clip gradients and compute the learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,10 @@ from minivlmrl.model.trainable import trained_parameters
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
-    """Make torch's AdamW, fused where there are numbers: the plan of memory has none."""
+    """Build torch.optim.AdamW, fused except on the meta device.
+
+    The memory estimate runs on the meta device, which has no fused implementation.
+    """
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
@@ -27,20 +30,24 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.run.adamw8bit:AdamW8bit"}
 def build_optimizer(
     model: nn.Module, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
-    """Make the optimizer of all parameters that require gradients (ValueError: it cannot be made)."""
-    reshard(model)  # gathered weights are other parameters, and none to train
+    """Build the optimizer of all parameters of a model that require gradients.
+
+    Raises:
+        ValueError: if the recipe's optimizer cannot be built.
+    """
+    reshard(model)  # because weights that FSDP has gathered are not the trainable parameters
     return make_optimizer(trained_parameters(model), config, section)
 
 
 def make_optimizer(
     parameters: list, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
-    """Make an optimizer of these parameters (ValueError: it cannot be made)."""
+    """Build the recipe's optimizer for a list of parameters (ValueError if it cannot be built)."""
     with error_context(f"optimizer.name {section.name}"):
-        make = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
+        factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
         return call_user_code(
             "it",
-            make,
+            factory,
             parameters,
             config.learning_rate,
             betas=(0.9, config.adam_beta2),
@@ -49,9 +56,10 @@ def make_optimizer(
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Have an optimizer make what it keeps of parameters, by a step with gradients of 0.
+    """Initialise the optimizer state of parameters with a step whose gradients are 0.
 
-    So does torch.distributed.checkpoint: a state that is read afterwards puts the weights back.
+    The step can still change weights, for example by weight decay, so load the checkpoint's
+    weights afterwards. torch.distributed.checkpoint initialises states in the same way.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -60,7 +68,11 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Refuse a user's optimizer (ValueError) that fails in a step, or that no state can hold."""
+    """Raise ValueError if a custom optimizer fails in a step or has a state that cannot be saved.
+
+    The optimizer takes one step on a 2 x 2 weight. It must have a learning rate `lr` in each
+    parameter group, and only tensors in its state.
+    """
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = make_optimizer([weight], TrainingOptions(), section)
     with error_context(f"optimizer.name {section.name}"):
@@ -72,7 +84,10 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
-    """Add up the gradients of all ranks unless sharded, and clip them; return the norm before."""
+    """Sum the gradients over ranks, clip them to max_grad_norm, and return the norm before that.
+
+    FSDP has already reduced the gradients of a sharded model, so these are only clipped.
+    """
     if not is_sharded(model):
         world.sum_gradients(trained_parameters(model))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -80,9 +95,12 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingOptions) -> float:
-    """Rise over warmup_steps, one step ahead of TRL, then fall to min_lr_ratio at max_steps.
+    """Compute the learning rate of a step, counted from 0.
 
-    Example: learning_rate 1, warmup_steps 2, max_steps 6, linear: 0.5, 1, 1, 0.75, 0.5, 0.25.
+    The rate rises linearly over warmup_steps, one step earlier than in TRL, so that step 0 does
+    not have rate 0. Then it decays to min_lr_ratio * learning_rate at max_steps. For example, the
+    rates of 6 steps are 0.5, 1, 1, 0.75, 0.5, 0.25 with learning_rate 1, warmup_steps 2,
+    max_steps 6 and a linear schedule.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

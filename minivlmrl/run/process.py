@@ -1,4 +1,4 @@
-"""The process of one rank, and how it tells torchrun and the user what went wrong."""
+"""Run a rank's process, and report its errors to torchrun and to the user."""
 
 import errno
 import os
@@ -17,16 +17,17 @@ from minivlmrl.files import write_json
 
 
 def is_first() -> bool:
-    """Whether this process is the first rank, before and after the run."""
+    """Return True on rank 0, also before and after torch.distributed is initialised."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def show_mistake(error: Exception) -> bool:
-    """Print what a disk refuses, or an error that this package has worded, as one line.
+    """Print a user's mistake or a disk error as one line instead of a traceback.
 
-    torchrun shows it too.
+    Mistakes are errors that this package or a recipe raises itself. torchrun shows the line, too.
 
-    Returns False for what is neither: a bug.
+    Returns:
+        True if the error was printed; False for any other error, which is a bug.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     our_folders = (str(Path(__file__).parents[1]), str(recipes_folder()))
@@ -35,22 +36,25 @@ def show_mistake(error: Exception) -> bool:
     code = getattr(error, "errno", None)
     names_a_file = getattr(error, "filename", None) is not None
     if code in (errno.ENOSPC, errno.EDQUOT):
-        message += ": the disk is full; make room and go on with --resume=auto"
+        message += ": the disk is full; free some space and continue with --resume=auto"
     elif code == errno.EFBIG:
-        message += ": raise the largest size of a file (ulimit -f) and go on with --resume=auto"
+        message += ": raise the largest size of a file (ulimit -f) and continue with --resume=auto"
     elif not names_a_file and not (is_ours and (last.line or "").startswith("raise ")):
         return False
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
-    if not error_file or is_first():  # one line, not one of each rank
+    if not error_file or is_first():  # print one line, not one per rank
         print(message, file=sys.stderr)
     return True
 
 
 def run_rank(work: Callable[[], int]):
-    """Call work as one rank, and end the process with its exit code: 2 a mistake, 1 a bug."""
+    """Call `work` as one rank, and exit with its return code.
+
+    The exit code is 2 after a user's mistake or a disk error, and 1 after a bug.
+    """
 
     @record
     def recorded() -> int:
@@ -62,7 +66,8 @@ def run_rank(work: Callable[[], int]):
             return 2
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                # caused by another rank, whose error torchrun must see first: it shows that one
+                # Another rank failed first. torchrun shows the first error that it receives, so
+                # wait until that rank has reported its error.
                 time.sleep(3)
             raise
 
@@ -75,6 +80,6 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # a thread of gloo that frees a tensor in Python's shutdown aborts it (pytorch pull request
-    # 179291)
+    # Skip Python's shutdown, because a gloo thread that frees a tensor there aborts the process
+    # (pytorch pull request 179291).
     os._exit(code or 0)

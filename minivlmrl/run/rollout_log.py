@@ -1,12 +1,21 @@
-"""completions.jsonl: what the policy wrote in training, a line for each prompt and its group.
+"""Log the completions of training to completions.jsonl, with one line per prompt.
 
-A line has stage, step, row (its number in the dataset), prompt, solution, images (files in the
-run's folder), truth (boxes), and completions: text, rewards by name, reward (their weighted sum),
-advantage, stopped, boxes, and tokens [[text, log-probability in nats], ...]. Boxes are [x1, y1, x2,
-y2] in shares of the image's width and height. What a prompt opened or an environment forced has
-no log-probability, and a completion with pictures names them: pictures. What rewards log of a
-completion is its extra. A trajectory has turns: text, tokens (how many), and shown, whether its
-window has a picture: the newest one is the next of pictures, of the first turn the row's.
+A line has these fields:
+
+- stage, step, row (index of the prompt in the dataset), where (file and line of the row), prompt
+  and solution;
+- images: paths of the prompt's images, relative to the run's folder;
+- truth: the boxes of the solution. Every box is [x1, y1, x2, y2], in fractions of the image's
+  width and height;
+- completions: a list with one entry per completion of the group.
+
+A completion has text, rewards by name, reward (their weighted sum), advantage, stopped, boxes and
+tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the
+policy did not sample, because the prompt or an environment wrote them. `pictures` lists the images
+that an environment added, and `extra` holds values that reward functions log. In a trajectory,
+`turns` lists text, tokens (their number) and shown for each turn. `shown` is true if the turn's
+context window has an image. The newest image of each such turn is the next entry of `pictures`,
+except for the first turn, whose image belongs to the row.
 """
 
 import json
@@ -34,22 +43,23 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-GROUPS = 4  # prompts of a step that are logged, the first ones of the first rank
-LONGEST_SIDE = 384  # pixels of an image that is saved here
+GROUPS = 4  # number of prompts that are logged per step: the first ones of rank 0
+LONGEST_SIDE = 384  # maximum side of a logged image in pixels; larger images are scaled down
 
 
 @dataclass
 class LogLine:
-    """What every line that a step writes begins with."""
+    """Fields that every log line of an optimizer step has."""
 
     stage: str
     step: int
 
 
 class CompletionsLog:
-    """Writes what every log_completions-th optimizer step trains on, on the first rank; 0: never.
+    """Write the completions of every `log_completions`-th optimizer step, on rank 0 only.
 
-    A resumed run drops what an earlier attempt wrote of steps that come again.
+    `log_completions=0` disables the log. A resumed run removes the lines of the steps that it
+    repeats.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState):
@@ -58,7 +68,7 @@ class CompletionsLog:
         if not self.every:
             return
         self.path = self.folder / COMPLETIONS
-        num_bytes = 0  # of the lines that stay
+        num_bytes = 0  # size of the lines that are kept
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
@@ -66,10 +76,11 @@ class CompletionsLog:
             num_past = sum(is_past(line, progress) for line in read_lines(self.path, LogLine))
             num_bytes = sum(len(line) for line in lines[:num_past])
         self.path.touch()
-        os.truncate(self.path, num_bytes)  # in place: a kill now or a full disk loses nothing
+        # The file is truncated in place, so that a kill or a full disk cannot lose the lines.
+        os.truncate(self.path, num_bytes)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Record an optimizer step, if it is due and trains on a rollout."""
+        """Log the completions of an optimizer step, if the step is due and has a rollout."""
         if not self.every or number % self.every or step.rollout is None:
             return
         lines = []
@@ -91,37 +102,41 @@ class CompletionsLog:
             file.writelines(f"{json_text(line)}\n".encode() for line in lines)
 
     def save(self, image: PIL.Image.Image, name: str):
-        """Save an image, scaled down, unless it is there, at its path from the run's folder."""
+        """Save a scaled-down image at a path relative to the run's folder, unless it exists."""
         path = self.folder / name
         if not path.is_file():
             path.parent.mkdir(exist_ok=True)
             small = image.copy()
             small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-            draft = path.with_suffix(".partial")  # killed now it is no picture that is there
+            draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
             small.save(draft, "WEBP", quality=90, lossless=max(small.size) < 128)
             draft.rename(path)
 
 
 def is_past(line: dict, progress: TrainerState) -> bool:
-    """Say whether a line is of a step that a resumed run does not repeat."""
+    """Return True if a log line belongs to a step that a resumed run does not repeat."""
     is_done = line["stage"] in progress.stages[: progress.stage]
     is_present = line["stage"] == progress.stages[progress.stage]
     return is_done or (is_present and line["step"] < progress.step)
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield the line but images of each group of this rank that a step trains on."""
+    """Yield the log line, without images, of each prompt group that a step trains on here."""
     if step.rollout is None:
         return
     G = trainer.config.num_generations
     advantages = completion_advantages(step)
     for index in step.prompts:
-        group = [advantages.get(index * G + g, 0.0) for g in range(G)]  # 0: left out
+        # Completions that are excluded from the loss are logged with advantage 0.
+        group = [advantages.get(index * G + g, 0.0) for g in range(G)]
         yield describe_group(trainer, step.rollout, index, group)
 
 
 def completion_advantages(step: Step) -> dict[int, float]:
-    """Map the index of each completion that is trained on to its advantage, PPO's to their mean."""
+    """Map the index of each trained completion to its advantage.
+
+    PPO has one advantage per token; the mean over the completion's tokens is returned.
+    """
     means = {}
     for batch in step.micro_batches:
         if not isinstance(batch, SampledBatch):
@@ -134,7 +149,10 @@ def completion_advantages(step: Step) -> dict[int, float]:
 
 
 def describe_group(trainer: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
-    """Say of a prompt and its G completions all but the images: see the file's docstring."""
+    """Return the log line of a prompt and its G completions, without the images.
+
+    The docstring of this file lists the fields.
+    """
     row = rollout.rows[index]
     processor = trainer.processor
     reward_weights = trainer.run.rewards
@@ -182,7 +200,7 @@ def describe_group(trainer: Trainer, rollout: Rollout, index: int, advantages: l
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Say of a turn what report.html shows beside its tokens."""
+    """Return text, token count and `shown` of one turn of a trajectory, for report.html."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
@@ -192,26 +210,31 @@ def describe_turn(turn: Completion, processor: Processor) -> dict:
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
-    """Read the boxes of a text, in shares of the image's sides; none without an image."""
+    """Parse the boxes of a text into fractions of the image's sides.
+
+    Args:
+        extent: width and height in the units of the text's boxes; None returns no boxes.
+    """
     if extent is None:
         return []
-    written = [Box(*corners, extent) for corners in parse_boxes(find_answer(text) or text)]
-    shares = [box.to((1.0, 1.0)) for box in written if box.valid]
-    return [[box.x1, box.y1, box.x2, box.y2] for box in shares]
+    parsed = [Box(*corners, extent) for corners in parse_boxes(find_answer(text) or text)]
+    fractions = [box.to((1.0, 1.0)) for box in parsed if box.valid]
+    return [[box.x1, box.y1, box.x2, box.y2] for box in fractions]
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield text and log-probability of each token; a character of several is with the last.
+    """Yield the text and log-probability (nats) of each token of a completion.
 
-    First what the prompt has opened of the answer, without a log-probability.
+    A character that spans several tokens is yielded with the last of them. If the prompt opens
+    the answer, for example with <think>, that text comes first and has no log-probability.
     """
     if processor.template and processor.template.opened:
         yield processor.template.opened, None
     stream = DecodeStream(skip_special_tokens=False)
-    assert completion.logps is not None  # the sampler records them
+    assert completion.logps is not None  # the sampler records log-probabilities
     token_ids = completion.ids.tolist()
     logps = completion.logps.tolist()
-    is_written = completion.policy_mask.tolist()
-    for token_id, logp, by_policy in zip(token_ids, logps, is_written, strict=True):
+    is_sampled = completion.policy_mask.tolist()
+    for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
         text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

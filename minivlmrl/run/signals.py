@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1, SIGINT (Ctrl-C), SIGHUP (a lost terminal): save and leave soon."""
+"""Save a checkpoint and exit after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (lost terminal)."""
 
 import os
 import signal
@@ -9,19 +9,21 @@ from dataclasses import replace
 
 from minivlmrl.distributed.process_group import World
 
-PREEMPTED = 75  # exit code: come again later (EX_TEMPFAIL of sysexits.h)
-# further signals within so many seconds count as one: a scheduler and torchrun may both pass one on
+PREEMPTED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL, "try again", of sysexits.h)
+# Further signals within this many seconds count as the same request, because a scheduler and
+# torchrun may both forward one signal.
 SAME_REQUEST = 5.0
 
 
 class Preempted(Exception):
-    """The state is saved; this process must end with exit code PREEMPTED."""
+    """Raised after a signal, once the checkpoint is saved; the process exits with PREEMPTED."""
 
 
 class StopSignals:
-    """Note the first signal; a second one, SAME_REQUEST or more later, ends the process at once.
+    """Context manager that turns the first stop signal into a saved checkpoint and a clean exit.
 
-    Its `world` is the one of a run that long work may end, see stop_if_preempted.
+    A second signal, SAME_REQUEST seconds or more after the first, ends the process at once.
+    `world` is the World of the run; its `stop_if_preempted` is called by long-running work.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -29,22 +31,24 @@ class StopSignals:
 
     def __init__(self, world: World):
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
-        self.first: float | None = None  # when the first signal came
-        self.exit_code = 0  # of the run: PREEMPTED if a signal ended it
-        # name where all that was trained is saved, now if need be; None: the next rollout has begun
+        self.first: float | None = None  # time of the first signal
+        self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
+        # Saves a checkpoint if necessary and returns its folder. Returns None during a rollout's
+        # optimizer steps, where the run cannot stop without losing work.
         self.save: Callable[[], object] = lambda: "the last state, if there is one"
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-        self.handlers = {}  # those that this context replaces
-        if threading.current_thread() is threading.main_thread():  # Python allows no other
+        self.handlers = {}  # signal -> previous handler, which __exit__ restores
+        # Python only allows the main thread to set signal handlers.
+        if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+                if signal.getsignal(number) != signal.SIG_IGN:  # for example, nohup ignores SIGHUP
                     self.handlers[number] = signal.signal(number, self.note)
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Print the message of Preempted instead of raising it."""
+        """Restore the signal handlers, and print the message of Preempted instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):
@@ -55,30 +59,39 @@ class StopSignals:
         return True
 
     def note(self, number: int, _frame):
-        """Handle a signal."""
+        """Record the first signal; end the process if a second one arrives later."""
         now = time.monotonic()
         name = signal.Signals(number).name
         same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST
         if name == "SIGHUP":
-            for stream in self.terminals:  # to write to one that is gone is an error
+            for stream in self.terminals:  # because writing to a closed terminal is an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.first is None:
             self.first = now
-            if self.world.is_main:  # print is not safe in a handler
-                text = f"\n{name}: the state is saved as soon as it can be; again: end now\n"
+            if self.world.is_main:  # os.write, because print is not safe in a signal handler
+                text = (
+                    f"\n{name}: the run saves a checkpoint as soon as possible and then exits; "
+                    "send the signal again to exit now\n"
+                )
                 os.write(2, text.encode())
         elif now - self.first >= same_request:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """After a signal end long work (Preempted) if nothing is lost; all ranks call it."""
-        if not self.asked():
+        """Raise Preempted after a signal, unless stopping now would lose optimizer steps.
+
+        All ranks must call this method together.
+        """
+        if not self.is_requested():
             return
         state = self.save()
         if state:
-            raise Preempted(f"preempted: --resume=auto goes on from {state}")
+            raise Preempted(f"preempted: --resume=auto continues from {state}")
 
-    def asked(self) -> bool:
-        """Whether any rank was signalled; all ranks call this, to stop after the same step."""
+    def is_requested(self) -> bool:
+        """Return True if any rank has received a signal.
+
+        All ranks must call this method together, so that they stop after the same step.
+        """
         return self.world.sum(self.first is not None)[0] > 0

@@ -113,7 +113,7 @@ FAULTS = {
     ),
     "evaluation rows are training rows": Fault(
         ["--data.eval_file=rows.jsonl", "--data.eval_rows=4"],
-        check=("4 of 4 evaluation rows are training rows of grpo too", "leave them out of data.eval_file"),
+        check=("4 of 4 evaluation rows are also training rows of grpo", "remove them from data.eval_file"),
     ),
     "boxes in another unit": Fault(
         IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},

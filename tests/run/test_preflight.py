@@ -106,13 +106,14 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
     said = r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
     with pytest.raises(
-        ValueError, match=rf"{said}_embeddings\); shorten it, or leave it out, as data\.max_prompt_tokens=90 does"
+        ValueError,
+        match=rf"{said}_embeddings\); shorten the prompt or remove the row; data\.max_prompt_tokens=90 skips",
     ) as raised:
         run(*options, "--stages=[grpo]")
     assert 90 < int(re.search(said, str(raised.value))[1]) <= 100
     run(*options, "--stages=[sft]", name="given answers")
     run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten it, or leave it out"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten the prompt or remove the row"):
         run(*options, "--stages=[sft]", f"--data.eval_file={tmp_path / 'rows.jsonl'}", name="eval")
 
 
@@ -130,16 +131,16 @@ def test_what_has_no_effect_is_said():
     for recipe in sorted(recipes_folder().glob("*.yaml")):
         assert notes_of(load_config(recipe)) == []
     dpo, grpo = told("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
-    assert dpo == "dpo.max_steps, dpo.beta: no effect, stages does not name dpo"
-    assert grpo.startswith("grpo.max_steps, ") and grpo.endswith(": no effect, stages does not name grpo")
+    assert dpo == "dpo.max_steps, dpo.beta: no effect, because stages does not name dpo"
+    assert grpo.startswith("grpo.max_steps, ") and grpo.endswith(": no effect, because stages does not name grpo")
     files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
     scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
     grpo, *said = told(*as_overrides(files | scored | {"log_completions": 5}), "--stages=[sft]")
     assert said == [
-        "data.files.dpo: no effect, stages does not name dpo",
-        "data.train_file: no effect, data.files has the rows of all stages",
-        "rewards: no effect, no stage samples completions",
-        "log_completions: no effect, no stage samples completions",
+        "data.files.dpo: no effect, because stages does not name dpo",
+        "data.train_file: no effect, because data.files has the rows of all stages",
+        "rewards: no effect, because no stage samples completions",
+        "log_completions: no effect, because no stage samples completions",
     ]
     assert told("--stages=[]")[0] == "stages is []: nothing is trained, the model is evaluated and saved as it is"
 
@@ -150,7 +151,7 @@ def test_updates_that_bfloat16_rounds_away_are_said():
     assert weight + 1e-6 == weight
     slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
     [line] = told(*slow)
-    assert "updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005;" in line
+    assert "updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005, because" in line
     for cure in ("model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"):
         assert told(*slow, f"--{cure}") == []
 
@@ -164,8 +165,8 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     rows = lines[0], {**lines[0], "problem": "Why?"}
     write_lines(tmp_path / "eval" / "rows.jsonl", rows)
     held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
-    cure = "they say what it remembers; leave them out of data.eval_file"
-    said = f"1 of 2 evaluation rows are training rows of grpo too: {cure}"
+    cure = "so they measure memorisation; remove them from data.eval_file"
+    said = f"1 of 2 evaluation rows are also training rows of grpo, {cure}"
     assert told(grpo=training, eval=held_out) == [said]
     assert told(grpo=RowSelection([training], [(0, 0), (0, 2)]), eval=held_out) == []
     assert told(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []

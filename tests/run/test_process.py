@@ -62,7 +62,7 @@ def test_a_full_disk_is_called_one(ended):
             print("metrics", file=file)
 
     code, printed, _ = ended(main)
-    said = "[Errno 28] No space left on device: the disk is full; make room and go on with --resume=auto\n"
+    said = "[Errno 28] No space left on device: the disk is full; free some space and continue with --resume=auto\n"
     assert (code, printed) == (2, said)
 
 

@@ -24,12 +24,14 @@ pytestmark = pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_is_noted_and_said_once_by_the_first_rank(number, rank, capfd):
     with StopSignals(World(rank, 1, torch.device("cpu"))) as stop:
-        assert not stop.asked()
+        assert not stop.is_requested()
         for _ in "12":  # a scheduler and torchrun may both pass it on
             os.kill(os.getpid(), number)
-        assert stop.asked()
+        assert stop.is_requested()
     name = signal.Signals(number).name
-    said = f"\n{name}: the state is saved as soon as it can be; again: end now\n"
+    said = (
+        f"\n{name}: the run saves a checkpoint as soon as possible and then exits; send the signal again to exit now\n"
+    )
     assert capfd.readouterr().err == (said if rank == 0 else "")
 
 
@@ -38,7 +40,7 @@ def test_a_signal_that_was_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals(ONE) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert not stop.asked()
+        assert not stop.is_requested()
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
@@ -53,7 +55,7 @@ def test_a_lost_terminal_does_not_fail_what_is_printed():
             os.close(terminal)
             os.kill(os.getpid(), signal.SIGHUP)
             os.write(1, b"a line")  # OSError: Input/output error
-            assert stop.asked()
+            assert stop.is_requested()
 
     child = fork(lose_it)
     os.close(terminal)
@@ -114,7 +116,7 @@ def test_where_nobody_reads_stdout_any_more_a_run_is_asked_to_end():
             for _ in "12":
                 with ending_unread():
                     print("a line", flush=True)
-            assert stop.asked()
+            assert stop.is_requested()
 
     child = fork(print_unread)
     os.close(reader)

@@ -88,6 +88,6 @@ def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     assert process.returncode != 0
     [state] = (tmp_path / "run" / "states").glob("0*")
     assert (state / "complete.json").is_file()
-    assert f"preempted: --resume=auto goes on from {state}" in out, errors[-3000:]
-    assert f"{number.name}: the state is saved as soon as it can be" in errors
+    assert f"preempted: --resume=auto continues from {state}" in out, errors[-3000:]
+    assert f"{number.name}: the run saves a checkpoint as soon as possible" in errors
     assert "KeyboardInterrupt" not in errors

@@ -69,7 +69,7 @@ def test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches(stage, name
 
 
 def test_a_coefficient_without_experts_is_refused_before_the_first_step(run):
-    with pytest.raises(ValueError, match=r"^sft\.router_aux_loss_coef: the model has no experts; leave it out"):
+    with pytest.raises(ValueError, match=r"^sft\.router_aux_loss_coef: the model has no experts; remove this option"):
         run("--stages=[sft]", "--sft.router_aux_loss_coef=0.1")
 
 
