@@ -12,7 +12,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.rewards.registry import required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 
-# kind of rows that a stage needs: columns of a file that hold them, besides the prompt
+# kind of rows that a stage needs -> columns that such rows have besides the prompt
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -27,12 +27,17 @@ def load_datasets(
     reward_columns: Iterable[str] = (),
     eval_columns: Iterable[str] = ("solution",),
 ) -> dict[str, Dataset]:
-    """Open the rows of a run: a dataset for each stage, and "eval" if there are held-out rows.
+    """Open one dataset per stage, and "eval" if the recipe has held-out rows.
 
     Args:
-        run: the recipe. The rewards that a file of `data.train` names are needed by its rows only.
+        run: the recipe.
         stages: name of each stage -> kind of rows that the stage needs, a key of NEEDS.
-        reward_columns, eval_columns: columns that the rewards need, in training and held out.
+        reward_columns: columns that the rewards of training need. A file of `data.train` that
+            lists its own rewards only needs the columns of these rewards.
+        eval_columns: columns that the rewards of held-out rows need.
+
+    Raises:
+        ValueError: if the recipe has no source of rows or several, or if a column is missing.
     """
     config = run.data
     files = config.files
@@ -41,8 +46,8 @@ def load_datasets(
     is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
     if not is_clear or (sources == ["task"] and files):
         raise ValueError(
-            "data: set either data.task, data.train_file, data.train, or data.files of every "
-            f"stage; set are {', '.join(sources) or 'none'}"
+            "data: set exactly one of data.task, data.train_file, data.train, or data.files of "
+            f"every stage; the recipe sets: {', '.join(sources) or 'none'}"
         )
     if config.task is not None:
         return load_task(run, stages)
@@ -60,13 +65,16 @@ def load_datasets(
 
 
 def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
-    """Make the rows of the embedded task that `data.task` names."""
+    """Generate the rows of the built-in task that `data.task` names."""
     assert run.data.task is not None
     training, held_out = get_task(run.data.task).datasets(run.data, run.seed)
     datasets = {}
     for stage, needs in stages.items():
         if needs not in training:
-            raise ValueError(f"stages: {stage} needs {needs}, data.task {run.data.task} has none")
+            raise ValueError(
+                f"stages: {stage} needs {needs}, and data.task {run.data.task} has no such rows; "
+                "remove the stage, or use a file of rows"
+            )
         datasets[stage] = training[needs]
     if run.data.eval_rows:
         datasets["eval"] = held_out
@@ -91,7 +99,7 @@ def _training_rows(
         is_judged: True if rewards judge completions of these rows; then a file with rewards of
             its own needs the columns of these rewards only.
     """
-    from minivlmrl.data.mixture import mix, read_mix  # here, because a task has no files of rows
+    from minivlmrl.data.mixture import mix, read_mix  # imported here, because tasks do not need it
 
     config = run.data
     path = file or config.train_file
@@ -124,8 +132,8 @@ def _columns_of_file(
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
-                f"data.train: {section.file}: the recipe has no reward {name!r}; "
-                f"there are: {', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
+                f"data.train: {section.file}: the recipe has no reward {name!r}; its rewards are: "
+                f"{', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
             )
     if not is_judged:
         return columns
@@ -141,7 +149,7 @@ def _file_rows(
     **changed_options: str,
 ) -> FileRows:
     """Open a file of rows with these columns; `changed_options` replace fields of RowOptions."""
-    from minivlmrl.data.file_dataset import FileDataset  # here, because a task has no files of rows
+    from minivlmrl.data.file_dataset import FileDataset  # here, because tasks do not need it
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
     return FileDataset(path, ("problem", *columns), limit, constants, **options | changed_options)

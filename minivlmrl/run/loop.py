@@ -23,10 +23,12 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
-    """Train as a recipe describes: in this process, or as one rank of several.
+    """Train a model by a recipe, in this process or as one rank of several.
 
     Args:
-        callbacks: what happens beside training, by default what run/callbacks.py lists.
+        config: the recipe.
+        callbacks: hooks that run beside the training loop; by default `default_callbacks`.
+
     Returns:
         The exit code of the process: 0, or PREEMPTED if a signal ended the run.
     """
@@ -46,7 +48,7 @@ def train_stages(
     signals: StopSignals,
     callbacks: Sequence[Callback],
 ):
-    """Do all that a recipe asks for, from its first step or from where an earlier attempt ended."""
+    """Train all stages of a recipe, from the first step or from the checkpoint to resume."""
     world = signals.world
     check_outputs(config)
     if world.is_main:
@@ -61,7 +63,7 @@ def train_stages(
         results = Results(config, model, processor, log, held_out, state, callbacks)
         for callback in callbacks:
             callback.on_run_begin(config, log)
-            log.callback(callback.on_run_end)  # called however the run ends
+            log.callback(callback.on_run_end)  # also called after an error or a signal
         trainer = None
         if checkpoints.resumed is None:
             results.measure("start")
@@ -69,7 +71,7 @@ def train_stages(
             stage = config.stage_names[number]
             if trainer is not None:
                 trainer.save(results.folder)
-                world.barrier()  # this stage may read what was saved
+                world.barrier()  # because the next stage may read the files that were just saved
             trainer = trainers[stage](config, model, processor, world, state.step)
             train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
             state.begin_stage(number + 1)
@@ -85,7 +87,11 @@ def train_stage(
     state: TrainerState,
     callbacks: Sequence[Callback],
 ):
-    """Run one stage, from its first step or from a state (ValueError: a number is not finite)."""
+    """Train one stage, from its first step or from the checkpoint to resume.
+
+    Raises:
+        ValueError: if a loss or gradient norm is not finite, or a rollout or evaluation fails.
+    """
     stage = trainer.stage
     config = trainer.config
     state.check_rows(len(rows))
@@ -100,8 +106,8 @@ def train_stage(
     for number in range(state.step, config.max_steps):
         try:
             with checkpoints.saved_on_error(state, log):
-                # Evaluation and saving after `number` steps come before the next step, so that a
-                # run that was killed between state and evaluation does them when it is resumed.
+                # The model is evaluated and saved after `number` steps at the start of the next
+                # step, so that a run that was killed before this does it when it is resumed.
                 results.after_step(trainer, number)
                 step = next(steps)
             for callback in callbacks:
@@ -110,7 +116,7 @@ def train_stage(
         except FloatingPointError as error:
             raise ValueError(
                 f"{stage} step {number}: {error}; "
-                f"stopped before the update; try a lower {stage}.learning_rate"
+                f"the run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
         check_mismatch(trainer.run, metrics)
         values = log.step(number, metrics, step)
@@ -128,9 +134,15 @@ def train_stage(
 def optimizer_step(
     trainer: Trainer, step: Step, optimizer: Optimizer, number: int
 ) -> dict[str, float]:
-    """Sum gradients over micro-batches and ranks, clip them, update; returns the step's metrics."""
+    """Take one optimizer step, and return its metrics.
+
+    Gradients are summed over micro-batches and ranks and clipped by their global norm.
+
+    Raises:
+        FloatingPointError: if the loss or the gradient norm is not finite.
+    """
     world = trainer.world
-    parts = []  # of each micro-batch: its metrics, and over how many tokens or pairs they are
+    parts = []  # metrics of each micro-batch, and the number of tokens or pairs they average
     for index, batch in enumerate(step.micro_batches):
         world.stop_if_preempted()
         with trainer.dropout(number, index):
@@ -142,7 +154,9 @@ def optimizer_step(
     max_grad_norm = trainer.run.optimizer.max_grad_norm
     grad_norm = finish_gradients(trainer.trained, world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
-        raise FloatingPointError(f"loss {metrics['loss']}, gradient norm {grad_norm}: not finite")
+        raise FloatingPointError(
+            f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite"
+        )
     rate = learning_rate(number, trainer.config)
     for group in optimizer.param_groups:
         group["lr"] = rate

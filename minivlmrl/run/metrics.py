@@ -1,4 +1,7 @@
-"""Metrics of a run as it goes: lines of files, the same for the same seed, and a progress bar."""
+"""Log the metrics of a run to JSON-lines files, a progress bar and trackers.
+
+metrics.jsonl is the same for the same seed; times and memory have their own file, timings.jsonl.
+"""
 
 import importlib.util
 import math
@@ -28,22 +31,22 @@ from minivlmrl.trainers.base import Step, Trainer
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-# how a step's metric follows from those of its micro-batches; of all others the mean counts
+# How to reduce these metrics of micro-batches to the metric of a step; all others are averaged.
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-Means = tuple[dict[str, float], float]  # metrics, and over how many tokens or pairs they are
+Means = tuple[dict[str, float], float]  # metrics, and the number of tokens or pairs they average
 
 
 class MetricsLog(ExitStack):
-    """Writes, on the first rank, lines of files, a bar, completions and trackers.
+    """Write log files, the progress bar, completions and trackers, on rank 0 only.
 
-    Its files begin with what a resumed run had written when its state was saved.
+    In a resumed run the log files start with the lines that the checkpoint contains.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState):
         super().__init__()
         self.world = world
-        self.steps = progress.steps  # of all stages
-        self.begin_time = 0.0  # of the present stage
+        self.steps = progress.steps  # number of optimizer steps of all stages
+        self.begin_time = 0.0  # start time of the current stage
         self.completions = CompletionsLog(config, world, progress)
         self.files = {}
         self.trackers = []
@@ -62,49 +65,54 @@ class MetricsLog(ExitStack):
             )
 
     def write(self, name: str, line: dict):
-        """Add a line to a file."""
+        """Append one JSON line to the log file called `name`."""
         self.files[name].write(f"{json_text(line)}\n".encode())
         self.files[name].flush()
 
     def track(self, values: dict[str, float]):
-        """Send values to the trackers, after this many steps of all stages."""
+        """Send values to the trackers, with the number of steps of all stages as x-axis."""
         for log in self.trackers:
             log(values, self.steps)
 
     def stage(self, trainer: Trainer, steps_done: int, seconds: float):
-        """Begin a stage with a new bar; a resumed one has done steps, which took `seconds`."""
+        """Start a stage with a new progress bar.
+
+        Args:
+            steps_done: optimizer steps that a resumed stage has already done.
+            seconds: time that these steps took.
+        """
         self.trainer = trainer
         self.name = trainer.stage
         bar = progress_bar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
-        self.bar = self.enter_context(bar)  # so that what ends a run has a line of its own
+        self.bar = self.enter_context(bar)  # so that an error message starts on its own line
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
         self.mark()
 
     def mark(self):
-        """Note what the files hold after a step, or before the first of a stage."""
+        """Record the lengths of the log files, after a step or before a stage's first step."""
         self.file_ends = {name: file.tell() for name, file in self.files.items()}
 
     @property
     def seconds(self) -> float:
-        """Since the stage began."""
+        """Seconds since the stage began, without evaluations."""
         return time.perf_counter() - self.begin_time
 
     def written(self) -> dict[str, str]:
-        """Return what the files held at the last mark, for the state of the run.
+        """Return the contents of the log files up to the last `mark`, for the checkpoint.
 
-        A resumed run repeats the evaluations since then.
+        Later evaluations are left out, because a resumed run repeats them.
         """
         logs = {}
         for name, file in self.files.items():
-            file.seek(0)  # the next write is at the end again: all was read
+            file.seek(0)  # read() moves the position to the end again, where the next line belongs
             logs[name] = file.read()[: self.file_ends[name]].decode()
         return logs
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Record one optimizer step; returns its metrics with the tables of its routers."""
+        """Log an optimizer step, and return its metrics with the routing tables of experts."""
         self.steps += 1
-        routers = self.trainer.router_log  # None: the model has no experts
+        routers = self.trainer.router_log  # None if the model has no experts
         values = metrics | (routers.take() if routers else {})
         if not self.files:
             return values
@@ -126,12 +134,15 @@ class MetricsLog(ExitStack):
         return values
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
-        """Add a line to warnings.jsonl, and print it as a sentence about so many steps."""
+        """Append a warning to warnings.jsonl, and print it after the number of steps done."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
         tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
-        """Advance the bar; without a terminal print a line, in a notebook one in ten steps."""
+        """Advance the progress bar, or print one line per step if there is no terminal.
+
+        Notebooks print only every tenth step, because they keep all lines.
+        """
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
@@ -141,9 +152,10 @@ class MetricsLog(ExitStack):
             if name in metrics:
                 short_name = re.sub("^(rewards|completions)/|/mean$", "", name)
                 shown[short_name] = f"{metrics[name]:.3f}"
-        self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)  # the bar needs room
+        # Only three metrics are shown, so that the bar itself has room in the line.
+        self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)
         self.bar.update()
-        print_every = 10 if "ipykernel" in sys.modules else 1  # a notebook keeps all lines
+        print_every = 10 if "ipykernel" in sys.modules else 1
         if self.bar.disable and (number % print_every == 0 or number + 1 == self.bar.total):
             done = f"{self.name} {number + 1}/{self.bar.total}"
             values = [f"{name}={value}" for name, value in shown.items()]
@@ -151,7 +163,12 @@ class MetricsLog(ExitStack):
                 print(done, *values, f"{step_time:.2f} s", flush=True)
 
     def evaluation(self, stage: str, steps_done: int, values: dict[str, float], seconds: float):
-        """Record what held-out rows say after so many steps; its `seconds` are not the stage's."""
+        """Log an evaluation on held-out rows.
+
+        Args:
+            steps_done: optimizer steps of the stage before the evaluation.
+            seconds: duration of the evaluation; it does not count as training time.
+        """
         self.begin_time += seconds
         if not self.files:
             return
@@ -165,26 +182,29 @@ class MetricsLog(ExitStack):
             tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
-        """Close the bar; seconds since the stage began."""
+        """Close the progress bar, and return the seconds since the stage began."""
         self.bar.close()
         return self.seconds
 
 
 @contextmanager
 def ending_unread() -> Iterator[None]:
-    """Let a run save its state and end, as after SIGTERM, when nobody reads its stdout any more."""
+    """Treat a closed stdout like SIGTERM, so that the run saves a checkpoint and exits.
+
+    A closed stdout happens, for example, in `torchrun train.py | head`.
+    """
     try:
         yield
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("stdout is closed: the run ends", file=sys.stderr)
+        print("stdout is closed; the run saves a checkpoint and exits", file=sys.stderr)
         signal.raise_signal(signal.SIGTERM)
 
 
 def progress_bar(
     name: str, total: int, is_main: bool, initial: int = 0, leave: bool = True
 ) -> tqdm:
-    """A bar that stays on the first rank's terminal; without a terminal there is none."""
+    """Create a progress bar for rank 0; it is disabled if stderr is not a terminal."""
     return tqdm(
         total=total,
         initial=initial,
@@ -197,10 +217,10 @@ def progress_bar(
 
 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
-    """Raise ValueError if sampler and trainer disagree about tokens that were just sampled.
+    """Raise ValueError if sampler and trainer compute different log-probabilities.
 
-    In float32 no token may differ by more than the bound. In 16 bits single tokens do, so that
-    the root mean square is compared with a tenth of it.
+    In float32 no token may differ by more than rollout.max_logp_mismatch. In 16 bits single tokens
+    do, so the root mean square over tokens must stay below a tenth of that bound.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -210,13 +230,17 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     mismatch = metrics.get(name, 0.0)
     if mismatch > bound and not run.adapter.dropout:  # the sampler applies no dropout
         raise ValueError(
-            f"{name} is {mismatch:.3g} nats: sampler and trainer disagree, a bug or a dtype too "
-            f"coarse; rollout.max_logp_mismatch bounds it by {bound}, .inf does not check"
+            f"{name} is {mismatch:.3g} nats: sampler and trainer disagree about the "
+            f"log-probabilities of sampled tokens by more than {bound}. This is a bug, or the dtype "
+            "is too coarse; rollout.max_logp_mismatch sets the bound, and .inf disables the check"
         )
 
 
 def peak_memory() -> dict[str, float]:
-    """Most memory that this process has held, in GiB: of its GPU, or of the machine if it says."""
+    """Return this process's peak memory in GiB: GPU memory if there is a GPU, else host memory.
+
+    Returns an empty dict on Windows, which does not report host memory.
+    """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     elif importlib.util.find_spec("resource"):
@@ -230,20 +254,27 @@ def peak_memory() -> dict[str, float]:
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
-    """Bring the metrics of all micro-batches to the host at once: a transfer waits for the GPU."""
+    """Convert the metrics of all micro-batches to floats with a single transfer to the host.
+
+    One transfer is faster, because each transfer waits for the GPU.
+    """
     values = [value.double() for metrics, _ in parts for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist())
     return [({name: next(numbers) for name in metrics}, weight) for metrics, weight in parts]
 
 
 def merge(parts: list[Means]) -> Means:
-    """Combine means of micro-batches or ranks."""
+    """Merge the metrics of micro-batches or ranks, weighted by their tokens or pairs.
+
+    OVER_STEP lists the metrics that are summed or maximised instead. Metrics whose name ends in
+    _rms are merged as root mean squares.
+    """
     total = sum(weight for _, weight in parts)
     merged = {}
     for name in parts[0][0]:
         if name in OVER_STEP:
             merged[name] = OVER_STEP[name](metrics[name] for metrics, _ in parts)
-        elif name.endswith("_rms"):  # a root of a mean of squares
+        elif name.endswith("_rms"):  # root mean square
             squares = sum(metrics[name] ** 2 * weight for metrics, weight in parts)
             merged[name] = math.sqrt(squares / (total or 1))
         else:
@@ -253,17 +284,23 @@ def merge(parts: list[Means]) -> Means:
 
 
 def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Write the run's folder tensorboard/, without later steps of an attempt before a resume.
+    """Create a TensorBoard tracker that writes to tensorboard/ in the run's folder.
+
+    After a resume, TensorBoard hides the steps that the run repeats.
+
+    Args:
+        steps: optimizer steps that the run has already done.
+        closing: exit stack that closes the tracker.
 
     Returns:
-        log(values, steps), as every tracker; `closing` closes it.
+        A function log(values, steps), like every tracker.
     """
     from torch.utils.tensorboard import SummaryWriter
 
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    # those after the last step that is done; an evaluation that comes again has the same values
+    # Purge what follows the last step done. An evaluation that is repeated has the same values.
     writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):
@@ -274,7 +311,11 @@ def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
 
 
 def weights_and_biases(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Send to the project minivlmrl (WANDB_MODE=offline: wandb/); a resume is another run there."""
+    """Create a Weights & Biases tracker that logs to the project minivlmrl.
+
+    WANDB_MODE=offline writes to wandb/ in the run's folder instead. A resumed run appears as a new
+    run in W&B. Arguments and return value are those of `tensorboard`.
+    """
     import wandb  # pyright: ignore[reportMissingImports]  # optional, see check_trackers
 
     folder = Path(config.output_dir)
@@ -287,17 +328,18 @@ TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
 
 
 def find_tracker(name: str) -> Callable:
-    """Find a tracker, a function (config, steps, closing) -> log(values, steps), by its name."""
+    """Return the tracker called `name`: a function (config, steps, closing) -> log(values, steps)."""
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))
 
 
 def check_trackers(names: Sequence[str]):
-    """Refuse a tracker that is not there or installed (ValueError), before anything is loaded."""
+    """Raise ValueError if a tracker does not exist or is not installed, before weights are loaded."""
     for name in names:
         find_tracker(name)
         if name not in TRACKERS:
             continue
         package = importlib.util.find_spec(name)
-        if package is None or package.origin is None:  # a folder wandb/ of its runs is no package
+        # A folder wandb/ that earlier runs wrote is found too, but has no origin.
+        if package is None or package.origin is None:
             raise ValueError(f"report_to: {name} is not installed; pip install 'minivlmrl[{name}]'")

@@ -229,5 +229,5 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
         return value + (logps * 0).sum().sqrt(), diagnostics  # 0, but its slope is infinite
 
     monkeypatch.setattr(grpo_file, "grpo_loss", loss)
-    with pytest.raises(ValueError, match=r"grpo step 0: loss .* gradient norm nan"):
+    with pytest.raises(ValueError, match=r"grpo step 0: the loss .* gradient norm nan"):
         run("--stages=[grpo]")
