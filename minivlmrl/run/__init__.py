@@ -1,1 +1,1 @@
-"""What a run needs around its trainers: options, rows, evaluation, optimizer, metrics."""
+"""The training run around the trainers: setup, loop, optimizer, checkpoints, metrics, evaluation."""

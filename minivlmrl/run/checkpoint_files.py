@@ -1,8 +1,8 @@
-"""The tensors of a state in safetensors files: unlike a pickle they cannot run code.
+"""Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
-Each rank writes the rows that it holds, and any number of ranks reads the rows that each of them
-needs. The tensor "128:policy.model.norm.weight" of a file has the rows from 128 on of
-policy.model.norm.weight.
+Each rank writes the rows of its own shards. A checkpoint can be read with another number of
+ranks, because each rank then reads only the rows that it needs. For example, the entry
+"128:policy.model.norm.weight" of a file holds rows of policy.model.norm.weight from row 128 on.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,15 @@ from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
 BLOCK = 2**16  # bytes that `sampled_blocks` reads at once
-FILE_SIZE = 2**30  # bytes of one file: as much of a GPU's state is in host memory at once
+FILE_SIZE = 2**30  # bytes per file; limits the host memory that holds tensors of the GPU
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Read what tells other weights apart: all of a file up to 64 MiB, else 1,024 blocks of it.
+    """Yield blocks of weight files for a fingerprint of the weights.
 
-    Another base, or one that was trained on, differs in all blocks; a few bytes are not seen.
+    Files up to 64 MiB are read completely; larger ones are sampled in 1,024 blocks. Another model,
+    or the same model after more training, differs in all blocks. A change of a few bytes between
+    the blocks is not detected.
     """
     for file in files:
         size = file.stat().st_size
@@ -36,7 +38,10 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a tensor, as a view that has rows, and the index of the first."""
+    """Return this rank's rows of a tensor as a view, and the index of the first row.
+
+    A tensor without dimensions counts as one row.
+    """
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -44,7 +49,11 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Whether this rank writes its rows of the number-th tensor: every row is written once."""
+    """Return True if this rank writes its rows of the number-th tensor.
+
+    Every row is written by exactly one rank: sharded rows by the first replica, and tensors that
+    all ranks hold in turn.
+    """
     if is_part(tensor):
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
@@ -53,7 +62,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's part of tensors, every row once; return the names of its files."""
+    """Write this rank's rows of all tensors to files of about FILE_SIZE; return the file names."""
     names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
     content = {}
@@ -72,9 +81,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Name of a tensor -> (first row, number of rows, file) of its pieces; a number is one row.
+    """Map the name of each tensor to its pieces: (first row, number of rows, file).
 
-    In the order of the rows, which is that of the ranks.
+    Pieces are sorted by rank, and therefore by row. A tensor without dimensions has one row.
     """
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -87,13 +96,13 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
 
 
 def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read the rows from `start` to `end` of a tensor."""
+    """Read the rows `start` to `end` (exclusive) of a tensor from its pieces."""
     parts = []
     for first, num_rows, file in pieces:
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # not kept open: all that was read would be in memory
+            # Reopened for each read, because an open file keeps everything it has read in memory.
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)
@@ -101,7 +110,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Read this rank's rows of a tensor into it (ValueError: shape or dtype are others)."""
+    """Copy this rank's rows of a saved tensor into `tensor` (ValueError if shape or dtype differ)."""
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
     check_field(saved_rows == tensor_rows, name, f"{saved_rows} rows", f"{tensor_rows} rows")

@@ -103,14 +103,14 @@ def check_resume(config: RunConfig) -> list[Path]:
     states = state_folders(folder)
     if states and not is_allowed:
         raise ValueError(
-            f"{folder} holds states of an earlier run, the newest {states[-1].name}; "
-            "--resume=auto goes on from there, --resume=never removes them and begins anew"
+            f"{folder} holds checkpoints of an earlier run, the newest {states[-1].name}; "
+            "--resume=auto continues from the newest, --resume=never removes all and starts again"
         )
     return states
 
 
 class CheckpointManager:
-    """Saves and restores the states of one run."""
+    """Save and restore the checkpoints of one run, in states/ in its folder."""
 
     def __init__(
         self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]
@@ -120,37 +120,43 @@ class CheckpointManager:
         self.world = world
         self.signals = signals
         self.callbacks = callbacks
-        self.resumed = None  # the folder of the state that the next stage begins with
-        self.saved_steps = 0  # optimizer steps of the last state
-        self.saved_time = clock()  # when it was saved
-        self.between_rollouts = True  # what was trained can be saved
+        self.resumed = None  # folder of the checkpoint that the next stage loads
+        self.saved_steps = 0  # number of optimizer steps at the last checkpoint
+        self.saved_time = clock()  # time of the last checkpoint
+        self.between_rollouts = True  # a checkpoint can be saved now, as no rollout is in use
 
     def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
-        """Save a state at the end of a rollout if it is time; leave after a signal (Preempted)."""
+        """Save a checkpoint if one is due and the rollout has ended.
+
+        After a signal this raises Preempted, once the checkpoint is saved.
+        """
         stage = progress.stages[progress.stage]
         stage_ends = progress.step == getattr(self.config, stage).max_steps
         self.between_rollouts = ends_rollout or stage_ends
         if not self.between_rollouts:
             self.signals.save = lambda: None
             return
-        self.signals.save = partial(self.keep, progress, log)
+        self.signals.save = partial(self.ensure_saved, progress, log)
         if self.is_due(progress.steps, stage_ends):
-            self.keep(progress, log)
+            self.ensure_saved(progress, log)
         self.signals.stop_if_preempted()
 
     def is_due(self, steps: int, stage_ends: bool) -> bool:
-        """Say whether checkpoint_minutes or checkpoint_steps ask for a state now; all ranks call it."""
+        """Return True if checkpoint_minutes or checkpoint_steps require a checkpoint now.
+
+        All ranks must call this method together, because rank 0's clock decides for all.
+        """
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
-        if self.world.sum(is_late)[0]:  # the clock of the first rank
+        if self.world.sum(is_late)[0]:  # only rank 0 contributes, so that all ranks agree
             return True
         if every_steps and steps // every_steps > self.saved_steps // every_steps:
             return True
         return stage_ends and bool(every_steps or minutes)
 
-    def keep(self, progress: TrainerState, log: MetricsLog) -> Path:
-        """Save what was trained, if that is not done yet; returns the folder of its state."""
+    def ensure_saved(self, progress: TrainerState, log: MetricsLog) -> Path:
+        """Save a checkpoint of the current step unless it exists, and return its folder."""
         folder = self.folder / f"{progress.steps:06d}"
         if self.saved_steps != progress.steps:
             progress.logs = log.written()
@@ -161,9 +167,10 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Where a rollout or an evaluation fails (ValueError), save what was trained before it.
+        """Save a checkpoint if the rollout or evaluation in the block raises ValueError.
 
-        Not what diverged. Of several ranks only if a reward has failed: all of them hear of that.
+        A model that has diverged is not saved. With several ranks only RewardFailed leads to a
+        checkpoint, because saving needs all ranks and only this error is raised on all of them.
         """
         try:
             yield
@@ -173,18 +180,25 @@ class CheckpointManager:
             can_save = self.between_rollouts and progress.steps > 0
             if not can_save or diverged or not all_ranks_fail:
                 raise
-            folder = self.keep(progress, log)
+            folder = self.ensure_saved(progress, log)
             raise ValueError(
-                f"{error}; the state is in {folder}: mend it, then --resume=auto"
+                f"{error}; the checkpoint before this error is {folder}: fix the cause, then "
+                "continue with --resume=auto"
             ) from error
 
     def to_resume(self) -> TrainerState:
-        """Find the state to go on from, as config.resume says, and how far it is, or begin anew."""
+        """Return the TrainerState of the checkpoint to resume, or a new one for a new run.
+
+        config.resume selects the checkpoint; its folder is stored in `resumed`.
+
+        Raises:
+            ValueError: if no checkpoint can be read, or if it does not fit the recipe.
+        """
         config = self.config
         new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config))
         progress = self.choose()
         if self.world.is_main:
-            for leftover in self.folder.glob("*.partial"):  # of an interrupted save or removal
+            for leftover in self.folder.glob("*.partial"):  # from an interrupted save
                 shutil.rmtree(leftover)
         if progress is None:
             return new_progress
@@ -192,8 +206,8 @@ class CheckpointManager:
         same_stages = progress.stages[:num_begun] == config.stage_names[:num_begun]
         if not same_stages or progress.seed != config.seed:
             raise ValueError(
-                f"resume: {self.resumed} is of a run with stages {progress.stages} "
-                f"and seed {progress.seed}; keep them"
+                f"resume: {self.resumed} belongs to a run with stages {progress.stages} "
+                f"and seed {progress.seed}; resume it with the same stages and seed"
             )
         if self.world.is_main:
             stage = config.stage_names[progress.stage]
@@ -207,9 +221,17 @@ class CheckpointManager:
         return progress
 
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
-        """Say what the recipe says now and did not say in a state; refuse what cannot go on."""
+        """Print the options that changed since the checkpoint; raise if a change is incompatible.
+
+        Args:
+            progress: TrainerState of the checkpoint.
+            recipe: options of the current recipe, see recipe_values.
+
+        Raises:
+            ValueError: if the base weights changed, or if rows would be skipped or repeated.
+        """
         stage = self.config.stage_names[progress.stage]
-        same_rows = self.config.resume == "auto"  # who names a state may take other rows
+        same_rows = self.config.resume == "auto"  # other rows are allowed if resume names a folder
         if not same_rows:
             progress.rows = 0
         draw_sizes = [f"{stage}.{size}" for size in DRAW_SIZES] if progress.rows else []
@@ -220,49 +242,57 @@ class CheckpointManager:
                 continue
             if name in (BASE, "adapter.quantize"):
                 raise ValueError(
-                    f"resume: {self.resumed}: the weights below its adapter "
-                    "(model.path, adapter.quantize) have changed; put them back"
+                    f"resume: {self.resumed}: the base weights of its adapter "
+                    "(model.path, adapter.quantize) have changed; restore the earlier ones"
                 )
             change = f"{name} was {old_value!r:.80}, from here on {new_value!r:.80}"
             is_about_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
             if name in draw_sizes or (same_rows and is_about_rows):
                 raise ValueError(
-                    f"resume: {change}: rows would be left out or seen twice; "
-                    f"keep it, or --resume={self.resumed}"
+                    f"resume: {change}: rows would be skipped or repeated; keep the earlier "
+                    f"value, or accept this with --resume={self.resumed}"
                 )
             if self.world.is_main:
                 print(change, flush=True)
 
     def restore(self, trainer: Trainer, optimizer: Optimizer):
-        """Read the state that was found, if any, into a stage's parts (ValueError: no fit)."""
+        """Load the checkpoint to resume, if any, into the stage's weights and optimizer.
+
+        Raises:
+            ValueError: if the checkpoint has other tensors, shapes or dtypes than the stage.
+        """
         self.trainer, self.optimizer = trainer, optimizer
         self.between_rollouts = True
         folder = self.resumed
-        self.resumed = None  # later stages begin by themselves
+        self.resumed = None  # because later stages do not start from this checkpoint
         if folder is None:
             return
         try:
             pieces = find_pieces(folder)
-            moved = []
+            with_moments = []
             for name, parameter in trainer.trained.named_parameters():
                 if any(key.startswith(f"optimizer.{name}/") for key in pieces):
-                    moved.append(parameter)
-            begin_state(optimizer, moved)
+                    with_moments.append(parameter)
+            begin_state(optimizer, with_moments)
             targets = tensors(trainer, optimizer)
             unmatched = sorted(targets.keys() ^ pieces.keys())
             if unmatched:
-                raise ValueError(f"only one of the two has {unmatched[0]}")
+                raise ValueError(f"only one of checkpoint and run has the tensor {unmatched[0]}")
             for name, tensor in targets.items():
                 read_into(tensor, name, pieces[name])
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"{folder}: this state is of another model or recipe; {error}"
+                f"{folder}: this checkpoint belongs to another model or recipe; {error}"
             ) from error
 
     def choose(self) -> TrainerState | None:
-        """Read the state that config.resume means, and remove those that are given up by that."""
+        """Read the checkpoint that config.resume selects, and remove all newer ones of the run.
+
+        With `auto` this is the newest checkpoint that is not damaged. Returns None for a new run,
+        which removes all checkpoints.
+        """
         resume = self.config.resume
-        # the first rank's list: a shared file system may show another host an older one
+        # Rank 0's list is used, because a shared file system may show an older one elsewhere.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
@@ -275,9 +305,10 @@ class CheckpointManager:
                 break
         if candidates and progress is None:
             raise ValueError(
-                f"resume: {resume}: all states are damaged; --resume=never removes them and begins anew"
+                f"resume: {resume}: all checkpoints are damaged; "
+                "--resume=never removes them and starts again"
             )
-        if folders and progress is not None:  # else it is of another output_dir
+        if folders and progress is not None:  # without folders, another output_dir is resumed
             self.saved_steps = progress.steps
         if self.world.is_main:
             for folder in folders:
@@ -286,7 +317,10 @@ class CheckpointManager:
         return progress
 
     def read(self, folder: Path) -> TrainerState | None:
-        """Read a state without its tensors; None and a line that says why if it is damaged."""
+        """Read a checkpoint's TrainerState, and verify the checksums of its files.
+
+        Returns None, and prints the reason, if the checkpoint is damaged.
+        """
 
         def check() -> TrainerState:
             checksums = read_json(folder / COMPLETE)
@@ -294,18 +328,18 @@ class CheckpointManager:
                 raise ValueError(f"{folder} does not have the files that {COMPLETE} lists")
             for name in sorted(checksums)[self.world.rank :: self.world.size]:
                 if _checksum(folder / name) != checksums[name]:
-                    raise ValueError(f"{name} is not what was written")
+                    raise ValueError(f"the contents of {name} do not match its checksum")
             return read_trainer_state(folder)
 
         try:
             return self.world.run_on_all_ranks(check)
         except (OSError, ValueError) as error:
             if self.world.is_main:
-                print(f"state {folder} is damaged and not used: {error}", flush=True)
+                print(f"checkpoint {folder} is damaged and not used: {error}", flush=True)
             return None
 
     def save(self, folder: Path, progress: TrainerState):
-        """Write a state, all ranks together, and remove the oldest of too many."""
+        """Write a checkpoint, on all ranks together, and remove all but the KEPT newest ones."""
         draft = folder.with_name(folder.name + ".partial")
         named_tensors = tensors(self.trainer, self.optimizer)
         checksums = {}
@@ -336,15 +370,18 @@ class CheckpointManager:
         except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise ValueError(
-                f"the state {folder} could not be written ({error}); "
-                "earlier ones are whole: mend it, then --resume=auto"
+                f"the checkpoint {folder} could not be written ({error}); earlier checkpoints "
+                "are intact: fix the cause, then continue with --resume=auto"
             ) from error
         self.saved_steps = progress.steps
         self.saved_time = clock()
 
 
 def _checksum(path: Path) -> str:
-    """Of what a file holds; of a folder, of the names and sizes in it."""
+    """Return a checksum of a file's contents, or of the names and sizes of a folder's files.
+
+    A path that does not exist names a dataset on the Hugging Face hub; its files are hashed.
+    """
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
         return digest([json_text(sizes)])

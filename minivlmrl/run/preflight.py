@@ -1,4 +1,8 @@
-"""What is refused or printed before the first step: rewards that fail, long rows, lost options."""
+"""Check a recipe before its first step, and print notes about its device, model and options.
+
+The checks call the reward functions once, compare the lengths of prompts with the model's
+positions, and find options without effect.
+"""
 
 from collections.abc import Iterator
 
@@ -20,14 +24,19 @@ from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.trainers.base import Trainer
 
-TYPICAL_WEIGHT = 0.01  # size of a weight of a model of billions
+TYPICAL_WEIGHT = 0.01  # typical magnitude of a weight in a model of billions of parameters
 
 
 def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Call the rewards with an invented completion, so that one that fails does so now (ValueError).
+    """Call all reward functions with a dummy completion, so that a broken one fails before training.
 
     Args:
-        needs: for each stage what its rows must have, a key of run.datasets.NEEDS.
+        needs: name of each stage -> kind of rows that the stage needs, a key of
+            run.datasets.NEEDS.
+        datasets: name of each stage, or "eval" -> its rows. The first row is used.
+
+    Raises:
+        ValueError: if a reward function fails.
     """
     for stage, rows in datasets.items():
         if stage == "eval":
@@ -59,11 +68,11 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
 
 
 def check_experts(config: RunConfig, model: Qwen2_5_VL):
-    """Refuse a weight for the balance of experts (ValueError) if the model has none."""
+    """Raise ValueError if router_aux_loss_coef is set although the model has no experts."""
     for stage in config.stage_names:
         if getattr(config, stage).router_aux_loss_coef and model.config.experts is None:
             raise ValueError(
-                f"{stage}.router_aux_loss_coef: the model has no experts; leave it out"
+                f"{stage}.router_aux_loss_coef: the model has no experts; remove this option"
             )
 
 
@@ -74,27 +83,32 @@ def check_positions(
     model: Qwen2_5_VL,
     processor: Processor,
 ):
-    """Refuse rows (ValueError) that, with what is drawn, are over the model's positions."""
+    """Raise ValueError if a prompt plus its new tokens exceeds the model's or engine's limit.
+
+    The model's limit is max_position_embeddings; a sampling engine may have a smaller one.
+    """
     max_positions = model.config.max_position_embeddings
-    most_drawn = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
+    engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
     for name, rows in datasets.items():
         is_answered = needs.get(name, "prompts") == "prompts"
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        if needs.get(name) == "prompts" and most_drawn < max_positions:  # it draws no evaluation
-            most_tokens = most_drawn
-            bound = f"the {most_drawn} of sampling.engine"
+        # The engine samples only training rollouts, so its limit does not apply to "eval".
+        if needs.get(name) == "prompts" and engine_limit < max_positions:
+            most_tokens = engine_limit
+            bound = f"the limit of {engine_limit} tokens of sampling.engine"
         limit = most_tokens - num_new
         reason = (
             f"and {num_new} new ones are over {bound}; "
-            f"shorten it, or leave it out, as data.max_prompt_tokens={limit} does in training"
+            f"shorten the prompt or remove the row; data.max_prompt_tokens={limit} skips such "
+            "rows in training"
         )
         check_lengths(rows, processor, limit, reason)
 
 
 def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
-    """Print what runs where."""
+    """Print device, number of ranks, kernel backend, and the model's size and dtypes."""
     dtype = config.model.dtype
     compute_dtype = config.model.compute_dtype or dtype
     kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
@@ -111,7 +125,7 @@ def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
 
 
 def describe_thought(processor: Processor):
-    """Print whether a model that thinks begins to do so in the prompt."""
+    """Print the text with which the chat template opens the answer of a reasoning model."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     opened = processor.template.opened
@@ -123,73 +137,80 @@ def describe_thought(processor: Processor):
 def collect_notes(
     config: RunConfig, trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset]
 ) -> Iterator[str]:
-    """Say what of a recipe has no effect with these stages, or another one than was probably meant.
+    """Yield warnings about options that these stages do not use, and about likely mistakes.
 
-    What has none with any stage is refused, see config/validation.py.
+    Options that have no effect with any stage are errors; config/validation.py raises them.
     """
     if not config.stages:
         yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
     for name in config.unused_sections:
-        yield f"{name}: no effect, stages does not name it"
+        yield f"{name}: no effect, because stages does not name it"
     yield from unnamed_sections(config)
     yield from unused_files(config)
     if all(trainer.answers for trainer in trainers.values()):
         for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
             if is_set(name, config):
-                yield f"{name}: no effect, no stage samples completions"
+                yield f"{name}: no effect, because no stage samples completions"
     yield from find_mistakes(config, datasets)
 
 
 def unnamed_sections(config: RunConfig) -> Iterator[str]:
-    """Name the options that are set of stages that the recipe does not name."""
+    """Yield one warning for each stage that has options set but is missing from `stages`."""
     for name in unnamed_stages(config):
         section = getattr(config, name)
         changed = [f"{name}.{option}" for option in vars(section) if is_set(option, section)]
-        if "reward_model" in config.rewards:  # it is scored by a model from elsewhere
+        if "reward_model" in config.rewards:  # this reward loads the model from that path
             changed = [option for option in changed if option != "reward_model.path"]
         if changed:
-            yield f"{', '.join(changed)}: no effect, stages does not name {name}"
+            yield f"{', '.join(changed)}: no effect, because stages does not name {name}"
 
 
 def unused_files(config: RunConfig) -> Iterator[str]:
-    """Name the files of rows that no stage of the recipe reads."""
+    """Yield one warning for each file of rows that no stage of the recipe reads."""
     for stage in config.data.files:
         if stage not in config.stage_names:
-            yield f"data.files.{stage}: no effect, stages does not name {stage}"
+            yield f"data.files.{stage}: no effect, because stages does not name {stage}"
     if config.stages and config.data.files.keys() >= {*config.stage_names}:
         for name in ("train_file", "train"):
             if getattr(config.data, name):
-                yield f"data.{name}: no effect, data.files has the rows of all stages"
+                yield f"data.{name}: no effect, because data.files has the rows of all stages"
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Name evaluation rows that are trained on, and updates that a dtype cannot hold."""
+    """Warn about evaluation rows in the training data, and about updates too small for the dtype.
+
+    An update is lost if it is smaller than half the spacing of 16-bit numbers at the weight.
+    """
     dtype = DTYPES[config.model.dtype]
-    # neither adapters in float32 nor Kahan's sum lose any
+    # Adapters are trained in float32, and adamw_8bit uses Kahan summation: both keep such updates.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
         count = count_trained_on(held_out, datasets.get(stage))
         if count:
             yield (
-                f"{count} of {len(held_out)} evaluation rows are training rows of {stage} too: "
-                "they say what it remembers; leave them out of data.eval_file"
+                f"{count} of {len(held_out)} evaluation rows are also training rows of {stage}, "
+                "so they measure memorisation; remove them from data.eval_file"
             )
         rate = getattr(config, stage).learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # a larger one stays as it is
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # larger weights never change
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
                 f"model.dtype is {config.model.dtype}: updates of {stage}.learning_rate {rate} are "
-                f"lost in weights over {largest_weight:.1g}; "
+                f"lost in weights over {largest_weight:.1g}, because they round to the same number; "
                 "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
             )
 
 
 def count_trained_on(held_out, rows) -> int:
-    """Count the rows of files that ask and show what training rows do, whatever their names."""
-    held_out_hashes = getattr(held_out, "prompt_hashes", ())
-    training_hashes = getattr(rows, "prompt_hashes", ())
+    """Count evaluation rows with the prompt and image contents of a training row.
+
+    File names may differ. Hashes of prompts and image sizes are compared first, and file contents
+    only where the hashes agree.
+    """
+    held_out_hashes = getattr(held_out, "asked", ())
+    training_hashes = getattr(rows, "asked", ())
     shared = {*held_out_hashes} & {*training_hashes}
     trained = {rows.content(i) for i, row_hash in enumerate(training_hashes) if row_hash in shared}
-    alike = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]
-    return sum(held_out.content(i) in trained for i in alike)
+    candidates = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]
+    return sum(held_out.content(i) in trained for i in candidates)

@@ -1,4 +1,4 @@
-"""Make all that a run needs before its first step: model, processor, and rows of each stage."""
+"""Build model, processor and datasets of a run, and check them before the first step."""
 
 import math
 from collections.abc import Iterator
@@ -44,9 +44,12 @@ from minivlmrl.trainers.base import Trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World
 ) -> tuple[Qwen2_5_VL, Processor, dict[str, Dataset]]:
-    """Make model, processor, rows by stage and "eval"; refuse what would fail later (ValueError).
+    """Build the model, the processor, and a dataset for each stage and "eval".
 
-    In this order: what takes the least time to refuse comes first.
+    The fastest checks come first, so that a mistake in the recipe shows early.
+
+    Raises:
+        ValueError: if the recipe, the rows or the weights would make the run fail later.
     """
     check_optimizer(config.optimizer)
     check_trackers(config.report_to)
@@ -66,7 +69,7 @@ def prepare(
             print(note, flush=True)
     datasets = fit_rows(config, datasets, processor, world)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        getattr(config, stage).max_steps = num_steps  # so config.yaml says it
+        getattr(config, stage).max_steps = num_steps  # so that config.yaml has the actual number
     check_positions(config, needs, datasets, model, processor)
     return model, processor, datasets
 
@@ -74,7 +77,10 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[Qwen2_5_VL, Processor]:
-    """Load the recipe's checkpoint, or make a random model with a tokenizer of the task or rows."""
+    """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
+
+    A random model uses the tokenizer of the task, or a new one that is trained on the rows.
+    """
     section = config.model
     dtype = DTYPES[section.dtype]
     recompute = section.activation_checkpointing
@@ -82,7 +88,7 @@ def build_model(
     sharding = choose_sharding(config, world)
     adapt = None
     if config.adapter.r:
-        from minivlmrl.model.lora import inject_adapters  # here, because few runs have adapters
+        from minivlmrl.model.lora import inject_adapters  # here, because most runs have no adapters
 
         adapt = partial(inject_adapters, options=config.adapter)
     if section.path is not None and section.config is None:
@@ -113,10 +119,10 @@ def build_model(
 
 
 def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
-    """Make the sharding of a recipe's models; None: every rank has all weights."""
+    """Return the FSDP sharding of the recipe, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None
-    # here, because it takes 40 MiB and half a second
+    # Imported here, because the import takes 40 MiB and half a second.
     from minivlmrl.distributed.fsdp import Sharding
 
     section = config.model
@@ -129,17 +135,24 @@ def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
 def make_tokenizer(
     config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None
 ) -> Tokenizer:
-    """Take the tokenizer of the task, or train one on the rows, for random weights."""
+    """Return the tokenizer of a random model: the task's, or one that is trained on the rows."""
     if config.data.task:
         return get_task(config.data.task).tokenizer()
     if not datasets:
-        raise ValueError("model.config needs an embedded task or rows to train on; set model.path")
+        raise ValueError(
+            "model.config needs the tokenizer of a built-in task, or rows to train one on; "
+            "set model.path to use a checkpoint instead"
+        )
     vocab_size = ModelConfig.from_dict(read_json(Path(model_config)), model_config).vocab_size
     return train_tokenizer(tokenizer_texts(datasets), vocab_size)
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Let a processor do what the recipe's data section asks for, and say so in its folder."""
+    """Apply the recipe's data options and tools to a processor.
+
+    The options that inference needs are stored in the processor's files, so that a saved model
+    keeps them.
+    """
     data = config.data
     image_processor = processor.image_processor
     if data.resize_backend:
@@ -161,7 +174,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
 
 
 def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield what a tokenizer is trained on: questions and answers of 10,000 rows a stage."""
+    """Yield training texts for a tokenizer: prompts and answers of up to 10,000 rows per stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for stage, rows in datasets.items():
         if stage == "eval":
@@ -179,9 +192,9 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
-    """Leave out training rows with long prompts, and print what rows there are.
+    """Remove training rows over data.max_prompt_tokens, and print a summary of each dataset.
 
-    Image files are opened, not decoded.
+    Image files are opened to read their sizes, but not decoded.
     """
     max_tokens = config.data.max_prompt_tokens
     fitted = {}
@@ -200,7 +213,7 @@ def fit_rows(
 
 
 def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:
-    """Optimizer steps of each stage: max_steps, or fewer if max_epochs ends it before."""
+    """Return the number of optimizer steps of each stage: max_steps, or fewer with max_epochs."""
     lengths = {}
     for stage in config.stage_names:
         section = getattr(config, stage)

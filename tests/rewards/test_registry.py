@@ -183,7 +183,7 @@ def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch)
     ]
     options += ["--data.eval_rewards=[told]"]
     options += ["--grpo.max_steps=3"]
-    with pytest.raises(ValueError, match="mend it, then --resume=auto"):
+    with pytest.raises(ValueError, match="fix the cause, then continue with --resume=auto"):
         run(*options)
     fails_at.clear()
     folder = run(*options, "--resume=auto")

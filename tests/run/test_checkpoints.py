@@ -289,7 +289,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight,
     expected = straight("--checkpoint_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
     assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]  # run_training without the line
-    assert capfd.readouterr().err.count("states/000004: mend it, then --resume=auto") >= 2
+    assert capfd.readouterr().err.count("states/000004: fix the cause, then continue with --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
     monkeypatch.setenv("FAILS_AT", "never")
     assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", "--resume=auto", ranks=2) == [0, 0]
@@ -397,7 +397,7 @@ def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, caps
 def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
     for path in (copy / "states").iterdir():
         flip(path / "run.json")
-    with pytest.raises(ValueError, match="all states are damaged; --resume=never"):
+    with pytest.raises(ValueError, match="all checkpoints are damaged; --resume=never"):
         resume(recipe, copy, "--resume=auto")
 
 
@@ -409,7 +409,7 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
     shutil.rmtree(copy / "states" / "000003")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
-        said = r"000003 could not be written .*No space left.*earlier ones are whole"
+        said = r"000003 could not be written .*No space left.*earlier checkpoints are intact"
         with pytest.raises(ValueError, match=said):
             resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert states(copy) == ["000002"]
@@ -419,7 +419,7 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
 
 def test_states_are_never_overwritten_unasked(recipe, copy):
     before = (copy / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="holds states of an earlier run, the newest 000003; --resume=auto"):
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run, the newest 000003; --resume=auto"):
         resume(recipe, copy)
     assert (copy / "metrics.jsonl").read_bytes() == before
     resume(recipe, copy, "--resume=never")
@@ -451,7 +451,9 @@ def test_a_failure_before_the_first_state_in_a_new_folder_leaves_one_there(recip
 
     with monkeypatch.context() as patch:
         patch.setattr(generate, "inverse_cdf", broken)
-        with pytest.raises(ValueError, match=r"broken; the state is in .*/new/states/000002: mend it, then"):
+        with pytest.raises(
+            ValueError, match=r"broken; the checkpoint before this error is .*/new/states/000002: fix the cause, then"
+        ):
             resume(recipe, tmp_path / "new", f"--resume={copy / 'states' / '000002'}")
     resume(recipe, tmp_path / "new", "--resume=auto")
     assert len((tmp_path / "new" / "metrics.jsonl").read_text().splitlines()) == 3
@@ -459,8 +461,8 @@ def test_a_failure_before_the_first_state_in_a_new_folder_leaves_one_there(recip
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--resume=/gone"], "/gone: no such state; give 'auto', 'never' or the folder of a state, RUN"),
-    (["--resume=auto", "--seed=1"], r"of a run with stages \['grpo'\] and seed 0; keep them"),
-    (["--resume=auto", "--grpo.beta=0"], "of another model or recipe; only one of the two has reference."),
+    (["--resume=auto", "--seed=1"], r"to a run with stages \['grpo'\] and seed 0; resume it with the same"),
+    (["--resume=auto", "--grpo.beta=0"], "another model or recipe; only one of checkpoint and run has the tensor "),
 ])  # fmt: skip
 def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):
     with pytest.raises(ValueError, match=message):
@@ -488,7 +490,7 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
 
 def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)"]
-    said = r"data\.task was .*, from here on 'shapes.*rows would be left out or seen twice; .* --resume=.*/000003"
+    said = r"data\.task was .*, from here on 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"
     with pytest.raises(ValueError, match=said):
         resume(recipe, copy, "--resume=auto", *options)
     resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
@@ -504,11 +506,13 @@ def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
     file = base / "model.safetensors"
     before, weights = file.read_bytes(), load_file(file)
     save_file({name: 1.3 * value for name, value in weights.items()}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"000003: the weights below its adapter .* have changed; put them back"):
+    with pytest.raises(
+        ValueError, match=r"000003: the base weights of its adapter .* have changed; restore the earlier ones"
+    ):
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
     file.write_bytes(before)
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    with pytest.raises(ValueError, match="the weights below its adapter"):
+    with pytest.raises(ValueError, match="the base weights of its adapter"):
         resume(recipe, tmp_path / "run", *options, "--resume=auto", "--adapter.quantize=nf4")
 
 
@@ -521,7 +525,7 @@ def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys)
     )
     said = ["grpo.learning_rate was 0.003, from here on 1e-05", "rewards.letters was 1.0, from here on 2.0"]
     assert [line for line in capsys.readouterr().out.splitlines() if " from here on " in line] == said
-    with pytest.raises(ValueError, match=r"grpo.prompts_per_step was 4, from here on 2: rows would be left out or"):
+    with pytest.raises(ValueError, match=r"grpo.prompts_per_step was 4, from here on 2: rows would be skipped or"):
         resume(recipe, copy, "--resume=auto", "--grpo.prompts_per_step=2")
     resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", "--grpo.prompts_per_step=2")
 

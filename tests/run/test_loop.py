@@ -213,7 +213,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, m
 
     original = sft_file.sft_loss
     monkeypatch.setattr(sft_file, "sft_loss", loss)
-    with pytest.raises(ValueError, match=r"sft step 1: loss nan.* lower sft\.learning_rate"):
+    with pytest.raises(ValueError, match=r"sft step 1: the loss nan.* lower sft\.learning_rate"):
         run(*options, name="bad")
     bad = good.with_name("bad")
     kept = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (good, bad)]

@@ -60,5 +60,7 @@ def test_random_weights_on_rows_of_ones_own(home, rows, tmp_path, sizes):
     assert model.config.eos_token_id == processor.tokenizer.special_tokens["<|im_end|>"]
     assert len(processor.tokenizer.encode("Name it.")) <= 4
     assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
-    with pytest.raises(ValueError, match=r"model\.config needs an embedded task or rows to train on"):
+    with pytest.raises(
+        ValueError, match=r"model\.config needs the tokenizer of a built-in task, or rows to train one on"
+    ):
         build_model(config, ONE)
