@@ -1,8 +1,9 @@
-"""Print the expected gradient of every loss, without a single sample: python -m docs.scripts.bias
+"""Print the expected gradient of every loss, computed exactly and without sampling: python -m docs.scripts.bias
 
-Three tokens, one of which ends a completion, and at most three tokens make 15 completions. The functions that training
-calls run on all of them, or on all groups of G, each weighed with its probability. A cell of a table is the expected
-gradient's cosine with the gradient that it is to have, and its length in multiples of that one's. See docs/bias.md.
+The vocabulary has three tokens, one of which ends a completion. Completions have at most three tokens, so there are 15
+of them. The loss functions of training run on every completion, or on every group of G completions, and each result is
+weighted with its probability. A cell of a table has the cosine similarity between the expected gradient and the true
+gradient of the objective, and the ratio of their norms. See docs/bias.md.
 """
 
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def by_prefix(per_completion: Tensor) -> Tensor:
 
 
 def expect(loss: Callable, sampler: Tensor, num_generations: int = 1) -> Tensor:
-    """Mean of loss(indices (G,)) over all groups of completions that a sampler (15, T) draws."""
+    """Return the mean of loss(indices (G,)) over all groups of completions sampled with log-probabilities (15, T)."""
     groups = torch.cartesian_prod(*[ALL] * num_generations).view(-1, num_generations)
     return chances(sampler)[groups].prod(1) @ torch.vmap(loss)(groups)
 
@@ -58,9 +59,10 @@ def expect(loss: Callable, sampler: Tensor, num_generations: int = 1) -> Tensor:
 def expected_policy_loss(
     logps: Tensor, rewards: Tensor, options: GRPOLossOptions, scale="none", G=2, one_group=False, *, old=None, ref=None
 ) -> Tensor:
-    """Mean of grpo_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
+    """Return the mean of grpo_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
 
-    A step has one_group, or so many that its number of tokens and its standard deviation of rewards are not random.
+    one_group: the step has one group. Otherwise it has so many groups that its number of tokens and its standard
+    deviation of rewards are constants.
     """
     sampler = logps.detach() if old is None else old
     chance, by_batch = chances(sampler), scale == "batch" and not one_group
@@ -78,7 +80,7 @@ def expected_policy_loss(
 
 
 def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLossOptions, old: Tensor) -> Tensor:
-    """Mean of ppo_loss over all completions, with GAE on graded rewards and the values (7,) of prefixes."""
+    """Return the mean of ppo_loss over all completions, with GAE on graded rewards and values (7,) of prefixes."""
     values, normalizer = values[PREFIX] * MASK, LossNormalizer(1, (chances(old) @ MASK.sum(1)).item())
     advantages, returns = gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
     fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
@@ -91,7 +93,7 @@ def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLos
 
 
 def expected_dpo_loss(logps: Tensor, options: DPOLossOptions) -> Tensor:
-    """Mean of dpo_loss over pairs that the reference draws and the graded rewards label, by Bradley and Terry."""
+    """Return the mean of dpo_loss over pairs sampled from the reference; a Bradley-Terry model labels them."""
     normalizer = LossNormalizer(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
     given = [(logps[p], MASK[p], options, REF[p]) for p in torch.cartesian_prod(ALL, ALL)[:, None]]
     losses = [dpo_loss(*pair, ref_per_token_logps=ref, normalizer=normalizer)[0] for *pair, ref in given]
@@ -99,26 +101,26 @@ def expected_dpo_loss(logps: Tensor, options: DPOLossOptions) -> Tensor:
 
 
 def gradient(of: Callable, logits: Tensor, *given, **more) -> Tensor:
-    """Gradient of of(logps, ...) to the logits, flat."""
+    """Return the gradient of the function `of`(logps, ...) with respect to the logits, flattened."""
     logits = logits.detach().requires_grad_()
     return torch.autograd.grad(of(logps_of(logits), *given, **more), logits)[0].flatten()
 
 
 def reward_gradient(logits: Tensor, rewards: Tensor, beta: float = 0.0) -> Tensor:
-    """Gradient of the expected reward less beta times the KL of completions to the reference."""
-    log_ratio = (logps_of(logits) - REF).sum(1)  # a constant, as the mean of its gradient is 0
+    """Return the gradient of the expected reward minus beta times the KL of completions to the reference."""
+    log_ratio = (logps_of(logits) - REF).sum(1)  # a constant, because the mean of its gradient is 0
     return gradient(lambda logps: chances(logps) @ (rewards - beta * log_ratio), logits)
 
 
 def token_kl_gradient(logits: Tensor, sampler: Tensor) -> Tensor:
-    """Gradient of the next token's KL to the reference, summed over the prefixes that a fixed sampler visits."""
+    """Return the gradient of the token KL to the reference, summed over the prefixes that a fixed sampler visits."""
     logits, ref = logits.detach().requires_grad_(), REFERENCE.log_softmax(-1)
     kl = (logits.softmax(-1) * (logits.log_softmax(-1) - ref)).sum(1)  # (7,)
     return torch.autograd.grad(by_prefix(chances(sampler)) @ kl, logits)[0].flatten()
 
 
 def cell(found: Tensor, target: Tensor) -> str:
-    """Cosine and length of a gradient against the one that it is to have."""
+    """Format the cosine of a gradient with its target, and the ratio of their norms."""
     pair = found @ target / found.norm() / target.norm(), found.norm() / target.norm()
     return "0" if pair[1] < 1e-9 else ", ".join("1" if abs(x - 1) < 1e-9 else f"{x:.4f}" for x in pair)
 
@@ -129,7 +131,7 @@ PAIRS = 2 * chances(REF).outer(chances(REF)) * (GRADED[:, None] - GRADED).sigmoi
 
 
 def policy_table() -> list[list[str]]:
-    """Policy losses: the gradient of the expected reward."""
+    """Policy losses, compared with the gradient of the expected reward."""
     kinds = {name: (name, "token", "none") for name in LOSS_TYPES}
     kinds |= {f"dr_grpo, scale_rewards {scale}": ("dr_grpo", "token", scale) for scale in ("group", "batch")}
     kinds |= {"dr_grpo, level sequence": ("dr_grpo", "sequence", "none")}
@@ -152,7 +154,7 @@ def policy_table() -> list[list[str]]:
 
 
 def kl_table() -> list[list[str]]:
-    """The KL term alone: the gradients of two KLs."""
+    """Only the KL term, compared with the gradients of two KLs."""
     table, none = [["KL", "token KL", "KL of completions", "token KL, off-policy"]], 0 * GRADED
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
@@ -169,7 +171,7 @@ def kl_table() -> list[list[str]]:
 
 
 def ppo_table() -> list[list[str]]:
-    """PPO: the gradient of the expected reward."""
+    """PPO, compared with the gradient of the expected reward."""
     table = [["values", "lam", "on-policy", "off-policy"]]
     true = by_prefix(chances(OLD) * GRADED) / by_prefix(chances(OLD))
     for (name, values), lam in product({"true": true, "half": true / 2, "zero": 0 * true}.items(), (1.0, 0.95, 0.0)):
@@ -182,7 +184,7 @@ def ppo_table() -> list[list[str]]:
 
 
 def preference_table() -> list[list[str]]:
-    """Preference losses: the gradient of the expected reward less beta times the KL of completions."""
+    """Preference losses, compared with the gradient of the expected reward minus beta times the KL of completions."""
     table = [["loss_type", "at the reference", "elsewhere", "at the optimum"]]
     best = (chances(REF) * (GRADED / BETA).exp())[:, None] * MASK  # the optimum's probabilities, up to a factor
     optimum = torch.zeros_like(POLICY).index_put((PREFIX, TOKENS), best, accumulate=True).log()
@@ -190,15 +192,15 @@ def preference_table() -> list[list[str]]:
         options = DPOLossOptions(name, beta=BETA, label_smoothing=0.1 * (name in ("exo_pair", "robust")))
         here, there, left = (-gradient(expected_dpo_loss, x, options) for x in (REFERENCE, POLICY, optimum))
         cells = cell(here, reward_gradient(REFERENCE, GRADED)), cell(there, reward_gradient(POLICY, GRADED, BETA))
-        table.append([name, *cells, cell(left, here).split(", ")[-1]])  # the length alone
+        table.append([name, *cells, cell(left, here).split(", ")[-1]])  # only the ratio of norms
     return table
 
 
 def noise(logits: Tensor, rewards: Tensor, G: int) -> dict[str, float]:
-    """Variance of a completion's share of the gradient for each baseline, in multiples of the exact baseline's.
+    """Compute the variance of a completion's gradient for each baseline, relative to the expected reward as baseline.
 
-    With scores s = grad log p, V(b) = E (r - b)^2 |s|^2 - |E r s|^2 for a baseline b that is not drawn. Leave-one-out
-    adds what its own draws vary: V(E r) + (E (r - E r)^2 E |s|^2 + |E r s|^2) / (G - 1).
+    With scores s = grad log p, V(b) = E (r - b)^2 |s|^2 - |E r s|^2 for a constant baseline b. The leave-one-out
+    baseline adds the variance of its own samples: V(E r) + (E (r - E r)^2 E |s|^2 + |E r s|^2) / (G - 1).
     """
     chance = chances(logps_of(logits))
     scores = torch.autograd.functional.jacobian(lambda x: logps_of(x).sum(1), logits).flatten(1)  # (15, 21)
@@ -213,7 +215,7 @@ def noise(logits: Tensor, rewards: Tensor, G: int) -> dict[str, float]:
 
 
 def noise_table() -> list[list[str]]:
-    """Noise: means over 20 random policies with rewards 0 and 1, of equally many completions."""
+    """Noise for the same number of completions: means over 20 random policies with rewards 0 and 1."""
     random = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
     cases = [(torch.randn(POLICY.shape, **random), torch.rand(len(ALL), **random)) for _ in range(20)]
     cells, sizes = {}, (2, 4, 8, 16)
@@ -227,7 +229,7 @@ def noise_table() -> list[list[str]]:
 
 
 def main():
-    """Print the tables, of which docs/bias.md shows the rows that it speaks of."""
+    """Print all tables. docs/bias.md shows the rows that its text discusses."""
     for table in (policy_table, noise_table, kl_table, ppo_table, preference_table):
         print(table.__doc__, "", *(f"| {' | '.join(row)} |" for row in table()), "", sep="\n")
 
