@@ -238,9 +238,9 @@ class AnswerAttention(DecodeAttention):
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
         self.decoding = decoding
-        self.memory = decoding.memory
+        self.recurrent_state = decoding.recurrent_state
         self.answer_spans = []
-        self.generate_for_rows = rows
+        self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # length B
         newest = decoding.newest.tolist()  # length R
         self.spans = []  # for recurrent layers: slice of the row, and slice of its packed tokens

@@ -35,20 +35,20 @@ class StaticDecodeAttention(DecodeAttention):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
         self.longest = 0  # tokens of the longest completion, counted on the host
         self.capacity = capacity
-        self.own_keys = min(KEYS, capacity)
-        self.row_bias = F.pad(self.row_bias, (0, capacity - self.own_keys))
+        self.num_row_keys = min(KEYS, capacity)
+        self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
-    def select(self, going_on: Tensor) -> None:
+    def select(self, unfinished: Tensor) -> None:
         """Keep all rows, because a graph also computes the rows that have finished."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         """Count the new tokens, also on the host, and enlarge the key and value buffers if full."""
         super().advance(tokens, growth=0)
         self.longest += growth
-        if self.own_keys < min(self.longest, self.capacity):
-            self.own_keys = min(max(2 * self.own_keys, self.longest), self.capacity)
+        if self.num_row_keys < min(self.longest, self.capacity):
+            self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
             for layer in self.row_kv:  # layer by layer, so that only one layer is copied at once
-                layer[:] = [F.pad(x, (0, 0, 0, self.own_keys - x.shape[2])) for x in layer]
+                layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
@@ -65,15 +65,15 @@ class CapturedDecode(Decode):
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        self.form = None  # attention slots and buffer size that the graph was captured with
+        self.graph_key = None  # attention slots and buffer size that the graph was captured with
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
         # a graph is only valid for these tensors, because it reads fixed addresses
-        form = attention.slots, attention.own_keys
-        is_new = form != self.form
+        graph_key = attention.slots, attention.num_row_keys
+        is_new = graph_key != self.graph_key
         if is_new:
-            self.form = form
+            self.graph_key = graph_key
             self.graph = None
             self.ids = ids.clone()
         self.ids.copy_(ids)

@@ -1,15 +1,19 @@
-"""Who attends to whom. The decoder does not know; it calls the attention that it is given.
+"""Attention over a packed sequence, in which the completions of a group share one prompt.
+
+The decoder calls the attention object that it is given, which implements these rules:
 
     prompt tokens      attend causally to their prompt
     completion tokens  attend to their whole prompt and, causally, to their own completion
-    nothing            attends to another group or to another completion
+    no token           attends to another group or to another completion
 
-So a prompt is computed once for all its completions, and every number equals that of separate rows.
-`visible` writes this as a mask. GroupAttention needs no mask: one call for prompts, one for
-completions, each with exactly the keys that it may see.
+So each prompt is computed once for all its completions, and the results equal those of computing
+every completion in a separate row together with its prompt. `visible` expresses the rules as a
+mask. GroupAttention needs no mask: it makes one attention call for the prompts and one for the
+completions, each with exactly the keys that its queries may attend to.
 
-Dimension letters: N tokens of the packed run, B groups, R completions of all groups, M their
-tokens, P tokens of a prompt, C of a completion, H query heads, K key/value heads, D head_dim.
+Dimension letters: N tokens of the packed sequence, B groups, R completions of all groups, M tokens
+of all completions, P tokens of a prompt, C tokens of a completion, H query heads, K key/value
+heads, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -25,14 +29,16 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 
 
 class GroupLayout:
-    """Where the spans of a packed run are: prompt 0, its completions, prompt 1, its completions ...
+    """Positions of prompts and completions in a packed sequence, and the index tensors they need.
 
-    The last token of a completion predicts nothing, so it is not in the run: n tokens span n - 1.
+    The order is prompt 0, its completions, prompt 1, its completions, and so on. The last token of
+    a completion predicts nothing and is left out, so n tokens occupy n - 1 positions.
 
     Args:
-        prompt_lengths: tokens of each of the B prompts.
-        completion_lengths: for each prompt the tokens of each of its completions.
-        rows: of each completion the row that it is a part of, as the turns of a trajectory are.
+        prompt_lengths: number of tokens of each of the B prompts.
+        completion_lengths: for each prompt, the number of tokens of each of its completions.
+        rows: the row of each completion. Completions with the same row form one row of the losses,
+            as the turns of a trajectory do. None gives each completion its own row.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class GroupLayout:
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))
         self.row_lengths = [0] * len(set(rows))  # R
-        cells = []  # of each completion token its row, and how many are before it there
+        cells = []  # (row, index in the row) of each completion token
         for row, n in zip(rows, lengths, strict=True):
             start = self.row_lengths[row]
             self.row_lengths[row] += n
@@ -61,25 +67,28 @@ class GroupLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        # (B,) the last token of each prompt; (M,) what predicts each token; (M,) in a flat (R, T)
+        # (B,) position of the last token of each prompt
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
+        # (M,) position of the token that predicts each completion token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
+        # (M,) index of each completion token in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # the token in each cell of the blocks, laid end to end; -1: the cell is empty
+        # index of the token in each cell of the concatenated blocks; -1 marks an empty cell
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,): the cell of each token
+        inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,) cell of each token
         inverse[order[filled]] = filled.nonzero()[:, 0]
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
 
     def predicting_tokens(self) -> list[int]:
-        """List the token that predicts each completion token: the one before it in its row.
+        """Return, for each completion token, the position of the token that predicts it.
 
-        For the first token of a completion this is the last token of its prompt.
+        This is the preceding token of the completion, and the prompt's last token for the first
+        token of a completion.
         """
         tokens = []
         for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
@@ -90,10 +99,15 @@ class GroupLayout:
     def lay_blocks(
         self, device: torch.device | str
     ) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Lay out prompts (b, P) and completions (r, C) of each length of prompts.
+        """Arrange the tokens in rectangular blocks, one pair of blocks for each prompt length.
 
-        Returns the blocks, whose cells have indices of tokens in the run, and for each length the
-        slots of its completions, None where no completion has a token in the run.
+        Prompts of the same length P form a block (b, P), and their completions a block (r, C).
+
+        Returns:
+            blocks: prompt and completion blocks in turn. A cell holds the position of a token in
+                the packed sequence, and -1 if it is empty.
+            slots: the PromptSlots of the completions for each prompt length; None where no
+                completion has a token in the packed sequence.
         """
         blocks = []
         slots = []
@@ -108,7 +122,10 @@ class GroupLayout:
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(N, H, D) -> prompts (b, H, P, D), completions (r, H, C, D), of each prompt length."""
+        """Split x (N, H, D) into (prompts, completions) for each prompt length.
+
+        The shapes are (b, H, P, D) for prompts and (r, H, C, D) for completions.
+        """
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
@@ -118,13 +135,13 @@ class GroupLayout:
 
 
 def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
-    """Make an int64 tensor on a device, of no values too."""
+    """Make an int64 tensor on a device; an empty list gives an empty tensor."""
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def visible(layout: GroupLayout) -> Tensor:
-    """Write down the rule at the top of this file: (N, N) bool, token i attends to token j."""
-    tokens = []  # (group, 0 for its prompt or the number of its completion) of each token
+    """Return the attention mask of a packed sequence: (N, N) bool, token i attends to token j."""
+    tokens = []  # (group, row) of each token; row 0 is the prompt, row i completion i of the group
     for number, prompt_span in enumerate(layout.prompt_spans):
         for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
             tokens += [(number, row)] * len(span)
@@ -135,20 +152,23 @@ def visible(layout: GroupLayout) -> Tensor:
 
 
 class GroupAttention:
-    """The attention of training, scoring and prefill: two calls for each length of prompts.
+    """Attention for training, scoring and prefill, with two attention calls per prompt length.
 
-    With keep_keys it remembers k and v of every layer in `self.keys`, for decoding after a prefill.
+    Args:
+        layout: positions of prompts and completions in the packed sequence.
+        keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can
+            continue after a prefill.
     """
 
     def __init__(self, layout: GroupLayout, keep_keys: bool = False):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # what each recurrent layer, by its index, keeps of each prompt: see families/qwen3_5.py
-        self.memory: dict[int, list[Tensor]] = {}
+        # layer index -> recurrent state of each prompt after its last token, families/qwen3_5.py
+        self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (N, H, D), k and v (N, K, D), all after the rotary -> (N, H, D)."""
+        """Attend with rotated q (N, H, D) to rotated k and v (N, K, D); returns (N, H, D)."""
         if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
@@ -165,57 +185,74 @@ class GroupAttention:
 
 
 class DecodeAttention:
-    """The attention of generation: a new token of each row, to its prompt's keys and to its own.
+    """Attention of generation steps, with a KV cache that stores each prompt once per group.
+
+    The new token of each row attends to the keys of its prompt and to those of its completion.
 
     Args:
-        prompts: of a prefill of prompts alone, GroupAttention(layout, keep_keys=True).
-        prompt_index: (R,) prompt of each completion, ascending, on the host.
-        capacity: most new tokens that a completion can get.
+        prompts: GroupAttention(layout, keep_keys=True), after a prefill of prompts without
+            completions.
+        prompt_index: (R,) index of the prompt of each completion, ascending, in host memory.
+        capacity: maximum number of new tokens per completion.
         start: (B,) position of the first token after each prompt.
     """
 
-    check_every = 1  # after so many steps `generate` asks which rows have ended
-    # rows, and which of the new tokens are theirs
+    check_every = 1  # number of steps between two checks of `generate` for finished rows
+    # (rows, new tokens of these rows) of each part of a step; here one part with one token per row
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    generate_for_rows: Sequence[
-        int
-    ] = ()  # rows that read answers of tools, see agents/tool_sampler.py
+    # rows that insert tool responses in this step, see agents/tool_sampler.py
+    response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # keys and values of the prompts in each layer, (B, K, P, D). A shorter prompt has zeros at
-        # its end, which prompt_bias (B, P) hides: 0 for its tokens, -inf after them
+        # Keys and values of the prompts in each layer, (B, K, P, D). Shorter prompts are padded
+        # with zeros at the end, and prompt_bias (B, P) masks the padding: 0 for tokens, -inf after
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
             self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
-        # and of the completions, (R, K, capacity, D); row_bias is -inf after the newest token
+        # keys and values of the completions, (R, K, capacity, D); row_bias is -inf after the
+        # newest token
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.own_keys = 0  # how many of them a step reads: as many as the longest row has
+        self.num_row_keys = (
+            0  # number of completion keys that a step reads, that of the longest row
+        )
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
-        self.rows = to_device(torch.arange(R), self.device)  # (R,) number of each row that is left
+        self.rows = to_device(torch.arange(R), self.device)  # (R,) original index of each kept row
         self.start = start[self.slots.prompt_index]  # (R,) position of each row's first token
-        self.newest = torch.full_like(self.rows, -1)  # (R,) where in row_kv its last token is
-        self.memory = {i: [x[prompt_index] for x in kept] for i, kept in prompts.memory.items()}
+        self.newest = torch.full_like(
+            self.rows, -1
+        )  # (R,) index of each row's last token in row_kv
+        self.recurrent_state = {
+            i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()
+        }
 
-    def select(self, going_on: Tensor) -> Tensor | None:
-        """Keep the rows that go on, (R,) bool on the host; returns their indices, None for all."""
-        if going_on.all():
+    def select(self, unfinished: Tensor) -> Tensor | None:
+        """Drop finished rows from the KV cache.
+
+        Args:
+            unfinished: (R,) bool, in host memory.
+        Returns:
+            The indices of the kept rows; None if all rows are kept.
+        """
+        if unfinished.all():
             return None
-        rows = going_on.nonzero()[:, 0]
-        # prompts: those that still have a row; prompt_index: each row's prompt among these
+        rows = unfinished.nonzero()[:, 0]
+        # prompts: indices of prompts that still have a row; prompt_index: index into `prompts` of
+        # each kept row
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        for layer in (*self.row_kv, *self.memory.values()):  # in turn: never two copies of all
+        # layer by layer, so that there are never two copies of the whole cache
+        for layer in (*self.row_kv, *self.recurrent_state.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
             prompts = to_device(prompts, self.device)
@@ -229,30 +266,37 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Make room for new tokens of each row; growth: how many more the longest row then has."""
-        self.own_keys += growth
+        """Move each row's write position in the KV cache forward, and unmask the new positions.
+
+        Args:
+            tokens: number of new tokens, the same for all rows or (R,).
+            growth: number of tokens by which the longest row grows.
+        """
+        self.num_row_keys += growth
         capacity = self.row_bias.shape[-1]
-        self.newest.add_(tokens).clamp_(max=capacity - 1)  # a row that has ended may run on
+        # a finished row may run past the capacity, so its position is clamped
+        self.newest.add_(tokens).clamp_(max=capacity - 1)
         later = torch.arange(capacity, device=self.device) > self.newest[:, None]
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Add the new tokens' k, v (R, K, D) to those before: each (R, K, C, D)."""
+        """Write the new tokens' k and v (R, K, D) to the cache; return all of them (R, K, C, D)."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
             keys.scatter_(2, index, new[:, :, None])
-        return [keys[:, :, : self.own_keys] for keys in self.row_kv[layer_index]]
+        return [keys[:, :, : self.num_row_keys] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with rotated q (R, H, D) of new tokens; k and v are (R, K, D)."""
         (R, H, D) = q.shape
         K = k.shape[1]
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # all rows of a prompt are queries of one product with its keys
+        # the queries of all rows of a prompt are multiplied with its keys in one matrix product
         prompt_bias = self.prompt_bias[:, None, None]  # (B, 1, 1, P)
-        row_bias = self.row_bias[..., : self.own_keys]  # (R, 1, 1, C)
+        row_bias = self.row_bias[..., : self.num_row_keys]  # (R, 1, 1, C)
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
         to_row = self.slots.by_prompt(attention_scores(q, row_k, row_bias))
         weights = torch.cat([to_prompt, to_row], dim=-1).softmax(-1).to(q.dtype)
@@ -261,4 +305,4 @@ class DecodeAttention:
         return out.reshape(R, H, D)
 
 
-Attention = GroupAttention | DecodeAttention  # what the layers of the decoder call
+Attention = GroupAttention | DecodeAttention  # types of the decoder layers' `attention` argument

@@ -1,6 +1,7 @@
-"""The one batch type: a packed run of prompts, each with its completions after it, and images.
+"""Pack prompts, their completions and their images into a GroupBatch, the only batch type.
 
-SFT is a prompt with one completion, GRPO a prompt with G of them, a prefill a prompt with none.
+SFT packs a prompt with one completion, GRPO a prompt with G completions, and a prefill a prompt
+without completions.
 """
 
 from collections.abc import Sequence
@@ -23,26 +24,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupBatch:
-    """N tokens in one run, without padding: R completions of M tokens in all.
+    """N tokens packed without padding, with R rows of M completion tokens in total.
 
-    Of a trajectory all turns are one completion, a row of what losses see.
+    A row is one completion, or all turns of a trajectory together; losses are computed per row.
     """
 
-    input_ids: Tensor  # (N,) int64, without the last token of each completion: nothing follows it
+    # (N,) int64, without the last token of each completion, because it predicts no token
+    input_ids: Tensor
     position_ids: Tensor  # (3, N) int64: time, height, width
     pixel_values: Tensor  # (patches, patch_dim) float32, images and videos in order
     image_grid_thw: Tensor  # (images and videos, 3) int64
-    vision_index: Tensor  # (merged tokens,) where images and videos are in the run
+    vision_index: Tensor  # (merged tokens,) positions of image and video tokens in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    # (M,) float32: 1 if the policy wrote it, 0 if a tool or another turn inserted it
+    # (M,) float32: 1 if the policy generated the token, 0 if a tool or another turn inserted it
     policy_mask: Tensor
-    sampling_mask: Tensor  # (2, K) int64: a token, an id that filters kept; (2, 0): no filters
+    # (2, K) int64, pairs (completion token, vocabulary id) that the sampling filters kept; (2, 0)
+    # without filters
+    sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
-    vision_embeds: Tensor | None = None  # of all of them, if all prompts have theirs
+    # (merged tokens, width) cached embeddings of all images; None if a prompt has none cached
+    vision_embeds: Tensor | None = None
 
     def pad(self, per_token: Tensor) -> Tensor:
-        """(M,) -> (R, T), T tokens of the longest completion, zeros on the right: for losses."""
+        """Arrange values (M,) as rows (R, T), padded on the right with zeros to the longest row."""
         R = len(self.layout.row_lengths)
         T = max(self.layout.row_lengths, default=0)
         padded = per_token.new_zeros(R * T)
@@ -50,7 +55,7 @@ class GroupBatch:
 
     @property
     def completion_mask(self) -> Tensor:
-        """(R, T): 1 where a row has a token that was written, whatever its id is."""
+        """Return (R, T): 1 at tokens that the policy generated, 0 at other tokens and padding."""
         return self.pad(self.policy_mask)
 
 
@@ -58,29 +63,33 @@ def pack(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: "ModelConfig",
     device: torch.device | str = "cpu", rows: Sequence[int] | None = None,
 ) -> GroupBatch:  # fmt: skip
-    """Lay prompts and their completions end to end.
+    """Concatenate prompts and their completions into one GroupBatch.
 
     Example: a prompt of 3 tokens with completions a of 3 and b of 2 tokens gives N = 6 and M = 5,
-        run       p0 p1 p2 | a0 a1 | b0
-        position   0  1  2 |  3  4 |  3      each completion continues where its prompt ended
-        predicts        a0   a1 a2   b1      p2 predicts b0 as well
+        input_ids  p0 p1 p2 | a0 a1 | b0
+        position    0  1  2 |  3  4 |  3     each completion continues at its prompt's end
+        predicts         a0   a1 a2   b1     p2 also predicts b0
 
     Args:
-        completions: for each prompt its Completions, maybe none.
-        config: the ModelConfig.
-        rows: of each completion the row that it is a part of, see GroupLayout.
+        prompts: the B prompts.
+        completions: the completions of each prompt; a prompt may have none.
+        config: the model's config, for token ids and image positions.
+        device: the device of all tensors except image_grid_thw.
+        rows: the row of each completion, see GroupLayout.
+    Raises:
+        ValueError: a completion has no tokens.
     """
     all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
-        raise ValueError("a completion has no tokens; drop its row or end it with a stop token")
+        raise ValueError("A completion has no tokens. Drop its row or end it with a stop token.")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
-    spans = []  # in the order of the run
+    spans = []  # in the order of input_ids
     for prompt, group in zip(prompts, completions, strict=True):
         spans += lay_group(prompt, group, config)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
-    looked_through = torch.cat([span.image_ids for span in spans])  # (N,)
-    vision_index = torch.isin(looked_through, placeholders).nonzero()[:, 0]
+    searched_ids = torch.cat([span.image_ids for span in spans])  # (N,)
+    vision_index = torch.isin(searched_ids, placeholders).nonzero()[:, 0]
     nothing = torch.zeros(0, dtype=torch.long)  # for a batch without completions
     scored = torch.cat([nothing, *(completion.ids for completion in all_completions)])
     policy_mask = torch.cat(
@@ -105,18 +114,19 @@ def pack(
 
 @dataclass
 class Span:
-    """A prompt or a completion in the run: n tokens."""
+    """One prompt or completion in the packed sequence, with n tokens."""
 
     ids: Tensor  # (n,)
-    # (n,): ids, but -1 where a completion wrote an image token, which is text and shows no image
+    # (n,) ids in which image placeholders are searched: -1 for tokens that the policy generated,
+    # because a generated placeholder token has no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
-    pixel_values: Sequence[Tensor] = ()  # of its images and videos: each (patches, patch_dim)
-    grids: Sequence[Tensor] = ()  # each (images and videos, 3)
+    pixel_values: Sequence[Tensor] = ()  # patches of its images and videos, (patches, patch_dim)
+    grids: Sequence[Tensor] = ()  # their grids, each (images and videos, 3)
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig") -> list[Span]:
-    """Lay out a prompt and each of its completions, which go on from the prompt's last position."""
+    """Make the Spans of a prompt and its completions, each at the positions after the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)
@@ -125,7 +135,7 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig"
     for completion in group:
         span = Span(
             ids=completion.ids[:-1],
-            # a written <|image_pad|> is text
+            # an <|image_pad|> that the policy generated has no image
             image_ids=completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
             position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
         )
@@ -141,7 +151,10 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig"
 def join_vision_embeds(
     prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor | None:
-    """Join what a frozen tower made of all images of a batch; None: it has not run for some."""
+    """Concatenate the cached image embeddings of all prompts; None if some image has none.
+
+    Embeddings are cached when the vision tower is frozen.
+    """
     embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
     if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):
         return None

@@ -53,15 +53,15 @@ def test_it_draws_what_generate_draws(setting):
     assert len(lengths) > 2
 
 
-def test_own_keys_grow(monkeypatch):
+def test_row_key_buffers_grow(monkeypatch):
     """They have little more room than there are tokens."""
     kept = set()
     advance = StaticDecodeAttention.advance
 
     def spy(self, *given, **named):
         advance(self, *given, **named)
-        kept.add(self.own_keys)
-        assert all(x.shape[2] == self.own_keys < 2 * max(self.longest, 2) for x in self.row_kv[0])
+        kept.add(self.num_row_keys)
+        assert all(x.shape[2] == self.num_row_keys < 2 * max(self.longest, 2) for x in self.row_kv[0])
 
     monkeypatch.setattr(cuda_graphs, "KEYS", 3)
     monkeypatch.setattr(StaticDecodeAttention, "advance", spy)

@@ -52,9 +52,9 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     assert fits(given[0])
     found = decode_attention(*given).cpu()
 
-    def joined(prompt_keys, own_keys):
+    def joined(prompt_keys, num_row_keys):
         """Of each row, (R, H, P + C, D)."""
-        keys = torch.cat([prompt_keys.repeat_interleave(slots, 0), own_keys], 2)
+        keys = torch.cat([prompt_keys.repeat_interleave(slots, 0), num_row_keys], 2)
         return keys.double().repeat_interleave(H // K, 1)
 
     mask = torch.cat([masks[0].repeat_interleave(slots, 0), masks[1]], 1).double()
@@ -79,7 +79,7 @@ def test_on_a_gpu_or_interpreted_own_keys_get_more_room(monkeypatch):
     for step in range(1, 8):
         decoding.advance()
         formula.advance()
-        room.add(decoding.own_keys)
+        room.add(decoding.num_row_keys)
         new = [numbers(6, heads, 16, dtype=dtype).to(DEVICE) * step for heads in (4, 2, 2)]
         assert fits(new[0])
         expected = formula(0, *new)

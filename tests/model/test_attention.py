@@ -61,8 +61,8 @@ def test_a_prompt_leaves_a_decoding_with_its_last_row():
     prefill = GroupAttention(GroupLayout([5, 9], [[], []]), keep_keys=True)
     prefill(0, *qkv(14))
     decoding = DecodeAttention(prefill, torch.tensor([0, 0, 1]), 3, torch.zeros(2))
-    for going_on, rows, prompts in (([True, False, True], [0, 2], 2), ([False, True], [2], 1)):
-        decoding.select(torch.tensor(going_on))
+    for unfinished, rows, prompts in (([True, False, True], [0, 2], 2), ([False, True], [2], 1)):
+        decoding.select(torch.tensor(unfinished))
         assert decoding.rows.tolist() == rows
         assert len(decoding.prompt_kv[0][0]) == prompts
 

@@ -199,11 +199,13 @@ def go_on(attention: Attention, index: int, inputs: list[Tensor], scan: Callable
         results.append(out.flatten(0, 1))
         memories.append(memory)
         if slots is not None:  # each from a copy of its prompt's memory
-            out, _ = scan(completions, [slots.expand_to_rows(kept) for kept in memory])
+            out, _ = scan(completions, [slots.expand_to_rows(x) for x in memory])
             results.append(out.flatten(0, 1))
     if attention.keep_keys:  # for decoding, in the order of the prompts
         order = layout.inverse[layout.last_index].argsort().argsort()
-        attention.memory[index] = [torch.cat(kept)[order] for kept in zip(*memories, strict=True)]
+        attention.recurrent_state[index] = [
+            torch.cat(kept)[order] for kept in zip(*memories, strict=True)
+        ]
     return Reorder.apply(torch.cat(results), layout.inverse)
 
 
@@ -213,7 +215,7 @@ def _go_on_decoding(
     """Run a recurrent layer over the new tokens of each row."""
     results = []
     for rows, tokens in attention.spans:
-        memory = [kept[rows] for kept in attention.memory[index]]
+        memory = [kept[rows] for kept in attention.recurrent_state[index]]
         row_inputs = [x[tokens].unflatten(0, (len(memory[0]), -1)) for x in inputs]
         out, memory_after = scan(row_inputs, memory)
         for kept, changed in zip(memory, memory_after, strict=True):

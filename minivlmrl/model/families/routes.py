@@ -53,8 +53,8 @@ def watch_routes(
         attention: Attention = arguments[2]
         select: Tensor | None = (*arguments, None)[3]
         routes = routes_of(chosen(), decoder, select)
-        if isinstance(attention, DecodeAttention) and attention.generate_for_rows:
-            latest[list(attention.generate_for_rows)] = routes
+        if isinstance(attention, DecodeAttention) and attention.response_rows:
+            latest[list(attention.response_rows)] = routes
         else:
             latest = routes
 

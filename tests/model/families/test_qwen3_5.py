@@ -138,11 +138,11 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
             _, attention = prefill(model, packing, owner, work.completion_tokens, Decode())
             before = GroupAttention(packing.layout, keep_keys=True)
             model(packing, before)
-        held = [x for memory in (attention, before) for layer in memory.memory.values() for x in layer]
+        held = [x for cache in (attention, before) for layer in cache.recurrent_state.values() for x in layer]
         held += [x for layer in (*attention.prompt_kv, *attention.row_kv) for x in layer]
         sizes.append(sum(x.nbytes for x in held))
         assert costs.keys_and_values(torch.float32, work) == sizes[-1]
-        assert len(attention.row_kv) == 1 and len(attention.memory) == 2
+        assert len(attention.row_kv) == 1 and len(attention.recurrent_state) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # of the one layer that attends
 
@@ -158,7 +158,7 @@ def test_states_are_float32_or_wider(dtype):
     attention = GroupAttention(packing.layout, keep_keys=True)
     with torch.no_grad():
         model(packing, attention)
-    assert {x.dtype for x in attention.memory[0]} == {dtype, torch.float32}
+    assert {x.dtype for x in attention.recurrent_state[0]} == {dtype, torch.float32}
     [found] = drawn(model, rows[:1], 12)
     with torch.no_grad():
         logps, _ = per_token_logps(model, pack(rows[:1], [[c.ids for c in found]], model.config))
