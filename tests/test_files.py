@@ -115,7 +115,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     model = tiny.model()
     save(folder, "old")
     model.model.norm.weight.data[3] = float("inf")
-    with pytest.raises(ValueError, match=r"checkpoint: not saved, model\.norm\.weight is not finite"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint: the model was not saved, because model\.norm\.weight is not finite"
+    ):
         save_model(folder, model, processor)
     assert saved(folder) == "old"
 

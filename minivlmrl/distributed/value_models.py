@@ -18,7 +18,7 @@ from minivlmrl.distributed.weights import (
 from minivlmrl.files import save_tensors
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.lora import draw_adapters, inject_adapters
+from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.plain_weights import gather_full_tensor, has_adapters
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.model.value_head import (
@@ -91,7 +91,7 @@ def load_critic(
             f"{folder}: this model has another tokenizer or family than the policy, so it cannot "
             "be its critic; use a critic or reward model with the policy's tokenizer and family"
         )
-    draw_adapters(critic.backbone, run.seed)
+    init_adapters(critic.backbone, run.seed)
     if run.model.activation_checkpointing and policy.sharding is None:
         recompute_blocks(critic.backbone)
     select_trained(critic, run.model.freeze)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder <-> a model and its processor, by the names that both share."""
+"""Load and save models and processors as Hugging Face folders."""
 
 import re
 import shutil
@@ -51,9 +51,9 @@ from minivlmrl.model.plain_weights import (
 )
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-MAX_SHARD_SIZE = 5 * 10**9  # bytes of one file of weights
+MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes of one weights file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# files of a model besides its weights: a checkpoint that we write keeps those it was read with
+# files besides the weights that a saved checkpoint copies unchanged from the loaded folder
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
@@ -68,12 +68,17 @@ def load_model(
     sharding: Sharder | None = None,
     adapt: Callable[[Qwen2_5_VL], None] | None = None,
 ) -> Qwen2_5_VL:
-    """Build the model of a folder or repository with its weights (ValueError: names what is wrong).
+    """Load a model from a local folder or a hub repository.
 
     Args:
-        dtype: of the parameters; by default the config's torch_dtype.
-        sharding: shards the model; each rank then reads only its own part, onto sharding.device.
-        adapt: (model on the meta device) -> puts adapters on it, which the folder does not have.
+        folder: path of a folder or name of a repository.
+        dtype: dtype of the parameters; by default the config's torch_dtype.
+        device: device of the parameters of a model that is not sharded.
+        sharding: shards the model, so that each rank loads only its own part, to sharding.device.
+        adapt: function that adds adapters to the model while it is on the meta device. The folder
+            has no weights for them.
+    Raises:
+        ValueError: config.json or the weights are invalid; the message says what is wrong.
     """
     folder = find_folder(folder)
     config = read_config(folder)
@@ -92,23 +97,28 @@ def load_model(
 
     part = sharding.part if sharding else keep_all
     assign(model, _read_weights(folder, files, model, part, device))
-    model.folder = folder.resolve()  # from which save_model copies tensors that no module has
+    model.folder = folder.resolve()  # save_model copies the tensors that no module uses from here
     return model
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the config.json of a folder (ValueError: see ModelConfig.from_dict)."""
+    """Read the config.json of a folder. Raises ValueError if ModelConfig.from_dict does."""
     return ModelConfig.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
 def _read_weights(
     folder: Path, files: list[Path], model: Qwen2_5_VL, part: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Read a tensor for each parameter; part(view of the file, parameter) is what is kept.
+    """Read the tensors of all parameters, by parameter name.
 
-    Quantized layers pack theirs instead, each as soon as it is read.
+    Quantised layers pack their tensors as soon as these are read, and are not in the result.
+
+    Args:
+        part: part(tensor of the file, parameter) returns the tensor that this rank keeps.
+    Raises:
+        ValueError: a tensor is missing, unexpected, duplicated, not finite or has a wrong shape.
     """
-    expected = base_weights(model)  # a tied head is in it once, under the embedding's name
+    expected = base_weights(model)  # has a tied head only once, under the embedding's name
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -118,16 +128,16 @@ def _read_weights(
         for name, tensor in family.split_tensors(tensors, model.config, file):
             if name.startswith(family.unread):
                 continue
-            # some folders have the tied head too
+            # some folders also contain a tied head
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
             if like is None:
                 raise ValueError(f"{file}: unexpected tensor {name:.80}")
             if name in read_names:
-                raise ValueError(f"{file}: tensor {name} is there twice; take the wrong one out")
+                raise ValueError(f"{file}: tensor {name} appears twice; remove the wrong one")
             if tensor.shape != like.shape:
                 raise ValueError(
                     f"{file}: tensor {name} has shape {tuple(tensor.shape)}, "
-                    f"config.json {tuple(like.shape)}"
+                    f"but config.json requires {tuple(like.shape)}"
                 )
             read_names.add(name)
             if isinstance(like, Tensor):
@@ -137,53 +147,72 @@ def _read_weights(
                 check_loaded(tensor, name, file)
                 like.read(tensor.to(device), part)
     if missing := expected.keys() - read_names:
-        raise ValueError(f"{folder}: {len(missing)} tensor(s) missing, first {min(missing)}")
-    # transformers 4 drops a stored head that is to be tied, transformers 5 uses it: they must agree
+        raise ValueError(
+            f"{folder}: {len(missing)} tensor(s) are missing, the first is {min(missing)}"
+        )
+    # transformers 4 ignores a stored head if the head is tied, and transformers 5 uses it, so the
+    # two tensors must be equal
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
-            f"{folder}/config.json has tie_word_embeddings true, but there is another {HEAD}: "
-            "set this to false to use it (as transformers 5), or take it out (as transformers 4)"
+            f"{folder}/config.json has tie_word_embeddings true, but {HEAD} differs from the "
+            "embedding. Set tie_word_embeddings to false to use it, as transformers 5 does, or "
+            "remove the tensor, as transformers 4 does."
         )
     parameter_names = {plain_name(name): name for name, _ in model.named_parameters()}
     return {parameter_names[name]: weight for name, weight in weights.items()}
 
 
 def check_loaded(weight: Tensor, name: str, file: Path):
-    """Refuse a weight with NaN or infinities (ValueError), of which a sum is not finite."""
+    """Raise ValueError if a loaded weight contains NaN or infinities.
+
+    Only the sum is checked, because one such value makes the sum not finite.
+    """
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
-        raise ValueError(f"{file}: tensor {name} has numbers that are not finite; save it again")
+        raise ValueError(
+            f"{file}: tensor {name} contains NaN or infinite values. Save the model again."
+        )
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a safetensors file: its name on the hub and a view, to be copied."""
+    """Yield (hub name, tensor) for each tensor of a safetensors file.
+
+    Tensors are views of the file, so callers must copy them.
+    """
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # opened anew for each: what was read of an open file counts as memory of this process
+        # the file is reopened for each tensor, because the pages of an open file that were read
+        # count as memory of this process
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
                 raise ValueError(
-                    f"{file}: tensor {name:.80} is {tensor.dtype}; quantised ones are not read, "
-                    "take the bfloat16 one that this was made of"
+                    f"{file}: tensor {name:.80} is {tensor.dtype}, but quantised checkpoints are "
+                    "not supported. Use the bfloat16 checkpoint that it was made from."
                 )
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
+        raise ValueError(f"{file}: not a complete safetensors file ({error})") from error
 
 
 def unread_tensors(model: Qwen2_5_VL) -> dict[str, Tensor]:
-    """View the tensors of a model's folder that no module has: mtp.*, the drafter of Qwen3.5."""
+    """Return the tensors of a model's folder that no module uses, to save them unchanged.
+
+    Example: mtp.*, the draft layer of Qwen3.5.
+    """
     folder = model.folder
     prefixes = family_of(model).unread
     tensors = {}
     if folder is None or not prefixes:
         return tensors
     if not folder.is_dir():
-        warnings.warn(f"{folder} is gone, saved without its {', '.join(prefixes)}", stacklevel=3)
+        warnings.warn(
+            f"{folder} no longer exists, so its tensors {', '.join(prefixes)} are not saved.",
+            stacklevel=3,
+        )
         return tensors
     for file in weight_files(folder):
         for name, tensor in read_tensors(file):
@@ -195,8 +224,15 @@ def unread_tensors(model: Qwen2_5_VL) -> dict[str, Tensor]:
 def load_processor(
     folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
-    """Read tokenizer, chat template and image settings of a folder (ValueError: no fit)."""
-    # here, because a model with random weights, as of minimal.py, has no folder and needs no Jinja
+    """Load the tokenizer, chat template and image settings of a folder.
+
+    Args:
+        folder: path of a folder or name of a repository.
+        min_pixels, max_pixels: bounds of the image area; by default those of the folder.
+    Raises:
+        ValueError: a file is invalid, or the files do not fit together.
+    """
+    # imported here, because a model with random weights, as in minimal.py, needs no Jinja
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
@@ -217,17 +253,17 @@ def load_processor(
 
 
 def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
-    """Refuse a config (ValueError) that says something else than image settings or tokenizer."""
+    """Raise ValueError if config.json contradicts the image settings or the tokenizer."""
     for name, field in PATCHES.items():
         value = getattr(config.vision_config, field)
         expected = getattr(images, name)
         as_in_file = f"{expected} as in {image_file.name}"
         check_field(value == expected, f"vision_config.{field}", value, as_in_file)
     check_field(
-        config.vocab_size >= len(tokenizer),  # some rows of the embedding no token uses
+        config.vocab_size >= len(tokenizer),  # the embedding may have unused rows
         "vocab_size",
         config.vocab_size,
-        f"{len(tokenizer)} as in tokenizer.json, or more",
+        f"at least {len(tokenizer)}, the size of tokenizer.json",
     )
     for name in ("image_token_id", "video_token_id"):
         value = getattr(config, name)
@@ -236,13 +272,15 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that a save copies, now: their folder may be gone then."""
+    """Read the files that save_model copies; their folder may no longer exist when it saves."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
             target = file.resolve()
             if target.parent != folder.resolve() and target.parent.name != "blobs":
-                raise ValueError(f"{file}: a link to {target}; put the file itself there")
+                raise ValueError(
+                    f"{file} is a link to {target}. Replace the link by a copy of the file."
+                )
             files[file.name] = file.read_bytes()
     return files
 
@@ -255,14 +293,18 @@ def save_model(
     more: Callable[[Path], None] | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ):
-    """Write a folder for transformers and vLLM, adapters merged and as PEFT's; all or nothing.
+    """Save a model and its processor as a folder that transformers and vLLM can load.
 
-    distributed/weights.gather_and_save_model writes a model that is sharded or trained by several ranks.
+    Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's
+    format. The folder is replaced atomically. distributed/weights.gather_and_save_model saves a
+    model that is sharded or trained by several ranks.
 
     Args:
-        base: the folder or repository that adapters are on, which PEFT's folder names.
-        more: (folder) -> writes what else belongs into it.
-        max_shard_size: bytes of one file of weights.
+        base: folder or repository of the base model, for PEFT's adapter_config.json.
+        more: function that writes further files into the new folder.
+        max_shard_size: maximum bytes of one weights file.
+    Raises:
+        ValueError: a weight is not finite.
     """
     weights = file_weights(model)
     write_adapter = adapter_writer(model, base)
@@ -284,16 +326,17 @@ def save_model(
 
 
 def adapter_writer(model: Qwen2_5_VL, base: str | None) -> Callable[[Path], None] | None:
-    """Return what writes a model's adapters as PEFT does; None: the model has no adapters."""
+    """Return a function that writes a model's adapters in PEFT's format; None without adapters."""
     if not has_adapters(model):
         return None
-    from minivlmrl.model.peft import gather_adapter  # here, because few runs have adapters
+    # imported here, because few runs have adapters
+    from minivlmrl.model.peft import gather_adapter
 
     return gather_adapter(model, base)
 
 
 def write_index(folder: Path, files: StateDictSplit):
-    """Write which file has which tensor, if there are several files of weights."""
+    """Write the index that maps tensors to weights files, if there are several files."""
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         write_json(folder / INDEX, index)
@@ -302,7 +345,7 @@ def write_index(folder: Path, files: StateDictSplit):
 def write_extras(
     folder: Path, write_adapter: Callable[[Path], None] | None, more: Callable[[Path], None] | None
 ):
-    """Write the adapter into a folder of its own, and what the caller adds."""
+    """Write the adapter to the subfolder adapter/, then call `more` to add the caller's files."""
     if write_adapter is not None:
         write_adapter(folder / "adapter")
         if (folder / INFERENCE_CONFIG).exists():
@@ -312,7 +355,10 @@ def write_extras(
 
 
 def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDictSplit:
-    """Share weights out to files of at most so many bytes, or one weight each."""
+    """Assign weights to files of at most max_shard_size bytes.
+
+    A larger weight gets its own file.
+    """
     shapes = {}
     for name, weight in weights.items():
         shapes[name] = on_meta(weight)
@@ -320,14 +366,17 @@ def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDi
 
 
 def on_meta(weight: Weight) -> Tensor:
-    """Make a tensor without numbers of a weight's shape and dtype."""
+    """Make a meta tensor with a weight's shape and dtype."""
     if isinstance(weight, Stacked):
         return weight.stack(on_meta)
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
-    """Return what `full` computes each weight from, with its name in files of the family."""
+    """Return the weights by their names in files of the model's family.
+
+    gather_full_tensor computes the tensor of each weight.
+    """
     family = family_of(model)
     name_of = memory_name if family.memory_names else str
     weights = {name_of(name): weight for name, weight in plain_weights(model).items()}
@@ -336,13 +385,16 @@ def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
 
 
 def check_finite(name: str, tensor: Tensor, folder: str | Path):
-    """Refuse to save weights of a run that has diverged (ValueError)."""
+    """Raise ValueError if a weight to be saved is not finite, because the run has diverged."""
     if not tensor.isfinite().all():
-        raise ValueError(f"{folder}: not saved, {name} is not finite; what was there is untouched")
+        raise ValueError(
+            f"{folder}: the model was not saved, because {name} is not finite. Existing files were "
+            "not changed."
+        )
 
 
 def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
-    """Write all files of a model's folder but its weights."""
+    """Write all files of a model's folder except its weights."""
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
@@ -355,7 +407,8 @@ def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
         write_json(folder / "video_preprocessor_config.json", family_of(model).write_videos(images))
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # not carried: its image settings may be others now; this is the next that a loader reads
+        # processor_config.json is not copied, because the image settings may have changed. Loaders
+        # read chat_template.json next.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text

@@ -1,7 +1,8 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: embeddings and vision tower, decoder layers, head.
+"""The vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: decoder and LM head.
 
-The decoder works on a packed run of N tokens; its argument `attention` knows which of them see
-each other. model/families/registry.py says which tower, layers and norm each has. Names are those of the hub.
+The decoder processes a packed sequence of N tokens, and its argument `attention` decides which
+tokens attend to each other. model/families/registry.py defines the vision tower, the layers and the
+norm of each model family. Parameters have the names of the checkpoints on the Hugging Face hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the
 ModelConfig of model/config.py.
@@ -26,32 +27,34 @@ if TYPE_CHECKING:
 
 
 class Sharder(Protocol):
-    """Shards the weights of models over the ranks: distributed/fsdp.Sharding."""
+    """Interface of distributed/fsdp.Sharding, which shards the weights of models over the ranks."""
 
     compute_dtype: torch.dtype  # of gathered weights and of activations
 
     def shard(self, model: "Qwen2_5_VL") -> None:
-        """Shard a model on any device, also on the meta device."""
+        """Shard a model on any device, including the meta device."""
 
     def shard_head(self, head: nn.Module) -> None:
-        """Shard a value head of a sharded model."""
+        """Shard the value head of a sharded model."""
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor, in the form of a sharded parameter."""
+        """Copy this rank's rows of a full tensor, as a DTensor that is sharded like `like`."""
         ...
 
     def gather(self, model: "Qwen2_5_VL") -> "Qwen2_5_VL":
-        """Gather a sharded model's weights, and make a plain model on them."""
+        """Gather the weights of a sharded model and return an unsharded model with them."""
         ...
 
     def copy(self, model: "Qwen2_5_VL", in_compute_dtype: bool) -> "Qwen2_5_VL":
-        """Copy a sharded model, each rank its part."""
+        """Copy a sharded model; each rank copies its own shard."""
         ...
 
 
 class Qwen2_5_VL(nn.Module):
-    sharding: Sharder | None = None  # how the weights are sharded; None: every rank has all of them
-    folder: Path | None = None  # the folder that the weights were read from
+    """A vision-language model of any family: vision tower, decoder and language-model head."""
+
+    sharding: Sharder | None = None  # None if every rank has all weights
+    folder: Path | None = None  # folder from which the weights were loaded
 
     def __init__(
         self,
@@ -70,19 +73,21 @@ class Qwen2_5_VL(nn.Module):
     def forward(
         self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None
     ) -> Tensor:
-        """Run the model; each prompt and each image or video is computed once.
+        """Compute hidden states of a packed batch; each prompt, image and video is computed once.
 
         Args:
-            batch: N tokens.
-            attention: who attends to whom, by default GroupAttention(batch.layout).
-            select: (S,) indices of the tokens whose hidden states are needed; None: all N.
+            batch: N packed tokens.
+            attention: decides which tokens attend to each other, by default
+                GroupAttention(batch.layout).
+            select: (S,) indices of the tokens whose hidden states are needed. None selects all N.
         Returns:
-            hidden_states (S, hidden_size) after the final norm; `lm_head` makes logits of them.
+            hidden_states: (S, hidden_size) after the final norm. `lm_head` computes logits from
+                them.
         """
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
         if len(batch.image_grid_thw):
-            vision_embeds = batch.vision_embeds  # a frozen tower has made them before
+            vision_embeds = batch.vision_embeds  # cached, if the vision tower is frozen
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)
@@ -91,16 +96,23 @@ class Qwen2_5_VL(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Put the tower's embeddings of M image tokens at rows `index` (M,) of x (N, hidden_size).
+    """Replace the embeddings of image tokens by those of the vision tower.
 
-    A tower with DeepStack returns (M, several * hidden_size): the first part is put there, the
-    others are returned for TextModel's `deep`.
+    Args:
+        x: (N, hidden_size) token embeddings.
+        vision_embeds: (M, k * hidden_size) output of the tower; k > 1 with DeepStack.
+        index: (M,) positions of the image tokens in x.
+    Returns:
+        x with the first hidden_size columns of vision_embeds at `index`, and the other k - 1
+        blocks of columns for the argument `deep` of TextModel.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
 
 
 class TextModel(nn.Module):
+    """The decoder: token embeddings, layers and final norm."""
+
     def __init__(self, config: "ModelConfig", layer_type: "type[DecoderLayer]"):
         super().__init__()
         self.config = config
@@ -112,11 +124,21 @@ class TextModel(nn.Module):
         self, x: Tensor, position_ids: Tensor, attention: Attention, select: Tensor | None = None,
         vision_index: Tensor | None = None, deep: Sequence[Tensor] = (),
     ) -> Tensor:  # fmt: skip
-        """Run all layers on embeddings x (N, hidden_size); see Qwen2_5_VL.forward.
+        """Run all layers and the final norm on embeddings x; see Qwen2_5_VL.forward.
 
-        After layer i DeepStack adds deep[i] (M, hidden_size), made by an inner block of the tower,
-        to the image tokens vision_index (M,). After the last attention tokens no longer interact,
-        so the rest of the last layer runs on the selected tokens alone.
+        Tokens do not interact after the last attention, so the MLP of the last layer computes only
+        the selected tokens.
+
+        Args:
+            x: (N, hidden_size).
+            position_ids: (3, N), see get_rope_index.
+            attention: decides which tokens attend to each other.
+            select: (S,) indices of the tokens to return. None returns all N.
+            vision_index: (M,) positions of the image tokens.
+            deep: DeepStack embeddings; deep[i] (M, hidden_size), from an inner block of the vision
+                tower, is added to the image tokens after layer i.
+        Returns:
+            (S, hidden_size).
         """
         cos, sin = text_rotary(position_ids, self.config, x.dtype)
         for i, layer in enumerate(self.layers[:-1]):
@@ -127,7 +149,10 @@ class TextModel(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. Qwen2 has biases of q, k and v; Qwen3 norms each head of q and k."""
+    """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
+
+    The index of the layer tells the attention object which entry of the KV cache to use.
+    """
 
     def __init__(self, config: "ModelConfig", index: int):
         super().__init__()
@@ -153,9 +178,9 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP, each on what a norm makes of x and added to x.
+    """Pre-norm transformer layer: attention, then an MLP, each with a residual connection.
 
-    A family whose layers have other parts is a subclass that names them, see model/families/qwen3_5.py.
+    Families with other layers define a subclass, for example in model/families/qwen3_5.py.
     """
 
     norm_type: type[nn.RMSNorm] = RMSNorm
@@ -171,7 +196,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Let tokens x (N, hidden_size) see each other: (N, hidden_size), not yet added to x."""
+        """Compute the attention of normalised x (N, hidden_size), without the residual."""
         return self.self_attn(x, cos, sin, attention)
 
     def forward(

@@ -1,4 +1,4 @@
-"""The one way to score completions: policy, old policy and reference all come through here."""
+"""Log-probabilities of completions. Policy, old policy and reference all use `per_token_logps`."""
 
 from torch import Tensor
 
@@ -10,7 +10,10 @@ from minivlmrl.model.packing import GroupBatch
 def plain_per_token_logps(
     model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute per_token_logps by its definition, all logits in memory: for tests and exercise 7."""
+    """Compute per_token_logps by its definition, with all logits in memory.
+
+    Only tests and exercise 7 use it.
+    """
     logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
     log_probs = logits.log_softmax(-1)
     logps = log_probs.gather(1, batch.completion_ids[:, None])[:, 0]
@@ -20,30 +23,35 @@ def plain_per_token_logps(
 def per_token_logps(
     model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of every completion token, given its prompt and those before it.
+    """Compute the log-probability of each completion token given the prompt and earlier tokens.
 
-    Logits are made a block at a time, and again in the backward: never all (M, vocab_size). Where
-    filters left ids out, batch.sampling_mask, probabilities are of the others alone.
+    Logits are computed block by block, and again in the backward pass, so that the whole
+    (M, vocab_size) tensor never exists. If sampling filters such as top_p removed tokens
+    (batch.sampling_mask), the probabilities are normalised over the remaining tokens.
 
     Args:
-        batch: its M completion tokens are scored.
-        temperature: divides the logits; take the one that the completions were sampled with.
+        batch: packed batch with M completion tokens.
+        temperature: divisor of the logits; pass the sampling temperature of the completions.
     Returns:
-        logps (M,) and entropies (M,) of the distributions, in nats; GroupBatch.pad makes rows.
+        logps (M,) and entropies (M,) of the distributions, in nats. GroupBatch.pad arranges them
+        as rows.
     Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding.
     """
     return logps_of_states(model, completion_states(model, batch), batch, temperature)
 
 
 def completion_states(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
-    """(M, hidden_size): the state from which the head predicts each completion token."""
+    """Compute the hidden states (M, hidden_size) that predict the completion tokens."""
     return model(batch, select=batch.layout.predict_index)
 
 
 def logps_of_states(
     model: Qwen2_5_VL, states: Tensor, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute per_token_logps from states that are needed for something else too."""
+    """Compute per_token_logps from the hidden states of completion_states.
+
+    Callers use it if they also need the hidden states.
+    """
     return linear_log_softmax(
         states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask
     )

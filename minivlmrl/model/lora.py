@@ -1,7 +1,7 @@
-"""LoRA (arXiv 2106.09685): a layer computes x W^T + scaling x A^T B^T, only A and B are trained.
+"""LoRA (arXiv 2106.09685): layers compute x W^T + scaling x A^T B^T, and only A and B are trained.
 
-Layers are exchanged in a model that is built, also on the meta device and before it is sharded: the
-decoder, the sampler and the losses know nothing of it. Dimension letters: N tokens, r rank.
+Adapters replace linear layers of a finished model, also on the meta device and before sharding, so
+the decoder, the sampler and the losses need no code for them. Dimension letters: N tokens, r rank.
 """
 
 import math
@@ -32,42 +32,46 @@ from minivlmrl.model.plain_weights import (
 
 
 def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
-    """Freeze a model and exchange all layers that the options name; draw_adapters follows."""
+    """Freeze a model and replace the target layers by LoRALinear, with adapters that are zero.
+
+    init_adapters initialises the adapters afterwards. If options.r is 0, the whole model stays
+    trainable and gets no adapters.
+    """
     model.requires_grad_(not options.r)
     if not options.r:
         return
     layer_names = []
     for target in options.target:
         layer_names += target_layers(model, target)
-    for name in dict.fromkeys(layer_names):  # each once
+    for name in dict.fromkeys(layer_names):  # without duplicates
         add_lora(model, name, options.r, options.alpha / options.r)
     if options.quantize:
         quantize_base(model)
 
 
 class LoRALinear(ReplacedLinear):
-    """A linear layer and its adapter, which is in float32 on a base of less, as PEFT's."""
+    """A linear layer with a LoRA adapter. As in PEFT, A and B are float32 on a bfloat16 base."""
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float):
         super().__init__()
-        self.base = base  # PackedLinear: see quantize_base
+        self.base = base  # a PackedLinear after quantize_base
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        # in training (N, in_features) -> the same after dropout, see dropout
+        # dropout of the adapter's input, only set inside the context `dropout`
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in_features) -> (N, out_features) in the dtype of the base."""
+        """Compute (N, in_features) -> (N, out_features), in the dtype of the base."""
         base_result = self.base(x)
         adapter_input = x.to(self.lora_A.dtype)
         if self.drop is not None:
             adapter_input = self.drop(adapter_input)
         low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
-        # scaled and added by the product itself
+        # one matrix product that also scales and adds
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
 
@@ -82,7 +86,7 @@ class LoRALinear(ReplacedLinear):
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """Add up W + scaling B A in the dtype of W; all ranks call this."""
+        """Compute the merged weight W + scaling B A in the dtype of W. All ranks must call this."""
         A = gather_full_tensor(self.lora_A)
         B = gather_full_tensor(self.lora_B)
         weight = gather_full_tensor(self.base.weight).to(A.device)
@@ -90,16 +94,17 @@ class LoRALinear(ReplacedLinear):
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """List the layers that have an adapter, by name; empty without any."""
+    """Return the layers that have an adapter, by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
 
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Let a model's adapters drop a share p of their inputs, as PEFT's: no generator to resume.
+    """Apply dropout with probability p to the inputs of all adapters, as PEFT does, in a context.
 
-    A mask depends on the key and on the layer alone: blocks that are computed again in the backward
-    draw the same one, and a prompt that is computed once for its completions has one mask.
+    The mask of a layer depends only on `key` and the layer's name. So activation recomputation in
+    the backward pass repeats the same mask, and a resumed run needs no generator state. A prompt
+    that is shared by its completions has one mask for all of them.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -110,18 +115,18 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:
-    """Set a share p of (N, in_features) to 0, and divide the rest by 1 - p."""
+    """Apply dropout with probability p to x (N, in_features): zero elements, divide by 1 - p."""
     generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters of all adapters, in the order of the layers."""
+    """Return the parameters of all adapters, in the order of the layers."""
     return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Give a model adapters where another one has some, of the same sizes, on a base as packed."""
+    """Add adapters with the same layers, r and scaling as in `other`, and pack the same layers."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling)
     for name in packed_layers(other):
@@ -129,10 +134,11 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: Qwen2_5_VL):
-    """Pack the linear layers of a frozen decoder, and those under adapters, one after the other.
+    """Pack the linear layers of a frozen decoder, and all layers under adapters, into NF4.
 
-    Not routers, the head and the embeddings, nor a tower or merger without adapters, on any device.
-    bitsandbytes in transformers 5.23 packs all linear layers but the head, those of the tower too.
+    Routers, the head and the embeddings keep all bits, and so do the layers of the vision tower and
+    the merger that have no adapter. bitsandbytes in transformers 5.23 packs all linear layers
+    except the head, including those of the tower. Works on any device.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -146,16 +152,17 @@ def quantize_base(model: Qwen2_5_VL):
 
 
 def quantize_layer(model: nn.Module, name: str):
-    """Exchange a linear layer for a packed one."""
-    from minivlmrl.model.nf4 import NF4Linear  # here, because few recipes set adapter.quantize
+    """Replace the linear layer of this name by an NF4Linear with its weight."""
+    # imported here, because few recipes set adapter.quantize
+    from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear)
     model.set_submodule(name, NF4Linear(linear))
 
 
-def draw_adapters(model: Qwen2_5_VL, seed: int):
-    """Draw A as nn.Linear does; B is 0."""
+def init_adapters(model: Qwen2_5_VL, seed: int):
+    """Initialise the adapters: A uniform with the bounds of nn.Linear, B with zeros."""
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
@@ -166,7 +173,12 @@ def draw_adapters(model: Qwen2_5_VL, seed: int):
 
 
 def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
-    """Give parameters full tensors by name; of a sharded model each rank keeps its part."""
+    """Replace parameters by the given full tensors; if the model is sharded, keep this rank's part.
+
+    Args:
+        weights: full tensors by parameter name. They are converted to the device and dtype of the
+            parameters they replace.
+    """
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
@@ -181,7 +193,14 @@ def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
 
 
 def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
-    """Name the linear layers that one entry of target means, never head or embeddings."""
+    """Return the names of the linear layers that one entry of adapter.target selects.
+
+    Args:
+        target: a part of the model such as language, or a regular expression of whole layer names.
+            The head and the embeddings are never selected.
+    Raises:
+        ValueError: the target is no valid expression or selects no layer.
+    """
     linear_names = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -199,14 +218,18 @@ def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
         bool(target_names),
         "target",
         target,
-        "language, vision, merger, experts or a regular expression of layers' whole names, "
+        "language, vision, merger, experts or a regular expression that matches whole layer names, "
         f"such as {linear_names[-1]}",
     )
     return target_names
 
 
 def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
-    """Tell what adapters call the part of a layer; kinds: of its family, such as experts."""
+    """Return the part of a layer that adapter.target can name, such as language.
+
+    Args:
+        kinds: further parts of the model's family, such as experts, with patterns of layer names.
+    """
     for kind, pattern in kinds.items():
         if pattern.search(layer_name):
             return kind
@@ -214,7 +237,7 @@ def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
-    """Exchange a linear layer for one with an adapter that adds nothing yet, its only one."""
+    """Replace a linear layer by a LoRALinear whose adapter is zero; an old adapter is removed."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

@@ -105,9 +105,9 @@ def build_model(
     else:
         raise ValueError("model: set either model.path (a folder) or model.config (random weights)")
     if adapt is not None:
-        from minivlmrl.model.lora import draw_adapters
+        from minivlmrl.model.lora import init_adapters
 
-        draw_adapters(model, config.seed)
+        init_adapters(model, config.seed)
     if config.adapter.path:
         from minivlmrl.model.peft import begin_with
 

@@ -14,7 +14,7 @@ from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
 from minivlmrl.generation.generate import sample_by_uniforms
 from minivlmrl.model.families.registry import FAMILIES
-from minivlmrl.model.lora import adapter_parameters, draw_adapters, inject_adapters, quantize_base
+from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
 
 import tiny
 from draws import STOP, options, prompts, sample
@@ -75,7 +75,7 @@ def test_models_of_other_layers(change):
     model = tiny.model(tied=change == "tied", model_type=kind, dtype=torch.float64)
     if change == "4 bits":
         inject_adapters(model, LoRAOptions(r=4))
-        draw_adapters(model, 0)
+        init_adapters(model, 0)
         for parameter in adapter_parameters(model):
             torch.nn.init.normal_(parameter.data, std=0.2)
         quantize_base(model)

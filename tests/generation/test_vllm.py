@@ -20,7 +20,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.generation.sampler import ENGINES, Sampler, find_engine
-from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, set_parameters
+from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, set_parameters
 
 import tiny
 from draws import STOP, ids_of, options, prompts
@@ -52,7 +52,7 @@ def model_of(kind):
         inject_adapters(
             model, LoRAOptions(r=2, target=["language", "vision"], quantize=kind if kind == "nf4" else None)
         )
-        draw_adapters(model, 0)
+        init_adapters(model, 0)
         set_parameters(model, {f"{name}.lora_B": layer.lora_B + 0.005 for name, layer in adapters(model).items()})
     return model
 

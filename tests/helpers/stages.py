@@ -13,7 +13,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.build import random_model
-from minivlmrl.model.lora import draw_adapters, inject_adapters
+from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
 from minivlmrl.run.optimizer import build_optimizer
@@ -76,7 +76,7 @@ class Stage:
         self.model, processor = random_model(folder / f"{model}.json", shapes.tokenizer(), 0)
         self.model.to(world.device, dtype)
         inject_adapters(self.model, config.adapter)
-        draw_adapters(self.model, config.seed)
+        init_adapters(self.model, config.seed)
         self.trainer = trainer(config, self.model, processor, world)
         self.config, self.held_out, self.number = self.trainer.config, held_out, 0
         if rows is None:

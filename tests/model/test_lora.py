@@ -7,7 +7,7 @@ import torch
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import LoRALinear, adapter_parameters, adapters, draw_adapters, inject_adapters
+from minivlmrl.model.lora import LoRALinear, adapter_parameters, adapters, init_adapters, inject_adapters
 from minivlmrl.model.plain_weights import is_adapter
 from minivlmrl.trainers.reference import SwappedParameters
 
@@ -21,7 +21,7 @@ def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64
     """A model with adapters, whose B are not 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
     inject_adapters(model, LoRAOptions(r=r, alpha=8.0, target=list(target)))
-    draw_adapters(model, 0)
+    init_adapters(model, 0)
     generator = torch.Generator().manual_seed(1)
     for layer in adapters(model).values() if lively else ():
         layer.lora_B.data.normal_(0, 0.3, generator=generator)

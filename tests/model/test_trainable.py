@@ -12,7 +12,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.model import value_head
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters
+from minivlmrl.model.lora import adapters, init_adapters, inject_adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.model.plain_weights import is_adapter, part_of
 from minivlmrl.model.trainable import select_trained
@@ -151,15 +151,15 @@ def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
 
 
 @pytest.mark.parametrize(("option", "says"), [
-    ("r=2", r"has r 4, scaling 8 on model\.\S+, the recipe says r 2, scaling 16: change"),
-    ("alpha=5", "has r 4, scaling 8 on .* the recipe says r 4, scaling 1.25:"),
-    ("target=merger", r"has r 4, .* on model\.\S+, the recipe says no adapter|has no adapter on visual.merger"),
+    ("r=2", r"has r 4, scaling 8 on model\.\S+, but the recipe sets r 2, scaling 16. Change"),
+    ("alpha=5", "has r 4, scaling 8 on .* but the recipe sets r 4, scaling 1.25."),
+    ("target=merger", r"has r 4, .* on model\.\S+, but the recipe sets no adapter|has no adapter on visual.merger"),
 ])  # fmt: skip
 def test_an_adapter_of_another_form_is_refused(tmp_path, home, checkpoint, option, says):
     model = load_model(checkpoint)
     config = LoRAOptions(r=4)
     inject_adapters(model, config)
-    draw_adapters(model, 0)
+    init_adapters(model, 0)
     gather_adapter(model)(tmp_path / "adapter")
     options = ["--model.config=null", f"--model.path={checkpoint}", f"--adapter.path={tmp_path / 'adapter'}"]
     build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4"]), ONE)

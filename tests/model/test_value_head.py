@@ -126,5 +126,5 @@ def test_another_head_or_half_of_one_is_refused(processor, tmp_path, change):
     with pytest.raises(ValueError, match=r"score\.safetensors: it must hold score\.weight, \(1, 64\)"):
         load_value_model(tmp_path / "judge")
     file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(ValueError, match=r"score\.safetensors: not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"score\.safetensors: not a complete safetensors file"):
         load_value_model(tmp_path / "judge")

@@ -21,7 +21,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.experts import Experts, split_experts
 from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapters, draw_adapters, inject_adapters, quantize_base
+from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4Linear
 from minivlmrl.model.plain_weights import packed_layers
 from minivlmrl.tasks import shapes
@@ -210,7 +210,7 @@ def test_families_without_experts_have_none():
 
 def adapted(model, target, **options):
     inject_adapters(model, LoRAOptions(r=3, alpha=6.0, target=target, **options))
-    draw_adapters(model, 0)
+    init_adapters(model, 0)
     for layer in adapters(model).values():
         torch.nn.init.normal_(layer.lora_B.data, std=0.3)
     return model
@@ -281,7 +281,7 @@ def test_experts_in_4_bits_compute_as_their_unpacked_weights(model_type, tmp_pat
     name = "model.layers.0.mlp.experts.4.down_proj.base"
     expected = NF4Linear(tiny.model(model_type=model_type).double().get_submodule(name.removesuffix(".base")))
     assert torch.equal(read.get_submodule(name).weight, expected.weight)
-    draw_adapters(read, 0)
+    init_adapters(read, 0)
     save_model(tmp_path / "merged", read, processor)
     saved = load_model(tmp_path / "merged").state_dict()["model.layers.0.mlp.experts.4.down_proj.weight"]
     assert torch.equal(saved, expected.weight)

@@ -24,7 +24,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import draw_adapters, inject_adapters
+from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.tasks import shapes
 from tests.model.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 
@@ -61,7 +61,7 @@ def test_tensors_that_predict_two_tokens_ahead_are_carried(tmp_path, most):
     model = load_model(base)
     assert not drafter.keys() & dict(model.named_parameters()).keys()
     inject_adapters(model, LoRAOptions(r=2))
-    draw_adapters(model, 0)
+    init_adapters(model, 0)
     save_model(out, model, processor, max_shard_size=most)
     merge.main(["--model", str(base), "--adapter", str(out / "adapter"), "--out", str(tmp_path / "merged")])
     save_model(base, model, processor, max_shard_size=most)
@@ -74,7 +74,7 @@ def test_tensors_that_predict_two_tokens_ahead_are_carried(tmp_path, most):
     theirs = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(out, output_loading_info=True)[1]
     assert not theirs["missing_keys"] and not theirs["unexpected_keys"]
     shutil.rmtree(base)
-    with pytest.warns(UserWarning, match=r"base is gone, saved without its mtp\."):
+    with pytest.warns(UserWarning, match=r"base no longer exists, so its tensors mtp\."):
         save_model(base, model, processor)
     file = base / "model.safetensors"
     save_file(weights | {"mtq.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
@@ -152,7 +152,7 @@ def test_states_are_float32_or_wider(dtype):
     """Sampler and trainer differ by bfloat16's rounding alone."""
     model = tiny.model(model_type="qwen3_5", dtype=dtype)
     inject_adapters(model, LoRAOptions(r=2))
-    draw_adapters(model, 0)
+    init_adapters(model, 0)
     rows, completions = mixed_group()
     packing = pack(rows[:2], completions[:2], model.config)
     attention = GroupAttention(packing.layout, keep_keys=True)
