@@ -1,8 +1,9 @@
-"""What rounds cost: tokens that a rollout reads and writes, decode steps and seconds, by window; docs/agents.md.
+"""Measure the cost of agent rounds by context window: tokens, decode steps and seconds; see docs/agents.md.
 
-python benchmarks/agent_windows.py    # a minute
+python benchmarks/agent_windows.py    # takes a minute
 
-Random weights of recipes/zoom_model.json; a screen has 16 tokens, a turn 8, and each is taken for a call.
+The model of recipes/zoom_model.json has random weights. A screen has 16 tokens and a turn 8; every turn counts as a
+call.
 """
 
 import time
@@ -22,9 +23,9 @@ from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 
 ROUNDS = (2, 4, 8, 16, 32)
-TURN = 8  # tokens
+TURN = 8  # number of tokens of a turn
 GENERATIONS = 8
-WAYS = {  # class of the environment, sampling.history
+WAYS = {  # label -> class of the environment, sampling.history
     "the newest screen alone": ("Newest", None),
     "history: 2": ("Pages", 2),
     "history: all": ("Pages", 99),
@@ -34,7 +35,7 @@ decode_steps = []
 
 
 class Pages:
-    """Shows a screen for every call, until it is done."""
+    """Environment that returns a screen for every call, until the given number of rounds is reached."""
 
     max_tool_calls = 99
 
@@ -52,7 +53,7 @@ class Pages:
 
 
 class Newest(Pages):
-    """Forgets all but the newest screen."""
+    """Environment whose observation contains only the newest screen."""
 
     def observe(self, rounds):
         _, parts = rounds[-1]
@@ -66,12 +67,13 @@ def ends_turn(episode: tool_sampler.ToolEpisode, searched_from: int) -> bool:
 
 
 def counted_step(*arguments, step=Decode.__call__):
+    """Count a decode step, then run it."""
     decode_steps.append(1)
     return step(*arguments)
 
 
 def measure(model, processor, rounds: int, environment: str, history: int | None) -> tuple[int, int, float]:
-    """Draw one group; returns tokens, decode steps and seconds."""
+    """Sample one group; return the number of tokens, the number of decode steps, and seconds."""
     sampling = SamplingOptions(
         environment=f"{__file__}:{environment}(rounds={rounds})",
         history=history,

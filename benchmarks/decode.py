@@ -1,13 +1,14 @@
-"""Tokens a second of decoding, here and in transformers' `generate` with its cache: 1, 8 and 64 rows.
+"""Measure decoding speed in tokens per second for 1, 8 and 64 rows, here and in transformers' `generate`.
 
-python benchmarks/decode.py --json FILE      # Qwen2.5-VL-3B on a GPU; without one the default recipe's model on the CPU
-python benchmarks/decode.py --toy            # at toy size in float32, on a CPU too: that it runs
+python benchmarks/decode.py --json FILE      # Qwen2.5-VL-3B on a GPU; on a CPU the default recipe's model
+python benchmarks/decode.py --toy            # test of the script: toy size in float32, also on a CPU
 
-1 row is a prompt with one completion, 8 are one with 8, 64 are 8 with 8. On a GPU, in bfloat16, each prompt has an
-image of 1,000 tokens and 100 tokens of text, and each completion exactly 256 tokens; on a CPU, in float32, prompts and
-completions are those of grpo_step.py. Both sides share random weights. Seconds are from the prompt to the last token,
-prefill included, medians of calls in turn. `ours` decodes as training does on a GPU, by one CUDA graph; `ours, eager`
-kernel by kernel, as on a CPU.
+1 row is a prompt with one completion, 8 rows are a prompt with 8 completions, and 64 rows are 8 prompts with 8
+completions each. On a GPU, in bfloat16, each prompt has an image of 1,000 tokens and 100 text tokens, and each
+completion exactly 256 tokens. On a CPU, in float32, prompts and completions are the same as in grpo_step.py. Both sides
+share random weights. The time is measured from the prompt to the last token, including prefill; the table has medians
+of alternating calls. `ours` decodes with one CUDA graph, as in training on a GPU; `ours, eager` launches kernel by
+kernel, as on a CPU.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from minivlmrl.generation.generate import Decode, generate, make_token_sampler, 
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 
-SIZES = ((1, 1), (1, 8), (8, 8))  # prompts, completions of each
+SIZES = ((1, 1), (1, 8), (8, 8))  # number of prompts, number of completions per prompt
 COLUMNS = ("prompt_tokens", "rows", "way", "seconds", "tokens_per_second", "times_transformers")
 
 
@@ -55,7 +56,7 @@ def main():
 
 
 def rows_of_size(case: Case, calls: dict[str, Callable], prompts: int, generations: int, repeats: int) -> list[dict]:
-    """Time all ways with so many prompts and completions of each."""
+    """Time all implementations for one number of prompts and of completions per prompt."""
     ways = {way: partial(call, prompts, generations) for way, call in calls.items()}
     results = take_turns(ways, repeats)
     peer = results.get("transformers", {}).get("seconds")
@@ -78,8 +79,8 @@ def show(row: dict):
 
 
 def small_cases() -> Iterator[Case]:
-    """The default recipe's model and the prompts of grpo_step.py, one of each length."""
-    import grpo_step  # here: a GPU's case needs no TRL
+    """Yield cases with the default recipe's model and one prompt of each length of grpo_step.py."""
+    import grpo_step  # imported here, because the case on a GPU needs no TRL
 
     model, processor = random_model(grpo_step.MODEL_CONFIG, shapes.tokenizer(), seed=0)
     completions = list(torch.zeros(grpo_step.NUM_GENERATIONS, grpo_step.NEW_TOKENS))
@@ -89,7 +90,7 @@ def small_cases() -> Iterator[Case]:
 
 
 def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
-    """way -> (prompts, completions of each) -> nothing; both models share their weights."""
+    """Return, for each implementation, a function (prompts, completions per prompt) to time; all share weights."""
     ours = build(case.config, dtype)
     theirs = twin(ours)
     tokens = len(case.completions[0])
@@ -110,7 +111,7 @@ def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
 
     calls = {"ours": partial(decode, CapturedDecode), "ours, eager": partial(decode, Decode)}
     if theirs:
-        theirs.generation_config.eos_token_id = None  # nothing ends a completion
+        theirs.generation_config.eos_token_id = None  # so that all completions have the same length
         calls["transformers"] = decode_with_transformers
     return calls
 

@@ -1,21 +1,21 @@
-"""What a recipe is expected to reach: recipes/expected.json, which benchmarks/learning.py writes, one run a line.
+"""Train a recipe and compare its results with recorded runs (recipes/expected.json, written by benchmarks/learning.py).
 
-    python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # a run of one process
+    python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # one process
     torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
 
-It trains as train.py does, then prints each number after the last stage beside its band. Where seed, threads, CPU and
-torch are those of a line, every number must be equal to that line's to the last bit. Elsewhere sums are rounded
-otherwise, which over many steps is another draw: no number may be below its band.
+The script trains like train.py, then prints each result of the last stage and its expected band. If a recorded run has
+the same seed, number of threads, CPU and torch version, every number must be equal to the last bit. On other machines
+sums are rounded differently, and over many steps this leads to different runs; then no number may be below its band.
 
-A band goes from the lowest to the highest run of the recipe, and beyond these by two standard errors of a share of the
-held-out rows (by Agresti and Coull, two right and two wrong rows added: where all runs are at 1.000 it has one too). Of
-each ten runs the lowest is left out: one in ten goes astray, and a band that reaches down to it lets every other run
-fall as far unseen. So one honest run in ten may be below: the sentence says how many of the file's were, and another
-seed tells. A number above its band is said, and is no failure.
+A band extends from the lowest to the highest recorded run of the recipe, plus two standard errors of a share of the
+held-out rows on both sides (after Agresti and Coull, with two correct and two wrong rows added, so that the error is
+not 0 if all runs are at 1.000). The lowest of each ten runs is left out, because about one run in ten fails, and a band
+that includes it would hide real regressions. Therefore one correct run in ten may be below the band: the message says
+how many recorded runs were, and you can try another seed. A number above its band is reported, but it is no failure.
 
-The bands of `shapes` rest on fourteen runs of ten seeds, those of `zoom` on twenty of ten, those of other recipes on
-ten runs, those of options beside a recipe (controls, harder variants) on three or on one. Each sentence says on how
-many. Lines whose environment is a page are from a table that it had.
+The bands of `shapes` are based on fourteen runs with ten seeds, the bands of `zoom` on twenty runs with ten seeds,
+those of other recipes on ten runs, and those of additional options (controls, harder variants) on three runs or one.
+Each message has this number. Recorded runs whose environment is a page come from a table on that page.
 """
 
 import json
@@ -37,7 +37,7 @@ from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
 
 FILE = "expected.json"
-# fields of a recipe that change no number of the summary; seed and threads are columns of the file
+# fields of a recipe that do not change results; seed and number of threads are compared separately
 FREE = {
     "seed", "num_threads", "output_dir", "resume", "checkpoint_minutes", "checkpoint_steps", "log_completions",
     "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",
@@ -45,7 +45,7 @@ FREE = {
 
 
 def main(arguments: list[str]):
-    """Train as one rank, compare on the first rank, and end the process."""
+    """Train as one rank, compare the results on rank 0, and exit."""
     try:
         config, runs = find(arguments)
     except ValueError as error:
@@ -61,7 +61,7 @@ def main(arguments: list[str]):
 
 
 def environment() -> str:
-    """What decides the last bits besides the number of threads: the CPU and its instructions, and torch's version."""
+    """Describe the CPU, its instruction set and the torch version, on which the last bits of results depend."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"(?m)^model name\s*: (.*)$", info.read_text()) if info.is_file() else []
     name = names[0] if names else platform.processor() or platform.machine()
@@ -69,12 +69,12 @@ def environment() -> str:
 
 
 def results(summary: dict) -> dict[str, dict[str, float]]:
-    """The evaluations of a summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
+    """Return the evaluations in a summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
     return {name: values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"}
 
 
 def add_run(path: Path, run: dict):
-    """Add a run to the file, in the place of an earlier one of its recipe, overrides, seed and threads."""
+    """Add a run to the file; it replaces an earlier run with the same recipe, overrides, seed and threads."""
     names = ("recipe", "overrides", "seed", "threads")
     runs = json.loads(path.read_text()) if path.is_file() else []
     kept = [other for other in runs if any(other[name] != run[name] for name in names)]
@@ -83,10 +83,10 @@ def add_run(path: Path, run: dict):
 
 
 def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, list[dict]]:
-    """The recipe of a command line, and the runs of it that the file has.
+    """Load the config of a command line, and the recorded runs with the same options.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there is no such run.
     """
     config = parse_arguments(arguments)
     path = path or recipes_folder() / FILE
@@ -96,27 +96,27 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
         if essence(run_config) == essence(config):
             runs.append(run)
     if not runs:
-        raise ValueError(f"{path} has no run of this recipe with these options; train it with train.py")
+        raise ValueError(f"{path} has no run of this recipe with these options; train with train.py instead")
     return config, runs
 
 
 def essence(config: RunConfig) -> dict:
-    """The fields that decide the numbers of a run, up to rounding and seed."""
+    """Return the fields of a config on which the results of a run depend, except for the seed."""
     return {name: value for name, value in asdict(config).items() if name not in FREE}
 
 
 def report(config: RunConfig, runs: list[dict]) -> int:
-    """Print where the run that has just ended lies; returns 0 if it is as expected, else 1."""
+    """Compare the finished run with the recorded runs; return 0 if it is as expected, otherwise 1."""
     found = results(json.loads((Path(config.output_dir) / "summary.json").read_text()))
     some_below = print_band(found, runs, config.data.eval_rows)
     here = {"seed": config.seed, "threads": torch.get_num_threads(), "environment": environment()}
-    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # each line is a run of one process
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # recorded runs have one process
     same = [run["results"] for run in runs if alone and all(run[name] == value for name, value in here.items())]
     return print_differences(found, same[0]) if same else int(some_below)
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print each number after the last stage and where it lies; returns whether one is below its band."""
+    """Print each result of the last stage and its band; return whether a result is below its band."""
     stage = list(runs[0]["results"])[-1]
     some_below = False
     for name, got in found[stage].items():
@@ -141,7 +141,7 @@ def print_band(found: dict, runs: list[dict], rows: int) -> bool:
 
 
 def print_differences(found: dict, expected: dict) -> int:
-    """Print each number that is not the one of this machine's own line; returns 1 if there is one, else 0."""
+    """Print each number that differs from the run recorded on this machine; return 1 if any differs, otherwise 0."""
     code = 0
     for stage, values in expected.items():
         for name, value in values.items():

@@ -1,11 +1,11 @@
-"""The day a card is there: what wants to be measured on it, in order of value and on one page.
+"""Run all tests and measurements that need a GPU, most important first, and write the results to one page.
 
-python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # again until no part is left for later
-python benchmarks/first_gpu_hour.py --toy                   # every part at toy size, on a CPU too: that it runs
+python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # repeat until no part is printed as "later"
+python benchmarks/first_gpu_hour.py --toy                   # test of the script: toy sizes, also on a CPU
 
-Each part is a process with a limit of minutes; its output is in DIR/PART.txt. After each part DIR/gpu_status.md is
-written again. A part with a section DIR/PART.md is done, failed or not, and a later call begins with the next. With
---minutes no part begins whose limit no longer fits. Nothing is downloaded: weights are random, of the real size.
+Each part is a process with a time limit; its output is written to DIR/PART.txt. After each part, DIR/gpu_status.md is
+written again. A part with a file DIR/PART.md is done, even if it failed, and is skipped in later calls. With --minutes,
+a part is only started if its time limit fits. Nothing is downloaded; weights are random and of the real size.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 120  # of a part's output that the page shows
+LINES = 120  # number of lines of a part's output that the page shows
 
 
 class Part(NamedTuple):
-    """A command; {out} in it is the folder of the page, `toy` is what it has in addition at toy size."""
+    """A command with its time limit; {out} is replaced by the folder of the page, `toy` is appended at toy size."""
 
     minutes: float
     command: str
@@ -52,7 +52,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Return the number of parts that failed."""
+    """Run the parts; return the number of failed parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="every part at toy size")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no part that may end later")
@@ -83,7 +83,7 @@ def run(name: str, part: Part, toy: bool, out: Path) -> bool:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
     begin = time.monotonic()
     printed = out / f"{name}.txt"
-    limit = ["timeout", "--kill-after=1", f"{60 * part.minutes}"]  # it ends what the process has started, too
+    limit = ["timeout", "--kill-after=1", f"{60 * part.minutes}"]  # also ends child processes
     with printed.open("w") as file:
         both = {"stdout": file, "stderr": subprocess.STDOUT}
         code = subprocess.run([*limit, sys.executable, *command], cwd=ROOT, env=environment, **both).returncode

@@ -1,11 +1,11 @@
-"""Seconds and memory of one GRPO step of Qwen2.5-VL-3B on one GPU, beside what `plan` says.
+"""Measure time and memory of one GRPO step of Qwen2.5-VL-3B on one GPU, and compare with the memory estimate.
 
 python benchmarks/gpu_grpo.py --json FILE
-python benchmarks/gpu_grpo.py --toy          # at toy size in float32, on a CPU too: that it runs
+python benchmarks/gpu_grpo.py --toy          # test of the script: toy size in float32, also on a CPU
 
-Random weights of the real size, since nothing can be downloaded; all in bfloat16, AdamW too. A step has 8 prompts with
-an image of 1,024 tokens and 8 completions of exactly 256 tokens for each; a prompt with its completions is a
-micro-batch. No reference (beta 0). grpo_step.py has the reward.
+The weights are random, because nothing can be downloaded, and of the real size. Everything is bfloat16, including
+AdamW. A step has 8 prompts with an image of 1,024 tokens and 8 completions of exactly 256 tokens each. A prompt with
+its completions is a micro-batch. There is no reference (beta 0); the reward is the one of grpo_step.py.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from sizes import HUB, small_model
 from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, peak_bytes, plan
 from minivlmrl.model.config import ModelConfig
 
-WARMUP = 1  # steps that are not counted
+WARMUP = 1  # number of steps that are not timed
 
 
 def main():
@@ -32,7 +32,7 @@ def main():
 
 
 def measure(toy: bool, steps: int, folder: Path) -> dict:
-    """Seconds of each step and their median, and on a GPU the peak memory."""
+    """Measure the seconds of each step and their median, and on a GPU the peak memory."""
     (pixels, prompts, new_tokens) = (56, 2, 4) if toy else (896, 8, 256)
     dtype = torch.float32 if toy else torch.bfloat16
     rows = make_rows(pixels, prompts)
@@ -53,7 +53,7 @@ def measure(toy: bool, steps: int, folder: Path) -> dict:
 
 
 def planned_gb(run, config: ModelConfig, prompt_tokens: int, image_tokens: int) -> float:
-    """What `plan` says of the step's memory, without its reserve."""
+    """Return the estimated memory of the step in GB (diagnostics.memory.plan), without the reserve."""
     phases = plan(run, "grpo", MemoryEstimator(config), 1, prompt_tokens - image_tokens, image_tokens)
     return (peak_bytes(phases) - RESERVE) / 1e9
 

@@ -1,15 +1,15 @@
-"""The kernels on one NVIDIA GPU: results first, then time and memory, beside PyTorch's own ways.
+"""Test and time the kernels on one NVIDIA GPU, in comparison with plain PyTorch.
 
 python benchmarks/gpu_kernels.py --json FILE     # tables and numbers, under eight minutes
-python benchmarks/gpu_kernels.py --toy           # everything once at toy size, on a CPU too: that it runs, not how fast
+python benchmarks/gpu_kernels.py --toy           # test of the script: everything once at toy size, also on a CPU
 
-In this order: card and versions; two ceilings of this card, measured (bytes a second of a large copy, operations a
-second of a bfloat16 product of 8192^3 random numbers); then for each size every way on the same fresh random bfloat16
-inputs. A way's results are compared before it is timed, with plain PyTorch's in float32 (for decoding with the torch
-path's), with uninitialised memory filled with NaN; one that is wrong is not timed. Times are the median of
-triton.testing.do_bench (50 ms of warm-up, 300 ms of repetitions). `share` is the time that the ceilings allow, divided
-by the median: for bytes that have to be read and written once, or operations that have to be done. Peak memory is that
-of one call, without its inputs.
+The script prints the GPU and versions. Then it measures two ceilings of the GPU: bytes per second of a large copy, and
+operations per second of a bfloat16 product of 8192^3 random numbers. Then it runs every implementation on the same
+random bfloat16 inputs of several sizes. Before timing, results are compared with plain PyTorch in float32 (for decoding
+with the torch path), while uninitialised memory is filled with NaN. An implementation with wrong results is not timed.
+Times are medians of triton.testing.do_bench (50 ms of warm-up, 300 ms of repetitions). `share` is the time that the
+ceilings allow for the necessary bytes and operations, divided by the median. Peak memory is the memory of one call
+without inputs.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ from minivlmrl.kernels.window_attention import Segments, batched_attention, wind
 from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
 
 TEMPERATURE = 0.9
-CHUNK = 1024  # rows whose logits fit in float32
+CHUNK = 1024  # number of rows whose float32 logits fit into memory
 Call = Callable[[], list[Tensor]]
 
 
 @dataclass
 class Run:
-    """What all tables share.
+    """Settings and results of all tables.
 
     Args:
-        toy: sizes that a CPU runs in seconds, each way once.
-        deadline: time.monotonic() after which ways are skipped.
-        bytes_per_second, operations_per_second: the ceilings, measured.
-        rows: what was found.
+        toy: use sizes that a CPU runs in seconds, and run each implementation once.
+        deadline: time.monotonic() after which implementations are skipped.
+        bytes_per_second, operations_per_second: measured ceilings of the GPU.
+        rows: results so far.
     """
 
     toy: bool
@@ -53,11 +53,11 @@ class Run:
     rows: list[dict] = field(default_factory=list)
 
     def allowed_ms(self, size: float, operations: float) -> float:
-        """Milliseconds that the ceilings allow for these bytes and operations."""
+        """Return the milliseconds that these bytes and operations take at the measured ceilings."""
         return 1e3 * max(size / self.bytes_per_second, operations / self.operations_per_second)
 
     def table(self, title: str, ways: dict[str, Call], expected: list[Tensor], tolerance: float, allowed_ms: float):
-        """Check and time ways on one set of inputs, and print a line for each."""
+        """Check and time all implementations (`ways`) on one set of inputs, and print a line for each."""
         print(f"\n{title}; allowed {allowed_ms:.2f} ms")
         print(f"{'':32} {'error':>8} {'ms':>9} {'share':>6} {'peak GiB':>9}")
         for way, call in ways.items():
@@ -67,6 +67,7 @@ class Run:
             show(row)
 
     def measure(self, call: Call, expected: list[Tensor], tolerance: float) -> dict:
+        """Compare the results of a call with the expected ones, then measure its time and peak memory."""
         if time.monotonic() > self.deadline:
             return {"skipped": "no time left"}
         try:
@@ -79,7 +80,7 @@ class Run:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {"skipped": "out of memory"}
-        except Exception as exception:  # the other ways go on
+        except Exception as exception:  # continue with the next implementation
             return {"skipped": f"{type(exception).__name__}: {exception}".splitlines()[0][:100]}
         return {"error": difference, "ms": median, "peak_gib": peak}
 
@@ -111,7 +112,7 @@ def main():
 
 
 def states_table(run: Run):
-    """linear_log_softmax: log-probabilities from hidden states, and their gradients."""
+    """Measure linear_log_softmax: log-probabilities from hidden states, and their gradients."""
     sizes = [(8192, 151936, 2048), (2048, 151936, 2048), (32768, 151936, 2048), (8192, 152064, 3584)]
     for rows, vocab, width in [(50, 700, 32)] if run.toy else sizes:
         torch.manual_seed(rows)
@@ -129,7 +130,7 @@ def states_table(run: Run):
 
 
 def states_step(function: Callable, hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> list[Tensor]:
-    """Log-probabilities, and gradients of hidden states and head."""
+    """Compute log-probabilities, and the gradients of hidden states and head."""
     logps = function(hidden, weight, ids)
     return [logps.detach(), *torch.autograd.grad(logps, (hidden, weight), advantages.to(logps.dtype))]
 
@@ -144,7 +145,7 @@ def naive_states(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def expected_states(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> list[Tensor]:
-    """What states_step returns, by the naive way in float32, some rows at a time."""
+    """Compute the results of states_step in float32 with plain PyTorch, some rows at a time."""
     wide_weight = weight.detach().float().requires_grad_()
     logps = []
     grad_hidden = []
@@ -165,12 +166,13 @@ HEADS, HEAD_DIM = 16, 80  # of Qwen2.5-VL's vision tower
 
 
 def windows_table(run: Run):
-    """window_attention, forward and backward: 512 whole windows, and eight photographs of 58 x 70 patches."""
-    photograph = 7 * (8 * [64] + [48]) + 8 * [16] + [12]  # 8 x 8 patches, at the edges 8 x 6, 2 x 8 and 2 x 6
+    """Measure window_attention, forward and backward, for 512 full windows and eight photographs (58 x 70 patches)."""
+    # windows of 8 x 8 patches; at the edges 8 x 6, 2 x 8 and 2 x 6
+    photograph = 7 * (8 * [64] + [48]) + 8 * [16] + [12]
     for lengths in [[64, 20, 64]] if run.toy else [512 * [64], 8 * photograph]:
         tokens = sum(lengths)
         torch.manual_seed(tokens)
-        # q and k as rotary leaves them, v as a slice of the projection
+        # q and k are contiguous as after the rotary embedding; v is a slice of the projection
         q, k, grad = (torch.randn(tokens, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16) for _ in range(3))
         v = torch.randn(tokens, 3, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16)[:, 2]
         inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -188,7 +190,7 @@ def windows_table(run: Run):
 
 
 def windows_step(function: Callable, inputs: list[Tensor], segments: Segments, grad: Tensor) -> list[Tensor]:
-    """The result (T, H, D) of function (q, k, v, segments), and the three gradients."""
+    """Compute function(q, k, v, segments), (T, H, D), and the gradients of q, k and v."""
     out = function(*inputs, segments)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
@@ -197,7 +199,10 @@ def windows_step(function: Callable, inputs: list[Tensor], segments: Segments, g
 
 
 def decode_table(run: Run):
-    """A layer of 3B's decode step: prompts of 1,100 tokens, rows with 200 of 256 tokens, whose keys are written too."""
+    """Measure attention of one layer in a decode step of the 3B model, including writing the new keys.
+
+    Prompts have 1,100 tokens, and rows have 200 of 256 tokens.
+    """
     sizes = (50, 8, 5, 4, 2, 16) if run.toy else (1100, 256, 200, 16, 2, 128)
     (P, _, done, _, K, D) = sizes
     for prompts, rows_of_each in [(2, 3)] if run.toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
@@ -215,7 +220,7 @@ def decode_table(run: Run):
 
 
 def decode_case(prompts: int, rows_of_each: int, P: int, C: int, done: int, H: int, K: int, D: int):
-    """Attention of rows that have `done` of C tokens, and the next token's q, (k, v)."""
+    """Create decoding attention for rows that have `done` of C tokens, and q and (k, v) of the next token."""
     R = prompts * rows_of_each
     prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
     q, new_k, new_v = (torch.randn(R, heads, D, device=CARD, dtype=torch.bfloat16) for heads in (H, K, K))
@@ -237,16 +242,19 @@ def decode_step(call: Callable, static: StaticDecodeAttention, q: Tensor, new_ke
 
 
 def farthest(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference of a tensor, relative to its norm; NaN where one is NaN."""
+    """Return the largest difference of a tensor relative to its norm; NaN if a result has NaN."""
     differences = [(a.float() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
     return torch.stack(differences).max().item()
 
 
 @contextlib.contextmanager
 def nan_in_new_memory():
-    """What a kernel does not write shows as NaN: torch.utils.deterministic.fill_uninitialized_memory."""
+    """Fill uninitialised memory with NaN, so that values which a kernel fails to write are found.
+
+    This uses torch.utils.deterministic.fill_uninitialized_memory.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # operations that know no deterministic form say so
+        warnings.simplefilter("ignore")  # operations without a deterministic implementation warn
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
@@ -255,14 +263,14 @@ def nan_in_new_memory():
 
 
 def milliseconds(call: Callable, once: bool) -> float:
-    """The median."""
+    """Return the median time of a call in milliseconds, or the time of a single call if `once`."""
     if once:
         return 1e3 * seconds_of(call)
     return triton.testing.do_bench(call, warmup=50, rep=300, return_mode="median")
 
 
 def measure_ceilings(toy: bool) -> tuple[float, float]:
-    """Bytes a second that are copied, bfloat16 operations a second of a product."""
+    """Measure bytes per second of a copy, and operations per second of a bfloat16 matrix product."""
     numbers, side = (2**16, 64) if toy else (2**30, 8192)
     source = torch.randn(numbers, device=CARD).to(torch.bfloat16)
     target = torch.empty_like(source)

@@ -1,20 +1,20 @@
-"""Seconds of rollout, scoring and a training step of Qwen2.5-VL-3B on one GPU, here and in transformers.
+"""Time rollout, scoring and a training step of Qwen2.5-VL-3B on one GPU, here and in transformers.
 
 python benchmarks/gpu_step.py --json FILE     # a table and its numbers, under eight minutes
-python benchmarks/gpu_step.py --toy           # the whole script at toy size in float32, on a CPU too: that it runs
+python benchmarks/gpu_step.py --toy           # test of the script: toy size in float32, also on a CPU
 
-Random weights in bfloat16, one prompt with an image of 1,000 tokens and 100 tokens of text, 8 completions of exactly
-256 tokens: nothing ends one earlier.
+The weights are random, in bfloat16. There is one prompt with an image of 1,000 tokens and 100 text tokens, and 8
+completions of exactly 256 tokens.
 
-    rollout     8 completions are drawn                 peer: transformers' generate, num_return_sequences=8
-    scoring     their log-probabilities, no gradient    peers: a row for each completion with a prompt and an image of
-    step        forward, GRPO loss, backward, AdamW         its own, by this project's model and by transformers'
+    rollout     sample 8 completions                        peer: transformers' generate, num_return_sequences=8
+    scoring     compute log-probabilities, no gradient      peers: one row for each completion, with its own prompt and
+    step        forward, GRPO loss, backward, AdamW             image, in this project's model and in transformers'
 
-Both models share their parameters, so each is fed the same weights. The peers' rows of a step go through in pieces of
---peer-rows with summed gradients, since 8 of them may not fit. First the log-probabilities and gradients of the three
-ways are compared: in float32 with two decoder layers and two vision blocks of the same widths, where they must agree,
-then in bfloat16 with the whole model, where the difference is printed. Times are medians with the shortest and longest,
-the ways in turn; memory is the peak of a call over what model and optimizer hold before it.
+Both models share their parameters. In a step, PEER_ROWS rows of the peers are processed at a time and gradients are
+summed, because 8 rows may not fit into memory. Before timing, log-probabilities and gradients of the three
+implementations are compared: in float32 with two decoder layers and two vision blocks, where they must agree, then in
+bfloat16 with the whole model, where the differences are printed. Times are medians, with minimum and maximum, of
+alternating calls. Memory is the peak of a call minus the memory that model and optimizer already hold.
 """
 
 import argparse
@@ -47,22 +47,22 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PEER_ROWS = 4  # rows of a peer's step that go through at once
-TOLERANCE = 1e-3  # of the float32 comparison: nats, and share of a gradient's norm
+PEER_ROWS = 4  # number of rows that a peer processes at once in a step
+TOLERANCE = 1e-3  # largest difference in float32, in nats and relative to the gradient's norm
 
 
 @dataclasses.dataclass
 class Case:
-    """What all ways are fed."""
+    """Inputs that all implementations get."""
 
     config: ModelConfig
     prompt: Prompt
-    completions: list[Tensor]  # G of C tokens
+    completions: list[Tensor]  # G completions of C tokens
     advantages: Tensor  # (G,)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """The prompt for transformers, one row."""
+        """Return the prompt as transformers' model inputs with one row."""
         ids = self.prompt.input_ids[None].to(CARD)
         return {
             "input_ids": ids, "attention_mask": torch.ones_like(ids),
@@ -73,7 +73,7 @@ class Case:
 
 def main():
     options = read_options(__doc__, "--repeats", 5, "timed calls of each way; a rollout gets half as many")
-    # or the float32 comparison would be one of ten bits, in transformers' Conv3d
+    # otherwise transformers' Conv3d would compute with ten bits in the float32 comparison
     torch.backends.cudnn.allow_tf32 = False
     print(json.dumps(about()))
     case = make_case(options.toy)
@@ -92,7 +92,7 @@ def main():
 
 
 def make_case(toy: bool) -> Case:
-    """A random image between random text, and random completions of text tokens."""
+    """Create a case: a prompt with a random image between random text, and random completions of text tokens."""
     config = config_of("toy" if toy else "3b")
     height, width, text, G, C = (10, 12, 8, 2, 6) if toy else (50, 80, 100, 8, 256)
     generator = torch.Generator().manual_seed(0)
@@ -108,13 +108,13 @@ def make_case(toy: bool) -> Case:
 
 
 def shallow(config: ModelConfig) -> ModelConfig:
-    """Two layers and two vision blocks, one with windows and one without."""
+    """Return the config with two decoder layers and two vision blocks, one of them with windows."""
     vision = dataclasses.replace(config.vision_config, depth=2, fullatt_block_indexes=(1,))
     return dataclasses.replace(config, num_hidden_layers=2, vision_config=vision)
 
 
 def build(config: ModelConfig, dtype: torch.dtype):
-    """Our model with random weights, drawn on the card."""
+    """Create our model with random weights, which are sampled on the GPU."""
     with torch.device("meta"):
         ours = Qwen2_5_VL(config).to(dtype)
     ours.to_empty(device=CARD)
@@ -125,9 +125,9 @@ def build(config: ModelConfig, dtype: torch.dtype):
 
 
 def twin(ours: Qwen2_5_VL):
-    """Build transformers' model of the very same parameters; None, and a line, where it is not installed."""
+    """Create transformers' model with shared parameters; return None if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        print("left out: transformers is not installed")
+        print("transformers is not installed and is left out")
         return None
     import transformers
 
@@ -141,7 +141,7 @@ def twin(ours: Qwen2_5_VL):
 
 
 def their_name(name: str) -> str:
-    """What transformers calls one of our parameters."""
+    """Return transformers' name of one of our parameters."""
     if name.startswith("visual."):
         return f"model.{name}"
     if name.startswith("model."):
@@ -149,23 +149,23 @@ def their_name(name: str) -> str:
     return name
 
 
-# ---- the ways: each returns log-probabilities (G, C) ---------------------------------------------------------------
+# ---- implementations: each returns log-probabilities (G, C) --------------------------------------------------------
 
 
 def grouped(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
-    """One prompt, then its completions."""
+    """Score all completions with one shared prompt, as in training."""
     batch = pack([case.prompt], [[Completion(case.completions[i].cpu()) for i in rows]], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 
 def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
-    """A prompt for each completion, through the same code."""
+    """Score all completions with a separate prompt for each, by the same code."""
     batch = pack([case.prompt] * len(rows), [[Completion(case.completions[i].cpu())] for i in rows], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 
 def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
-    """A row for each completion; logits of completions alone, as TRL asks for them."""
+    """Score all completions with transformers, one row each, computing logits only for completions, like TRL."""
     completions = torch.stack([case.completions[i] for i in rows])  # (rows, C)
     G, C = completions.shape
     prompt = {name: x.repeat(G, 1) for name, x in case.inputs.items()}
@@ -183,7 +183,7 @@ def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
 
 
 def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) -> Tensor:
-    """Gradients of the GRPO loss of all completions, `at_once` of them at a time."""
+    """Compute gradients of the GRPO loss, `at_once` completions at a time; return all log-probabilities."""
     G = len(case.completions)
     C = len(case.completions[0])
     logps = []
@@ -197,7 +197,12 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
 
 
 def compare(label: str, ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, tuple]:
-    """How far each peer is from the grouped way: nats of log-probability at most, and share of the gradient's norm."""
+    """Compare each peer with `grouped`.
+
+    Returns:
+        For each peer the largest difference of a log-probability in nats, and the difference of the gradients relative
+        to their norm.
+    """
     parameters = list(ours.parameters())
     logps, gradients = logps_and_gradients(grouped, ours, parameters, case, len(case.completions))
     norm = sum(g.float().square().sum() for g in gradients).sqrt()
@@ -216,7 +221,7 @@ def compare(label: str, ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: 
 
 
 def logps_and_gradients(way: Callable, model: torch.nn.Module, parameters: list, case: Case, at_once: int):
-    """Of all completions; both models share their parameters, whose gradients are cleared again."""
+    """Compute log-probabilities and gradients of all completions, and clear the gradients of the parameters."""
     logps = backward(way, model, case, at_once)
     gradients = [p.grad for p in parameters]
     model.zero_grad()  # sets them to None
@@ -224,7 +229,7 @@ def logps_and_gradients(way: Callable, model: torch.nn.Module, parameters: list,
 
 
 def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case, repeats: int) -> list[dict]:
-    """Time every phase and way, print the table."""
+    """Time every phase and implementation, and print the table."""
     torch.manual_seed(0)
     rows = []
     print("| phase | way | seconds | shortest | longest | times ours | peak GiB |\n|---|---|---|---|---|---|---|")
@@ -240,12 +245,12 @@ def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case, repeat
 
 
 def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, dict[str, Callable]]:
-    """The calls to time, by phase and way."""
+    """Return the calls to time, by phase and implementation."""
     G = len(case.completions)
     C = len(case.completions[0])
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
     if theirs:
-        theirs.generation_config.eos_token_id = None  # nothing ends a completion
+        theirs.generation_config.eos_token_id = None  # so that all completions have the same length
 
     def rollout():
         draw = sample_by_uniforms(torch.rand(G, C).double(), CARD)
@@ -283,7 +288,10 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
 
 
 def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
-    """Each way twice to warm up and for its peak memory, then all in turn; one that runs out of memory is left out."""
+    """Time implementations in alternating calls.
+
+    Each one first runs twice, for warm-up and for its peak memory. One that runs out of memory is skipped.
+    """
     results = {}
     seconds = {}
     for way, call in ways.items():
@@ -303,6 +311,7 @@ def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
 
 
 def line(numbers: dict, base: float | None) -> str:
+    """Format the cells of a table row; base: seconds of our implementation."""
     if "skipped" in numbers:
         return f"{numbers['skipped']} | | | |"
     times = f"{numbers['seconds'] / base:.2f}" if base else ""
@@ -311,6 +320,7 @@ def line(numbers: dict, base: float | None) -> str:
 
 
 def seconds_of(call: Callable) -> float:
+    """Measure the seconds of a call, including its GPU work."""
     synchronize()
     begin = time.perf_counter()
     call()
@@ -319,7 +329,7 @@ def seconds_of(call: Callable) -> float:
 
 
 def peak_gib(call: Callable) -> float:
-    """Most memory of a call over what is held before it; 0 without a GPU."""
+    """Measure the peak memory of a call in GiB, minus the memory in use before it; 0 without a GPU."""
     if CARD.type == "cpu":
         call()
         return 0.0
@@ -336,19 +346,19 @@ def synchronize():
 
 
 def read_options(description: str, number: str, default: float, help: str) -> argparse.Namespace:
-    """The options of a script that needs a GPU, or toy sizes: one number, --toy and --json."""
+    """Parse the options of a script that needs a GPU: --toy, --json and one number."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument(number, type=type(default), default=default, help=help)
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
-        sys.exit("no GPU here: --toy runs everything at toy size")
+        sys.exit("This benchmark needs a GPU; pass --toy to run it at toy size on a CPU")
     return options
 
 
 def about() -> dict:
-    """Where and with what something is measured."""
+    """Return date, device and versions of a measurement."""
     versions = {}
     for name in ("torch", "triton", "transformers"):
         try:
@@ -360,7 +370,7 @@ def about() -> dict:
 
 
 def write_numbers(path: Path | None, numbers: dict):
-    """Write them, and where they were measured, if there is a path."""
+    """Write the numbers with date, device and versions to a JSON file, unless the path is None."""
     if path:
         path.write_text(json.dumps(about() | numbers, indent=1) + "\n")
 

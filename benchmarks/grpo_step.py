@@ -1,13 +1,13 @@
-"""Seconds of one GRPO step, here and in TRL's GRPOTrainer: rollout, reference, loss, backward, update.
+"""Time one GRPO step (rollout, reference, loss, backward, update) here and in TRL's GRPOTrainer.
 
 python benchmarks/grpo_step.py                  # a table, about two minutes on two cores; needs `pip install .[test]`
-python benchmarks/grpo_step.py --json FILE      # and its numbers
+python benchmarks/grpo_step.py --json FILE      # also write the numbers
 
-Peer: TRL with transformers' Qwen2_5_VLForConditionalGeneration, in the versions that the first line names. Both sides
-begin with the same random weights (recipes/shapes_model.json) and have the same prompts, to the token and the pixel,
-and 8 completions of exactly 14 tokens for each: nothing ends one earlier. Both run in this process and take turns, a
-step of TRL's and one of ours, so that what else the machine does slows both. Before that they score the same
-completions, and the log-probabilities must agree.
+The peer is TRL with transformers' Qwen2_5_VLForConditionalGeneration; the first line prints the versions. Both sides
+start from the same random weights (recipes/shapes_model.json) and use the same prompts, with equal tokens and pixels,
+and 8 completions of exactly 14 tokens for each prompt. Steps of TRL and of minivlmrl alternate in one process, so that
+other load on the machine slows both. Before timing, both sides score the same completions, and the log-probabilities
+must agree.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports that read it: nothing here needs the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before imports that read it; no network is needed
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl sets it for runs
 import torch
 from torch import Tensor
@@ -44,29 +44,29 @@ from minivlmrl.tasks import shapes
 from minivlmrl.trainers.grpo import GRPOTrainer
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
-QUESTION = "What is it? Name it."  # with the template 32 tokens: 48, 96 and 288 with those of the image
-CASES = ((56, 16), (112, 8), (224, 4))  # pixels a side of an image, prompts in a step
+QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with the images of CASES
+CASES = ((56, 16), (112, 8), (224, 4))  # side of an image in pixels, number of prompts in a step
 NUM_GENERATIONS, NEW_TOKENS = 8, 14
 COMMON = {
     "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
 }  # fmt: skip
-WARMUP = 2  # steps of each side that are not counted
+WARMUP = 2  # number of steps of each side that are not timed
 TOLERANCE = 1e-4  # nats
 
 
 def distinct_characters(completions: list[str], **columns) -> list[float]:
-    """Cheap, and different for the random texts of a random model."""
+    """Count the distinct characters of a text: a cheap reward that differs for random texts."""
     return [float(len(set(completion))) for completion in completions]
 
 
 class EndlessProcessor(Processor):
-    """No token ends a completion."""
+    """Processor without stop tokens, so that all completions have the same length."""
 
     stop_token_ids = ()
 
 
 class Ours:
-    """GRPO as train.py runs it, one optimizer step a call."""
+    """GRPO as train.py runs it; each call of `step` is one optimizer step."""
 
     def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
         batches = Batches(rows, trainer)
@@ -81,15 +81,15 @@ class Ours:
 
 
 def take_turns(ours: Ours):
-    """Make the callback of TRL's trainer that times both sides."""
+    """Create a callback for TRL's trainer that times both sides."""
     import transformers
 
     class TakeTurns(transformers.TrainerCallback):
-        """Times TRL's steps, and between two of them one of ours.
+        """Time TRL's steps, and run and time one of our steps after each of them.
 
-        From on_step_begin to on_step_end Trainer runs training_step, in which GRPOTrainer generates, scores with the
-        reference, and goes forward and backward, then it clips, updates and zeroes the gradients. Rows are fetched
-        before.
+        Between on_step_begin and on_step_end, Trainer runs training_step, in which GRPOTrainer generates, scores with
+        the reference, and runs forward and backward. Then Trainer clips, updates and zeroes the gradients. Rows are
+        loaded before.
         """
 
         def __init__(self, ours: Ours):
@@ -118,7 +118,7 @@ def main():
     import transformers
 
     torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore", FutureWarning)  # TRL's names of options that transformers renamed
+    warnings.simplefilter("ignore", FutureWarning)  # TRL uses old names of transformers' options
     transformers.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     print(f"{versions}, {options.threads} threads, {platform.machine()}")
@@ -141,7 +141,7 @@ def main():
 
 
 def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens=NEW_TOKENS, warmup=WARMUP) -> dict:
-    """Median milliseconds of a step on each side, for one size of image."""
+    """Measure the median milliseconds of a step on both sides, for one image size."""
     import transformers
 
     rows = make_rows(size, prompts)
@@ -169,7 +169,7 @@ def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens
 
 
 def make_rows(size: int, count: int) -> list[Row]:
-    """The rows of every step: shapes in images of size x size pixels."""
+    """Create the rows of a step: shapes in images of size x size pixels."""
     rows = []
     for i in range(count):
         rng = random.Random(i)
@@ -180,7 +180,7 @@ def make_rows(size: int, count: int) -> list[Row]:
 
 
 def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section) -> Ours:
-    """Options of the recipe's section grpo may be given."""
+    """Create our side; `section` overrides options of the section `grpo`."""
     options = {
         "prompts_per_step": len(rows),
         "micro_batch_size": len(rows),
@@ -198,7 +198,7 @@ def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_token
 
 
 def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int):
-    """TRL's trainer; tokenizer and image settings are in the folder."""
+    """Create TRL's trainer; the folder has the tokenizer and the image settings."""
     import datasets
     import trl
 
@@ -234,14 +234,14 @@ def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, 
 
 
 def trl_processor(folder: Path):
-    """Tokenizer and image settings of a checkpoint, in transformers' classes."""
+    """Load tokenizer and image settings of a checkpoint as a transformers processor."""
     import transformers
     import trl
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-        """transformers' processor without the video processor: checking its type needs torchvision."""
+        """transformers' processor without a type check, because checking the video processor needs torchvision."""
 
         def check_argument_for_proper_class(self, argument_name, argument):
             return type(argument)
@@ -257,10 +257,10 @@ def trl_processor(folder: Path):
 
 @torch.no_grad()
 def assert_agreement(model: Qwen2_5_VL, processor: Processor, trainer, rows: list[Row]) -> tuple[int, float]:
-    """Both sides read the same tokens and pixels and give the same completions the same log-probabilities.
+    """Check that both sides have the same tokens and pixels and compute the same log-probabilities.
 
     Returns:
-        tokens of each prompt, largest difference of a log-probability.
+        Number of tokens of a prompt, and the largest difference of a log-probability.
     """
     prompts = [processor(row.messages, row.images) for row in rows]
     generator = torch.Generator().manual_seed(0)
@@ -276,7 +276,7 @@ def assert_agreement(model: Qwen2_5_VL, processor: Processor, trainer, rows: lis
 
 
 def score_with_trl(trainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's log-probabilities (n, C) of n completions (n, C), and the ids and pixels that its processor made."""
+    """Compute log-probabilities (n, C) of completions (n, C) with TRL; also return its prompt ids and pixels."""
     chats = []
     for row in rows:
         content = [{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}]

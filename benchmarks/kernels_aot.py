@@ -1,20 +1,20 @@
-"""Compile every kernel at its real sizes, ahead of time and without a GPU, and count what the compiler produced.
+"""Compile every Triton kernel at its real sizes without a GPU, and count registers and instructions.
 
 python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
 python benchmarks/kernels_aot.py --arch 90
 
-The compiler, the assembler and the disassembler are all inside the triton package. Columns:
+The compiler, the assembler and the disassembler are part of the triton package. Columns:
 
-    registers      of one thread; the threads of a multiprocessor share 65,536
+    registers      registers per thread; the threads of a multiprocessor share 65,536
     spills         loads and stores of registers that did not fit; should be 0
-    shared         bytes of shared memory of a program
-    matrix         matrix instructions (HMMA, HGMMA, UTCHMMA), where the kernel multiplies matrices
-    wide           loads and stores of 16 bytes
-    barriers       in the innermost loop
-    instructions   of the innermost loop, for each element: the bound of a kernel that is not bound by memory
+    shared         bytes of shared memory per program
+    matrix         number of matrix instructions (HMMA, HGMMA, UTCHMMA)
+    wide           number of loads and stores of 16 bytes
+    barriers       number of barriers in the innermost loop
+    instructions   instructions of the innermost loop per element; they limit kernels that memory does not limit
 
-The counts depend on Triton's version; tests/recorded/kernel_builds.json has those of two versions. To record a version
-that is not installed:
+The counts depend on the version of Triton; tests/recorded/kernel_builds.json has the counts of two versions. To record
+a version that is not installed:
 
     pip install --target DIR --no-deps triton==3.6.0 'numpy<2.4'
     PYTHONPATH=DIR python benchmarks/kernels_aot.py --json tests/recorded/kernel_builds.json
@@ -51,13 +51,13 @@ class Build:
     """A kernel at one real size, which this script compiles.
 
     Args:
-        name: in the table and the JSON file, unique.
+        name: unique name in the table and the JSON file.
         kernel: the @triton.jit function.
-        signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32"), for all but constexprs; pointers and i32
-            are assumed to be divisible by 16.
+        signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32") for all parameters except constexprs;
+            pointers and i32 are assumed to be divisible by 16.
         constexprs: parameter -> value; None for a pointer that this build does not use.
-        num_warps, num_stages: as at the launch.
-        elements: logits that one turn of the loop computes; if given, instructions are counted for each of them.
+        num_warps, num_stages: the values of the launch.
+        elements: number of logits that an iteration of the loop computes; if given, instructions are counted per logit.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Build:
 
 
 def same(kind: str, *names: str) -> dict[str, str]:
-    """Parameters of one Triton type."""
+    """Return the signature of several parameters of one Triton type."""
     return dict.fromkeys(names, kind)
 
 
 def log_softmax_builds() -> list[Build]:
-    """Rows of the hub's vocabularies, whole and in the tiles of linear_log_softmax."""
+    """Return builds of the log-softmax kernels, for whole rows and for the tiles of linear_log_softmax."""
     numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
     results = same("*fp32", "logps", "entropies", "tops", "totals")
     elements = log_softmax.STEPS.value * log_softmax.COLUMNS.value
@@ -133,7 +133,7 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 
 def decode_builds() -> list[Build]:
-    """Decoding of 3B and 7B with 8 rows a prompt, of a row alone, and of Qwen3.5's wide heads with 16."""
+    """Return builds of the decoding kernels: 3B and 7B with 8 rows per prompt, one row, and Qwen3.5's wide heads."""
     given = same("*bf16", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias") | same(
         "*fp32", "outs", "log_sums"
     )
@@ -168,13 +168,13 @@ def all_builds() -> list[Build]:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status: 2, and a line on stderr, where nothing can be compiled."""
+    """Compile all kernels and print the table; return the exit status, which is 2 if Triton cannot compile."""
     parser = argparse.ArgumentParser(prog="python benchmarks/kernels_aot.py", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten")
     parser.add_argument("--json", type=Path, help="add the numbers to this file, under the version of Triton")
     options = parser.parse_args(arguments)
     if not installed.INSTALLED or installed.INTERPRETED:
-        print("compiling needs Triton (pip install triton) and no TRITON_INTERPRET", file=sys.stderr)
+        print("Compiling needs Triton (pip install triton) without TRITON_INTERPRET=1", file=sys.stderr)
         return 2
     print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
     rows = {}
@@ -192,7 +192,7 @@ def main(arguments: list[str]) -> int:
 
 
 def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
-    """Compile for one NVIDIA architecture and count in the machine code."""
+    """Compile a kernel for one NVIDIA architecture, and count registers and instructions in its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         compiled = compile_ahead(build, int(arch))
         file.write(compiled.asm["cubin"])
@@ -237,18 +237,18 @@ def disassemble(flag: str, cubin: str) -> str:
 
 
 def instructions(sass: str) -> list[tuple[int, str]]:
-    """(address, text) of each instruction."""
+    """Return (address, text) of each instruction in disassembled code."""
     return [(int(address, 16), text.strip()) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/;]+);", sass)]
 
 
 def opcode(text: str) -> str:
-    """Of an instruction, which may begin with a predicate: @P0 LDG.E.128 ..."""
+    """Return the opcode of an instruction, which may begin with a predicate: @P0 LDG.E.128 ..."""
     words = text.split()
     return words[1] if text.startswith("@") else words[0]
 
 
 def innermost_loop(code: list[tuple[int, str]]) -> range:
-    """Addresses of the longest loop that contains no other loop: from the target of a jump back to the jump."""
+    """Return the addresses of the longest loop without an inner loop: from a backward jump's target to the jump."""
     loops = []
     for address, text in code:
         jump = re.search(r"BRA\S*\s.*?(0x[0-9a-f]+)", text)

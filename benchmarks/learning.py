@@ -1,17 +1,17 @@
-"""What every algorithm learns on the embedded task, seed by seed, and whether that reaches what is asked of it.
+"""Train every algorithm on the embedded task with several seeds, and check that each reaches its required accuracy.
 
     python benchmarks/learning.py --jobs 2                         # everything, three seeds: half an hour on two cores
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
     python benchmarks/learning.py --only grpo localisation --threads 2
 
-Each run also goes to recipes/expected.json, with which benchmarks/expect.py compares; with overrides it does not, nor
-if its options name what another script makes. The recipes of LONG only run when --only names them.
+Runs are also written to recipes/expected.json, with which benchmarks/expect.py compares. Runs with overrides are not,
+nor runs whose options refer to files of another script. The recipes of LONG only run if --only names them.
 
-Each row is one run of train.py, on one thread unless asked (so that its numbers do not depend on the number of cores).
-sampled and greedy are accuracies on held-out pictures before and after the last stage, pairs is the share of held-out
-pairs in which the better answer wins, clipped the share of tokens outside the clip range, CPU s the whole run with its
-start and its evaluations. warnings are the sentences of docs/metrics.md that a run said; one that learns says none.
-`shuffled rewards` is a control that must learn nothing.
+Each row of the table is one run of train.py, by default on one thread, so that the results do not depend on the number
+of cores. `sampled` and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share
+of held-out pairs in which the better answer is preferred, `clipped` the share of tokens outside the clip range, and
+`CPU s` the CPU time of the whole run. `warnings` are the warnings of docs/metrics.md; a run that learns has none.
+`shuffled rewards` is a control that must not learn.
 """
 
 import argparse
@@ -35,17 +35,17 @@ RECIPES = "recipes"
 
 @dataclass
 class Entry:
-    """One way to train, and what it must reach."""
+    """A recipe with overrides, and the results that it must reach."""
 
     name: str
-    recipe: str  # in recipes/
+    recipe: str  # file in recipes/
     overrides: list[str] = field(default_factory=list)
-    sampled_gain: float | None = None  # at least so much more sampled accuracy
-    pairs: float | None = None  # at least this share of held-out pairs ...
-    keeps_greedy: bool = False  # ... and no less greedy accuracy than before
-    ratio_moves: bool = False  # some ratios leave the clip range
-    most_sampled_gain: float | None = None  # at most so much: a control
-    before: str = ""  # a script, with arguments, that makes what this needs; its path begins at this folder
+    sampled_gain: float | None = None  # smallest gain of sampled accuracy
+    pairs: float | None = None  # smallest share of correctly ordered held-out pairs
+    keeps_greedy: bool = False  # greedy accuracy must not fall
+    ratio_moves: bool = False  # some ratios must leave the clip range
+    most_sampled_gain: float | None = None  # largest gain of sampled accuracy, for controls
+    before: str = ""  # script with arguments to run first; its path is relative to this folder
 
 
 def grpo(name: str, *overrides: str, **expected) -> Entry:
@@ -118,7 +118,7 @@ LONG = [
 
 
 def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
-    """One run; its summary.json, the share of clipped tokens over its last stage, and its CPU seconds."""
+    """Run an entry; return its summary.json with the share of clipped tokens, CPU seconds and warnings."""
     with tempfile.TemporaryDirectory() as folder:
         if entry.before:
             script, *words = shlex.split(entry.before.format(root=ROOT, seed=seed))
@@ -134,7 +134,7 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
             *entry.overrides,
             *overrides,
         ]
-        cwd = folder if entry.before else ROOT  # from which paths among the overrides begin
+        cwd = folder if entry.before else ROOT  # paths in the overrides are relative to this folder
         process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         error = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
@@ -157,9 +157,9 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def judge(entry: Entry, summary: dict) -> dict:
-    """The numbers of a row and whether it reached what is asked."""
+    """Return the numbers of a row, and the requirements that the run missed."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
-    # a reward model's stage leaves the policy alone, so `before` is what the last stage began with
+    # the stage of a reward model does not change the policy, so `before` is the start of the last stage
     # the first reward of data.eval_rewards is the first metric of an evaluation
     names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]
     sampled, greedy = ([summary[x][f"{names[0]}_{way}"] for x in (before, after)] for way in ("sampled", "greedy"))
@@ -178,7 +178,7 @@ def judge(entry: Entry, summary: dict) -> dict:
         missed.append("greedy kept")
     if entry.ratio_moves and not summary["clipped"]:
         missed.append("ratio moves")
-    solved = sampled[1] > 0.95  # a run then says that all rewards are 1
+    solved = sampled[1] > 0.95  # such a run warns that all rewards are 1
     if summary["warnings"] and not is_control and not solved:
         missed.append("no warnings")
     return {
@@ -194,7 +194,7 @@ def judge(entry: Entry, summary: dict) -> dict:
 
 
 def show(row: dict) -> str:
-    """A line of the table."""
+    """Format a line of the table."""
     warnings = [f"{line['stage']} step {line['step']}: {line['warning']}" for line in row["warnings"]]
     cells = [
         row["name"],

@@ -1,12 +1,13 @@
-"""A GRPO step of models of real size on a CPU: seconds, peak memory beside `plan`'s, and the export read again.
+"""Run GRPO steps of models of real size on a CPU: measure time and peak memory, and load the exported model again.
 
-python benchmarks/real_size.py 3b      # recipes/own_data.yaml with LoRA in bfloat16; 15 GB of memory, 20 of disk
-python benchmarks/real_size.py 7b      # the same on a base in NF4; 50 minutes, 25 GB of disk more
-python benchmarks/real_size.py trl     # 182 million parameters in float32 beside TRL's GRPOTrainer; 24 GB of memory
+python benchmarks/real_size.py 3b      # recipes/own_data.yaml with LoRA in bfloat16; 15 GB of memory, 20 GB of disk
+python benchmarks/real_size.py 7b      # the same with an NF4 base model; 50 minutes, 25 GB more of disk
+python benchmarks/real_size.py trl     # 182 million parameters in float32 and TRL's GRPOTrainer; 24 GB of memory
 
-Nothing can be downloaded, so weights are random: drawn in bfloat16 and written shard by shard, never held together.
-A step has 2 prompts with a picture of 448 x 336 and 4 completions of 16 tokens each; `trl` is grpo_step.py with 2
-prompts of 288 tokens and 8 completions of 16.
+The weights are random, because nothing can be downloaded. They are sampled in bfloat16 and written shard by shard, so
+that they are never in memory together. A step has 2 prompts with an image of 448 x 336 and 4 completions of 16 tokens
+each. The measured peak is compared with the memory estimate. `trl` runs grpo_step.py with 2 prompts of 288 tokens and 8
+completions of 16 tokens.
 """
 
 import argparse
@@ -33,14 +34,13 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.plain_weights import plain_weights
 from minivlmrl.run.rollout_log import LogLine
 
-SHARD = 5 * 10**8  # weights of one file, about
-# pixels; of a prompt's text and picture
-PICTURE = (448, 336)
-TOKENS = (94, 192)
+SHARD = 5 * 10**8  # approximate number of weights in a file
+PICTURE = (448, 336)  # size in pixels
+TOKENS = (94, 192)  # number of text and image tokens in a prompt
 LORA = ["--adapter.r=16", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
 SIZES = {"toy": LORA, "3b": LORA, "7b": [*LORA, "--adapter.quantize=nf4"]}
 STEP = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4", "--sampling.max_new_tokens=16", "--data.eval_rows=2"]
-# judges noise: differs within a group, or nothing would be trained
+# a meaningless reward that differs within a group, because otherwise the gradient would be 0
 REWARD = """
 def first_token(completions, completion_ids, **columns):
     return [float(ids[0] % 7) for ids in completion_ids]
@@ -62,7 +62,7 @@ def main():
 
 
 def small_config() -> dict:
-    """The default recipe's model with 182 million parameters."""
+    """Return the config of the default recipe's model, enlarged to 182 million parameters."""
     config = json.loads(grpo_step.MODEL_CONFIG.read_text())
     config.update(
         hidden_size=1024,
@@ -84,13 +84,13 @@ def small_config() -> dict:
 
 
 def beside_trl(_size: str, folder: Path, steps: int) -> dict:
-    """Medians of both sides, by grpo_step.py."""
+    """Measure the median time of a step here and in TRL with grpo_step.py."""
     (folder / "config.json").write_text(json.dumps(small_config()))
     return grpo_step.measure(224, 2, steps, folder / "config.json", 16, warmup=1)
 
 
 def measure(size: str, folder: Path, steps: int) -> dict:
-    """Write a folder, train, and ask what was exported."""
+    """Write a model folder, train, and generate with the exported model; return times and memory."""
     model = folder / "model"
     run = folder / "run"
     export = run / "checkpoint"
@@ -133,7 +133,7 @@ def minivlmrl(*arguments: str):
 
 @torch.no_grad()
 def write_folder(folder: Path, values: dict):
-    """Write what the hub's folders have: a tokenizer for another size of vocabulary, and random weights in bfloat16."""
+    """Write a model folder like on the hub, with a small tokenizer and random weights in bfloat16."""
     small, processor, token_ids = small_model(folder.parent)
     save_model(folder, small, processor)
     (folder / "model.safetensors").unlink()
@@ -156,7 +156,7 @@ def write_folder(folder: Path, values: dict):
 
 
 def draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """A weight in bfloat16: matrices N(0, 1 / fan_in), norms 1, biases 0."""
+    """Sample a weight in bfloat16: matrices from N(0, 1 / fan_in), norms 1, biases 0."""
     weight = torch.full(shape, float(not name.endswith("bias")), dtype=torch.bfloat16)
     if len(shape) > 1:
         weight.normal_(0, 1 / math.sqrt(weight[0].numel()), generator=generator)

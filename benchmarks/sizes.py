@@ -1,4 +1,4 @@
-"""Models as numbers: the hub's Qwen2.5-VL and one that a CPU runs in seconds."""
+"""Configs of the models that the benchmarks use: Qwen2.5-VL 3B and 7B, and a toy model that a CPU runs in seconds."""
 
 import json
 from pathlib import Path
@@ -33,12 +33,12 @@ HUB = {
 
 
 def config_of(size: str) -> ModelConfig:
-    """Read one of HUB."""
+    """Return a config of HUB: "3b", "7b" or "toy"."""
     return ModelConfig.from_dict(HUB[size])
 
 
 def small_model(folder: Path):
-    """The model of toy size and its processor, and by the config's names the ids of its special tokens."""
+    """Create the toy model with random weights; return it, its processor, and the ids of its special tokens by name."""
     path = folder / "toy.json"
     path.write_text(json.dumps(HUB["toy"]))
     model, processor = random_model(path, shapes.tokenizer(), seed=0)

@@ -1,4 +1,4 @@
-"""Seconds of 5 rollouts, 8 prompts x 8 completions of 64 tokens, here and by vLLM: python benchmarks/vllm_speed.py"""
+"""Time 5 rollouts (8 prompts x 8 completions of 64 tokens) here and with vLLM: python benchmarks/vllm_speed.py"""
 
 import timeit
 from functools import partial

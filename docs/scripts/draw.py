@@ -1,14 +1,15 @@
-"""Draw what needs no model, from the functions that training uses: python -m docs.scripts.draw
+"""Draw the diagrams of the pages that need no trained model: python -m docs.scripts.draw
 
-step.svg     a GRPO step as a flow: the functions of README's "One GRPO step"
-clip.svg     the clipped term over the ratio: losses.clipped
-gae.svg      advantages over one answer: baselines.gae
-mask.svg     who sees whom in a packed run with two groups: attention.visible
-windows.svg  the attention windows of an odd grid of the vision tower, and their order: vision.window_order
-mrope.svg    the positions of text, an image and text on three axes: rope.get_rope_index
-recurrent.svg  what the outputs of a recurrent layer depend on, by gradients: hub.qwen3_5.go_on
-zoom.svg     accuracy of recipes/zoom.yaml on ten seeds, and what seed 0 wrote: zoom.json, of `keep`
-form.svg     a run of it whose calls earn nothing: accuracy and answered calls, of the same file
+The diagrams call the functions that training uses, so they stay true:
+step.svg     functions of one GRPO step as a flow chart
+clip.svg     the clipped policy term over the ratio, by losses.grpo.clipped
+gae.svg      values and advantages over one answer, by losses.ppo.gae
+mask.svg     attention mask of a packed sequence with two groups, by model.attention.visible
+windows.svg  attention windows of the vision tower for an odd grid, by model.vision.window_order
+mrope.svg    positions of text, an image and text on three axes, by model.rope.get_rope_index
+recurrent.svg  inputs that each output of a recurrent layer depends on, found by gradients
+zoom.svg     accuracy of recipes/zoom.yaml on ten seeds, and texts of seed 0, from zoom.json (written by `keep`)
+form.svg     accuracy and answered calls of a run of zoom.yaml whose calls get no reward, from zoom.json
 """
 
 import base64
@@ -32,21 +33,21 @@ ZOOM = Path(__file__).with_name("zoom.json")
 INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
-IMAGE, TEXT = 0, 1  # token ids of the M-RoPE picture
-STEPS = {  # a function: what it makes, and in which form
+IMAGE, TEXT = 0, 1  # token ids in the M-RoPE diagram
+STEPS = {  # function -> (its result, shape or description of the result)
     "Row.prompt": ("token ids, patches", "(P,), (patches, 1176)"),
-    "generate": ("completions", "G a prompt, by temperature"),
-    "call_rewards": ("rewards", "(n, K), of texts"),
+    "generate": ("completions", "G per prompt, sampled"),
+    "call_rewards": ("rewards", "(n, K), from texts"),
     "group_advantages": ("advantages", "(n,), within groups"),
-    "pack": ("one run, no padding", "(N,), each prompt once"),
+    "pack": ("a packed sequence", "(N,), each prompt once"),
     "per_token_logps": ("log-probabilities", "(M,) nats, with gradient"),
-    "grpo_loss": ("the loss", "a scalar, by counts of the step"),
+    "grpo_loss": ("the loss", "a scalar, over the step"),
     "optimizer_step": ("new weights", "AdamW"),
 }
 
 
 class Picture:
-    """An SVG file on a white background of its own, so it reads the same on a dark page."""
+    """An SVG file with a white background, so that it looks the same on a dark page."""
 
     def __init__(self, width: int, height: int, title: str):
         self.lines = [
@@ -73,7 +74,7 @@ class Picture:
         bold=False,
         halo="",
     ):
-        """Write words whose middle, start or end is at x, their baseline at y, with an edge of the colour `halo`."""
+        """Write text with its middle, start or end at x and its baseline at y; `halo` is the colour of its outline."""
         more = " font-weight='bold'" if bold else ""
         more += f" stroke='{halo}' stroke-width='3' stroke-linejoin='round' paint-order='stroke'" if halo else ""
         self.lines.append(
@@ -82,7 +83,7 @@ class Picture:
         )
 
     def note(self, x: float, y: float, *lines: str):
-        """Write lines below each other, the first with its baseline at y."""
+        """Write lines of text below each other; the baseline of the first line is at y."""
         for number, words in enumerate(lines):
             self.text(x, y + 17 * number, words, 12, INK, "start")
 
@@ -92,7 +93,7 @@ class Picture:
         self.lines.append(f"<polyline points='{path}' fill='none' stroke='{stroke}' stroke-width='{thick:g}'/>")
 
     def arrow(self, *points: tuple[float, float]):
-        """Draw a line through points with a head at the last, which it reaches along an axis."""
+        """Draw a line through points with an arrowhead at the last point; the last segment is parallel to an axis."""
         (x, y), (before_x, before_y) = points[-1], points[-2]
         along_x, along_y = (x > before_x) - (x < before_x), (y > before_y) - (y < before_y)
         self.line([*points], INK, 1.5)
@@ -104,12 +105,12 @@ class Picture:
         )
 
     def svg(self) -> str:
-        """The file."""
+        """Return the text of the SVG file."""
         return "\n".join([*self.lines, "</svg>"]) + "\n"
 
 
 def step() -> str:
-    """From a row of data to new weights, which draw the completions of the next rollout."""
+    """Draw a GRPO step as a flow chart, from a row of data to new weights, which sample the next rollout."""
     width, height, gap, left, top = 178, 82, 34, 24, 92
     picture = Picture(left + 4 * (width + gap) + 10, top + 2 * height + 98, "A GRPO step as a flow")
     picture.text(left, 28, "A GRPO step, function by function", 16, anchor="start", bold=True)
@@ -129,19 +130,19 @@ def step() -> str:
     picture.arrow((right + width / 2, top + height + 3), (right + width / 2, middle), (x, middle), (x, lower - 3))
     y, over, x = lower + height / 2, top - 26, left + 1.5 * width + gap
     picture.arrow((right + width + 3, y), (right + width + 16, y), (right + width + 16, over), (x, over), (x, top - 3))
-    picture.text(right + width + 14, over - 6, "the new weights draw the next completions", 12, SOFT, "end")
+    picture.text(right + width + 14, over - 6, "the new weights sample the next completions", 12, SOFT, "end")
     return picture.svg()
 
 
 def clip() -> str:
-    """min(r A, clip(r, .8, 1.2) A) for a good and a bad token."""
+    """Draw min(r A, clip(r, 0.8, 1.2) A) for a token with positive and one with negative advantage."""
     size, left, top, gap = 250, 64, 76, 74
     picture = Picture(2 * left + 2 * size + gap - 24, top + size + 56, "The clipped term over the ratio")
-    picture.text(left, 28, "What a token gains: min(r A, clip(r, 0.8, 1.2) A)", 16, anchor="start", bold=True)
+    picture.text(left, 28, "Objective of a token: min(r A, clip(r, 0.8, 1.2) A)", 16, anchor="start", bold=True)
     picture.text(
         left,
         48,
-        "flat: no gradient; the other side stays open, so a token that went wrong comes back",
+        "A flat line has no gradient. A token that moved against its advantage is never clipped.",
         12,
         SOFT,
         "start",
@@ -152,7 +153,7 @@ def clip() -> str:
 
 
 def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: float, colours: tuple[str, ...]):
-    """The gain of a token with this advantage, for ratios from 0.4 to 1.6."""
+    """Draw the objective of a token with this advantage, for ratios from 0.4 to 1.6."""
     lowest = min(1.6 * advantage, 0.0)
 
     def at(ratio: float, gain: float) -> tuple[float, float]:
@@ -164,7 +165,7 @@ def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: floa
     for gain in (0.0, advantage):
         picture.text(left - 8, at(0.4, gain)[1] + 4, f"{gain:g}", 12, SOFT, "end")
     picture.line([at(0.4, 0), at(1.6, 0)], SOFT)
-    picture.line([at(0.4, 0.4 * advantage), at(1.6, 1.6 * advantage)], colours[2], 1.5)  # without the clip
+    picture.line([at(0.4, 0.4 * advantage), at(1.6, 1.6 * advantage)], colours[2], 1.5)  # without clipping
     ratio = torch.linspace(0.4, 1.6, 121, dtype=torch.float64)[:, None]
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
     inputs = TermInputs(ratio.log(), ratio.log(), ratio, advantages, torch.ones_like(ratio))
@@ -176,7 +177,7 @@ def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: floa
 
 
 def gae_picture() -> str:
-    """One answer of eight tokens whose critic changes its mind at the colour: rewards, values, advantages."""
+    """Draw values and advantages of an answer of eight tokens; the critic's value jumps after the token `blue`."""
     words = ["think", "I", "see", "blue", "answer", "blue", "square", "end"]
     values = torch.tensor([[0.5, 0.5, 0.5, 0.5, 0.9, 0.9, 0.95, 0.95]], dtype=torch.float64)
     rewards = torch.tensor([[0.0] * 7 + [1.0]], dtype=torch.float64)
@@ -186,7 +187,7 @@ def gae_picture() -> str:
     picture.text(
         left,
         26,
-        "GAE over one answer: who gets the credit for the reward of 1 at its end",
+        "GAE over one answer: which tokens get credit for the reward of 1 at its end",
         15,
         anchor="start",
         bold=True,
@@ -205,14 +206,14 @@ def gae_picture() -> str:
     picture.note(
         left,
         top + band * len(rows) + 12,
-        "After the token 'blue' the critic forecasts 0.9 instead of 0.5. With lam 0 a token gets the change that it",
-        "made itself, with lam 1 all that came after it, less the forecast before it; 0.95 is in between.",
+        "After the token 'blue' the critic predicts 0.9 instead of 0.5. With lam 0, a token gets only the change of",
+        "the value that it caused. With lam 1, it gets the final reward minus the value before it. 0.95 is in between.",
     )
     return picture.svg()
 
 
 def mask() -> str:
-    """Two prompts with two completions each, as one run."""
+    """Draw the attention mask of one packed sequence with two prompts and two completions for each."""
     prompts, completions = [4, 3], [[4, 3], [3, 4]]
     layout, cell, left, top = GroupLayout(prompts, completions), 24, 128, 92
     sees = visible(layout).tolist()
@@ -224,8 +225,10 @@ def mask() -> str:
     of_token = [number for number, (_, length, _, _) in enumerate(spans) for _ in range(length)]
     size = cell * len(sees)
     picture = Picture(left + size + 24, top + size + 76, "The attention mask of a packed run with two groups")
-    picture.text((left + size) / 2 + 12, 28, "Who sees whom in a packed run", 16, bold=True)
-    picture.text((left + size) / 2 + 12, 48, "row: the token that attends; column: the token that is seen", 12, SOFT)
+    picture.text((left + size) / 2 + 12, 28, "Which tokens attend to which in a packed sequence", 16, bold=True)
+    picture.text(
+        (left + size) / 2 + 12, 48, "row: the token that attends; column: the token that it attends to", 12, SOFT
+    )
     for i, row in enumerate(sees):
         for j, seen in enumerate(row):
             colour = spans[of_token[j]][2] if seen else FAINT
@@ -244,15 +247,15 @@ def mask() -> str:
     picture.note(
         30,
         top + size + 26,
-        "A prompt is in the run once; all its completions read it there. Nothing else",
-        "is shared. A completion's last token is predicted but not in the run,",
-        "because no token follows it.",
+        "Each prompt occurs once, and all its completions attend to it. Nothing else",
+        "is shared. The last token of a completion is predicted but is not in the",
+        "sequence, because no token follows it.",
     )
     return picture.svg()
 
 
 def windows() -> str:
-    """6 x 11 merged tokens of an image of 168 x 308 pixels."""
+    """Draw the attention windows of an image of 168 x 308 pixels, which has 6 x 11 merged tokens."""
     rows, cols, cell, left, top = 6, 11, 46, 30, 72
     config = VisionConfig()
     merge = config.spatial_merge_size
@@ -279,7 +282,7 @@ def windows() -> str:
     picture.note(
         left,
         top + rows * cell + 26,
-        "Each window is one consecutive run, so attention needs no mask and no padding.",
+        "The tokens of a window are consecutive, so attention needs no mask or padding.",
         "Windows at the right and bottom edges are smaller.",
         "Blocks 7, 15, 23 and 31 attend to the whole frame instead.",
     )
@@ -287,7 +290,7 @@ def windows() -> str:
 
 
 def mrope() -> str:
-    """3 text tokens, an image of 3 x 4 merged tokens, 3 text tokens."""
+    """Draw the positions of 3 text tokens, an image of 3 x 4 merged tokens, and 3 text tokens."""
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
     config = SimpleNamespace(image_token_id=IMAGE, video_token_id=-1, vision_config=vision)
     ids = torch.tensor([TEXT] * 3 + [IMAGE] * 12 + [TEXT] * 3)
@@ -323,7 +326,7 @@ def mrope() -> str:
 
 
 def recurrent() -> str:
-    """What each output of a recurrent layer depends on, measured by gradients: with and without go_on."""
+    """Draw which inputs each output of a recurrent layer depends on, with packed groups and as one plain row."""
     prompts, completions, cell, left, top = [4, 3], [[4, 3], [3, 4]], 15, 40, 96
     layout, names = GroupLayout(prompts, completions), iter("pabqcd")
     sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)
@@ -339,8 +342,8 @@ def recurrent() -> str:
     size = cell * layout.num_tokens
     picture = Picture(2 * (left + size) + 40, top + size + 62, "What the outputs of a recurrent layer depend on")
     picture.text(left + size + 20, 28, "What an output of a recurrent layer depends on", 16, bold=True)
-    picture.text(left + size + 20, 48, "row: the output of a token; column: the token that moves it", 12, SOFT)
-    panels = (GroupAttention(layout), "spans go on from copies"), (one_row, "the run as one row: a leak")
+    picture.text(left + size + 20, 48, "row: the output of a token; column: a token that it depends on", 12, SOFT)
+    panels = (GroupAttention(layout), "completions continue from copies"), (one_row, "as one row: a leak")
     for panel, (attention, words) in enumerate(panels):
         x = torch.randn(layout.num_tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         moved = torch.autograd.functional.jacobian(lambda x, a=attention: layer(x, a).sum(1), x)  # (N, N, 8)
@@ -358,14 +361,17 @@ def recurrent() -> str:
     picture.note(
         left,
         top + size + 26,
-        "p and q are prompts, a, b and c, d their completions. Run as one row, b remembers a,",
-        "and the second group remembers the first: each is trained on a prompt that it never has.",
+        "p and q are prompts; a, b and c, d are their completions. As one row, b depends on a,",
+        "and the second group depends on the first, so each trains on a wrong prompt.",
     )
     return picture.svg()
 
 
 def keep(runs: list[Path], lost: Path, chosen: dict[int, int]):
-    """Write zoom.json: curves of runs and of a lost one, and of steps of the first a completion with this accuracy."""
+    """Write zoom.json: curves of `runs` and of `lost`, and completions of the first run.
+
+    chosen: step -> accuracy of the completion that is shown for this step.
+    """
 
     def curve(run: Path, name: str) -> list[float]:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -387,7 +393,7 @@ def keep(runs: list[Path], lost: Path, chosen: dict[int, int]):
 
 
 def shares(picture: Picture, corner: tuple[int, int], curves: list[list[float]], colors: tuple[str, ...]):
-    """Draw shares over the steps of runs, 300 x 190: means of five steps."""
+    """Draw curves from 0 to 1 over the steps of runs, each a moving mean of five steps, 300 x 190 pixels."""
     (left, top), wide, high = corner, 300, 190
     for share in (0, 0.5, 1):
         y = top + high * (1 - share)
@@ -395,7 +401,9 @@ def shares(picture: Picture, corner: tuple[int, int], curves: list[list[float]],
         picture.text(left - 8, y + 4, f"{share:g}", 12, SOFT, "end")
     for curve, color in zip(curves, colors, strict=False):
         last = [curve[max(0, i - 4) : i + 1] for i in range(len(curve))]
-        means = [math.fsum(some) / len(some) for some in last]  # sum() rounds otherwise from Python 3.12 on
+        means = [
+            math.fsum(some) / len(some) for some in last
+        ]  # fsum, because sum() rounds differently since Python 3.12
         points = [(left + wide * i / (len(means) - 1), top + high * (1 - mean)) for i, mean in enumerate(means)]
         picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 1.8)
     picture.text(left, top + high + 20, "0", 12, SOFT)
@@ -403,10 +411,10 @@ def shares(picture: Picture, corner: tuple[int, int], curves: list[list[float]],
 
 
 def form() -> str:
-    """Accuracy and answered calls of a run that pays for the outcome alone."""
+    """Draw accuracy and answered calls of a run that rewards only the final answer."""
     curves = json.loads(ZOOM.read_text())["lost"]
-    picture = Picture(400, 320, "a policy loses the form of its calls")
-    picture.text(200, 26, "The outcome alone: seed 1 loses the form", 16, bold=True)
+    picture = Picture(400, 320, "a policy forgets the format of its tool calls")
+    picture.text(200, 26, "Reward for the answer only, seed 1", 16, bold=True)
     shares(picture, (60, 50), [*curves.values()], (BLUES[0], ORANGES[1]))
     for number, (name, color) in enumerate(zip(curves, (BLUES[0], ORANGES[1]), strict=True)):
         picture.text(60 + 90 * number, 290, name, 12, color, "start", bold=True)
@@ -414,10 +422,10 @@ def form() -> str:
 
 
 def zoom() -> str:
-    """The curve of each seed; three completions with the crop where it was asked for."""
+    """Draw the accuracy of each seed, and three completions with the crop that each requested."""
     data = json.loads(ZOOM.read_text())
-    picture = Picture(860, 300, "a model learns to ask for a closer look")
-    picture.text(430, 26, "Look again: reward teaches where", 16, bold=True)
+    picture = Picture(860, 300, "a model learns to zoom into an image")
+    picture.text(430, 26, "The model learns where to zoom", 16, bold=True)
     shares(picture, (50, 50), data["accuracy"], BLUES * 4)
     picture.text(50, 278, f"accuracy, {len(data['accuracy'])} seeds", 12, INK, "start")
     for number, one in enumerate(data["rollouts"]):
@@ -434,9 +442,7 @@ def zoom() -> str:
         picture.text(
             x + 360, y + 30, after.replace("<answer>", "").replace("</answer>", ""), 12, INK, "start", bold=True
         )
-    picture.text(
-        390, 290, "what the model is shown, what it writes, the crop that it asks for, its answer", 12, SOFT, "start"
-    )
+    picture.text(390, 290, "the image, the text of the model, the crop that it requests, its answer", 12, SOFT, "start")
     return picture.svg()
 
 

@@ -1,4 +1,4 @@
-"""The architecture as numbers: config.json of a Hugging Face folder, read and written."""
+"""ModelConfig and VisionConfig: parse and write the config.json of a Hugging Face folder."""
 
 import math
 from collections.abc import Container
@@ -11,22 +11,22 @@ from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 NumExperts = Annotated[int, "[1, 1e6]"]
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# more would take minutes to build, before the weights are seen to be missing
+# limited, because a larger model would take minutes to build before an error about missing weights
 Depth = Annotated[int, "[1, 1000]"]
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Sizes of experts, by their names in config.json."""
+    """Sizes of a mixture of experts, with the names of config.json."""
 
     num_experts: NumExperts  # E
     num_experts_per_tok: NumExperts  # k
     moe_intermediate_size: NumExperts  # I
-    shared_expert_intermediate_size: NumExperts | None = (
-        None  # of one for all tokens; None: no such
-    )
-    mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)  # have no experts
-    decoder_sparse_step: NumExperts = 1  # layers from one that has experts to the next
+    # width of the shared expert, which computes all tokens; None if there is none
+    shared_expert_intermediate_size: NumExperts | None = None
+    # indices of layers with a dense MLP instead of experts
+    mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
+    decoder_sparse_step: NumExperts = 1  # every decoder_sparse_step-th layer has experts
 
     def __post_init__(self):
         check_field(
@@ -37,19 +37,19 @@ class ExpertsConfig:
         )
 
     def has_experts(self, index: int) -> bool:
-        """Tell whether a layer has experts, or a dense MLP."""
+        """Return True if the layer of this index has experts, and False if it has a dense MLP."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Sizes of recurrent layers (Qwen3.5), by their names in config.json."""
+    """Sizes of the recurrent layers of Qwen3.5, with the names of config.json."""
 
     linear_num_key_heads: Size
     linear_num_value_heads: Size
     linear_key_head_dim: Size
     linear_value_head_dim: Size
-    linear_conv_kernel_dim: Annotated[int, ">= 2"]  # tokens that the convolution mixes
+    linear_conv_kernel_dim: Annotated[int, ">= 2"]  # kernel size of the convolution, in tokens
 
     def __post_init__(self):
         check_field(
@@ -62,7 +62,7 @@ class RecurrentConfig:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower, with Qwen2.5-VL's names and transformers' defaults of what is missing."""
+    """Config of the vision tower, with the names of Qwen2.5-VL and the defaults of transformers."""
 
     depth: Depth = 32  # transformer blocks
     hidden_size: Size = 3584  # E
@@ -70,18 +70,22 @@ class VisionConfig:
     num_heads: Size = 16
     out_hidden_size: Size = 3584  # the decoder's hidden_size
     in_channels: Size = 3
-    patch_size: Size = 14  # pixels a side
+    patch_size: Size = 14  # side of a patch in pixels
     temporal_patch_size: Size = 2  # frames in one patch; an image is one frame repeated
-    spatial_merge_size: Size = 2  # patches a side that become one decoder token
-    # pixels a side of an attention window; None: a frame is one window (Qwen2-VL)
+    # side, in patches, of the square that is merged into one decoder token
+    spatial_merge_size: Size = 2
+    # side of an attention window in pixels; None makes each frame one window (Qwen2-VL)
     window_size: Size | None = 112
-    fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)  # attend to the whole frame
-    tokens_per_second: Size | None = 4  # M-RoPE positions; None: one a time step (Qwen2-VL)
+    # indices of blocks that attend to the whole frame
+    fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)
+    # M-RoPE time positions per second; None uses one position per time step (Qwen2-VL)
+    tokens_per_second: Size | None = 4
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    rope_theta: Annotated[float, "(0, inf)"] = 1e4  # of the 2-D rotary
-    # learned positions, a square that is stretched over each image; None: there are none
+    rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
+    # number of learned position embeddings, a square grid that is interpolated to each image's
+    # size; None if the tower has none
     num_position_embeddings: Size | None = None
-    # blocks whose output is added to the decoder's first layers too (Qwen3-VL's DeepStack)
+    # blocks whose output is also added to the first layers of the decoder (Qwen3-VL's DeepStack)
     deepstack_visual_indexes: tuple[TokenId, ...] = ()
 
     def __post_init__(self):
@@ -103,13 +107,16 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in one flattened patch: channels x frames x patch x patch (1176 on the hub)."""
+        """Return the number of values in a flattened patch, 1176 in the hub's Qwen2.5-VL models.
+
+        It is channels x frames x patch_size x patch_size.
+        """
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 @dataclass
 class ModelConfig:
-    """Decoder and vision tower. Defaults are the values that all Qwen2.5-VL checkpoints share."""
+    """Config of a model. Defaults are the values that all Qwen2.5-VL checkpoints have in common."""
 
     vocab_size: Size
     hidden_size: Size
@@ -118,20 +125,23 @@ class ModelConfig:
     num_attention_heads: Size
     num_key_value_heads: Size
     vision_config: VisionConfig
-    model_type: str = "qwen2_5_vl"  # one of FAMILIES
+    model_type: str = "qwen2_5_vl"  # a key of FAMILIES
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
-    mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)  # of time, height, width
-    mrope_interleaved: bool = False  # time, height and width take turns (Qwen3-VL)
-    head_dim: Size = 0  # 0: hidden_size / num_attention_heads
-    attention_bias: bool = True  # of queries, keys and values
-    qk_norm: bool = False  # each head of queries and keys is normed
-    partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0  # share of a head that is turned
-    # what each layer is (Qwen3.5); (): all attend
-    full_attention_interval: Size | None = None  # layers from one that attends to the next
+    # number of rotary frequencies that encode time, height and width
+    mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
+    mrope_interleaved: bool = False  # frequencies alternate between the three axes (Qwen3-VL)
+    head_dim: Size = 0  # 0 means hidden_size / num_attention_heads
+    attention_bias: bool = True  # whether the projections of queries, keys and values have biases
+    qk_norm: bool = False  # whether each head of queries and keys is normalised
+    # fraction of head_dim that is rotated
+    partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0
+    # every full_attention_interval-th layer has attention, the others a recurrence (Qwen3.5)
+    full_attention_interval: Size | None = None
+    # type of each layer; () means that all layers have attention
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
-    recurrent: RecurrentConfig | None = None  # None: all layers attend
-    experts: ExpertsConfig | None = None  # of its MLPs; None: all are dense
+    recurrent: RecurrentConfig | None = None  # None if all layers have attention
+    experts: ExpertsConfig | None = None  # None if all MLPs are dense
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
     image_token_id: TokenId = 151655
@@ -141,7 +151,7 @@ class ModelConfig:
     bos_token_id: TokenId | None = 151643
     eos_token_id: TokenId | list[TokenId] | None = 151645
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    extra: dict = field(default_factory=dict)  # keys that we carry along but do not read
+    extra: dict = field(default_factory=dict)  # unused keys, which to_dict writes unchanged
 
     def __post_init__(self):
         heads = self.num_attention_heads
@@ -162,7 +172,7 @@ class ModelConfig:
             sum(section) * 2 == rotary_dim,
             "mrope_section",
             section,
-            f"three numbers whose sum is half of {rotary_dim}, what is turned of head_dim",
+            f"three numbers whose sum is half of {rotary_dim}, the rotated part of head_dim",
         )
         self._check_tower(self.vision_config)
         if self.full_attention_interval is not None:
@@ -193,7 +203,7 @@ class ModelConfig:
         )
 
     def _check_layer_types(self, interval: int):
-        """Fill in which layers are recurrent, and check them."""
+        """Set layer_types by default, and check them."""
         count = self.num_hidden_layers
         if not self.layer_types:
             self.layer_types = tuple(
@@ -204,14 +214,14 @@ class ModelConfig:
             valid,
             "layer_types",
             list(self.layer_types),
-            f"the types of {count} layers, of which one at least is full_attention",
+            f"a list of {count} layer types with at least one full_attention",
         )
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
-        """The axis of each frequency: 0 time, 1 height, 2 width; half of what is turned of a head.
+        """Return the position axis of each rotary frequency: 0 for time, 1 for height, 2 for width.
 
-        Example: sections 2, 1, 1 are 0 0 1 2, interleaved 0 1 2 0.
+        Example: mrope_section (2, 1, 1) gives 0 0 1 2, and interleaved 0 1 2 0.
         """
         section = self.mrope_section
         if self.mrope_interleaved:
@@ -221,24 +231,31 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], where: str = "config.json") -> "ModelConfig":
-        """Read a config.json: the hub's flat form, or transformers 5's with text_config."""
+        """Parse a config.json, either flat as on the hub or with text_config as in transformers 5.
+
+        Args:
+            config: the parsed JSON object.
+            where: name of the file in error messages.
+        Raises:
+            ValueError: a value is invalid or not supported.
+        """
         model_type = config.get("model_type")
         check_field(
             model_type in list(FAMILIES),
             f"{where}: model_type",
             model_type,
-            f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not computed",
+            f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported",
         )
         family = FAMILIES[config["model_type"]]
         text = _section(config, where, "text_config")
         vision = _section(config, where, "vision_config")
         flat = {**config, **text, "model_type": model_type}
         _check_supported(flat, vision, family, where)
-        flat.pop("mrope_section", None)  # only the rope's own counts
-        if family.experts:  # as transformers 5 calls them
+        flat.pop("mrope_section", None)  # only the value in the rope settings is used
+        if family.experts:  # num_local_experts is the name in transformers 5
             flat.setdefault("num_experts", flat.pop("num_local_experts", None))
         for name, value in {**family.defaults, **family.experts}.items():
-            if flat.get(name) is None:  # null is missing
+            if flat.get(name) is None:  # null counts as missing
                 flat[name] = value
         rope = _rope(flat, where)
         for name in ("rope_theta", "mrope_section", "partial_rotary_factor"):
@@ -246,13 +263,14 @@ class ModelConfig:
                 flat[name] = rope[name]
         dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
         flat["torch_dtype"] = dtype or "float32"
-        # transformers 5 repeats this key in text_config by default; the top level decides
+        # the top level takes precedence, because transformers 5 writes the key's default into
+        # text_config
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         flat["vision_config"] = _flat_vision(vision, family, where)
         flat |= family.text
         if flat.get("head_dim") is None:
-            flat.pop("head_dim", None)  # it is computed
+            flat.pop("head_dim", None)  # computed in __post_init__
         names = {field.name for field in (*fields(cls), *fields(RecurrentConfig))}
         flat["experts"] = flat["recurrent"] = None
         flat["extra"] = without(flat, names | REWRITTEN | family.experts.keys())
@@ -267,13 +285,16 @@ class ModelConfig:
                 not family.turned_experts or built.hidden_size not in (size, 2 * size),
                 f"{where}: moe_intermediate_size",
                 size,
-                "neither hidden_size nor half of it: nobody could tell whether the experts of a "
-                "file are transposed",
+                "neither hidden_size nor half of it, because then the shapes in a file would not "
+                "show whether the experts are transposed",
             )
         return built
 
     def to_dict(self) -> dict:
-        """Write the hub's config.json, which vLLM and every transformers with the family read."""
+        """Return the config.json in the hub's layout.
+
+        vLLM and every transformers release that supports the family can read it.
+        """
         family = FAMILIES[self.model_type]
         text = {}
         for name, value in asdict(self).items():
@@ -301,7 +322,7 @@ class ModelConfig:
         return family.write(config)
 
 
-# keys of a config.json that to_dict writes anew, by other names or from other fields
+# keys of a config.json that are not kept in `extra`, because to_dict computes them from fields
 REWRITTEN = {
     "text_config",
     "rope_parameters",
@@ -313,12 +334,12 @@ REWRITTEN = {
 
 
 def without(values: dict, names: Container[str]) -> dict:
-    """Leave out some keys."""
+    """Return a copy of a dictionary without some keys."""
     return {name: value for name, value in values.items() if name not in names}
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the object that the first of these keys holds, {} where they are missing or null."""
+    """Return the object under the first of these keys that is set; {} if all are missing or null."""
     for name in names:
         section = config.get(name)
         if section:
@@ -328,15 +349,15 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    """Return what transformers 5, or an older one, says of rotary embeddings."""
+    """Return the settings of rotary embeddings, under the key of transformers 5 or of older ones."""
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
 def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
-    """Refuse a model that we do not compute; what is missing or null is what we compute."""
+    """Raise ValueError for settings that are not supported; missing or null ones are accepted."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
-    supported = {  # key: what the file says, and what is computed
+    supported = {  # key -> (value in the file, supported values ...)
         "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
         "hidden_act": (flat.get("hidden_act"), "silu"),
         "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
@@ -356,12 +377,12 @@ def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
             value is None or value in computed,
             f"{where}: {name}",
             value,
-            f"{computed[0]!r}; no other is supported",
+            f"{computed[0]!r}; no other value is supported",
         )
 
 
 def _flat_vision(vision: dict, family: ModelSpec, where: str) -> dict:
-    """Return the fields of VisionConfig."""
+    """Return the fields of VisionConfig from the vision_config of a config.json."""
     vision = vision | {"in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
     rope = _rope(vision, f"{where}: vision_config")
     if "rope_theta" in rope:

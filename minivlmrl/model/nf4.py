@@ -1,8 +1,10 @@
-"""Frozen weights in 4 bits a value (NF4 with double quantisation, QLoRA, arXiv 2305.14314).
+"""Frozen weights in NF4, 4 bits per value, with double quantisation (QLoRA, arXiv 2305.14314).
 
-64 values have a scale, the largest of them, and each is the index of the nearest of 16 quantiles of
-a normal. Scales, less their mean, have 8 bits: 4.13 bits a value. Each pass unpacks weights again.
-run/adamw8bit.py has moments of such 8 bits.
+Each block of 64 values has a scale, its largest absolute value. A value divided by the scale is
+stored as the index of the nearest of 16 quantiles of a normal distribution. The mean of all scales
+is subtracted and the rest is quantised to 8 bits, which gives 4.13 bits per value in total. Every
+forward and backward pass unpacks the weights again. run/adamw8bit.py uses the same 8-bit
+quantisation for the moments of AdamW.
 """
 
 from collections.abc import Callable
@@ -16,18 +18,22 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.model.plain_weights import PackedLinear, gather
 
-NF4 = (  # the appendix of the paper, to the digits of float32
+NF4 = (  # the 16 quantiles in the appendix of the paper, with the digits of float32
     -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# cached on the device: a copy would synchronise, which a CUDA graph forbids
+# cached on the device, because a copy would synchronise, which is not allowed in a CUDA graph
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
-@cache  # a copy to the device would synchronise, which a CUDA graph forbids
+# cached, because a copy to the device would synchronise, which is not allowed in a CUDA graph
+@cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
-    """List bitsandbytes' 256 numbers, ascending: 0, 1, and twice as many in each of seven decades."""
+    """Return the 256 values of bitsandbytes' dynamic 8-bit code, ascending.
+
+    They are 0, 1 and values in seven decades, each of which has twice as many as the one below.
+    """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
@@ -37,7 +43,15 @@ def dynamic_code(signed: bool, device: torch.device) -> Tensor:
 
 
 def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, Tensor]:
-    """(rows, n) float32 -> indices (rows, n) uint8 of numbers, scales (rows, ceil(n / block))."""
+    """Quantise each block of values to the nearest entries of a code.
+
+    Args:
+        values: (rows, n) float32.
+        code: (k,) ascending values in [-1, 1], k at most 256.
+        block: number of values that share a scale.
+    Returns:
+        indices into the code (rows, n) uint8, and scales (rows, ceil(n / block)).
+    """
     num_rows, num_values = values.shape
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
     scales = value_blocks.abs().amax(2)  # (rows, blocks)
@@ -48,12 +62,17 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
 
 
 def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """Compute the (rows, n) float32 values that quantize's result means."""
+    """Compute (rows, n) float32 values from the indices and scales that `quantize` returned."""
     return code[indices.int()] * scales.repeat_interleave(GROUP, 1)[:, : indices.shape[1]]
 
 
 def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """Pack a weight, two values a byte, and the scales of its blocks, less their mean, `offset`."""
+    """Quantise a weight to NF4, with two values per byte, and quantise the scales to 8 bits.
+
+    Returns:
+        `packed` values, `scale_indices` and `scale_scales` of the quantised scales, and `offset`,
+        the mean that was subtracted from the scales.
+    """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
     offset = scales.mean()
@@ -69,14 +88,17 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Pack a weight without numbers."""
+    """Return the tensors of pack_nf4 on the meta device, for a weight of this shape."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
 def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Compute the (n,) values of a dtype that pack_nf4's result means, n filled up to whole blocks."""
+    """Compute the values (n,) of a weight from the tensors of pack_nf4.
+
+    n is the number of values of the weight, rounded up to whole blocks.
+    """
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
     if backend_for(offset) == "triton":
@@ -84,7 +106,8 @@ def unpack_nf4(
             packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype
         )
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # a byte's two values are one int64; 4096 blocks stay in a CPU's cache, all take thrice as long
+    # The table holds the two float32 values of each byte as one int64. On a CPU 4096 blocks are
+    # unpacked at a time, because they fit into the cache; all blocks at once take 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -101,7 +124,7 @@ def unpack_nf4(
 
 
 class NF4Linear(PackedLinear):
-    """A frozen linear layer in NF4. Where its values are sharded, each rank has all its scales."""
+    """A frozen linear layer with NF4 weights. If they are sharded, each rank keeps all scales."""
 
     packed: nn.Parameter
     scale_indices: Tensor
@@ -109,8 +132,8 @@ class NF4Linear(PackedLinear):
     offset: Tensor
 
     def read(self, weight: Tensor, part: Callable | None = None):
-        """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
-        if weight.is_meta:  # for the plan, which may have thousands of experts
+        """Pack a weight into this layer; part(packed, old parameter) returns this rank's shard."""
+        if weight.is_meta:  # in memory estimates; cached, because models have thousands of experts
             packed_tensors = {
                 name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()
             }
@@ -125,8 +148,8 @@ class NF4Linear(PackedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
-        # an offloaded part is in host memory
+        """Gather and unpack the weight (out_features, in_features), in its original dtype."""
+        # an offloaded shard is in host memory
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

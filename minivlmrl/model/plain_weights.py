@@ -1,7 +1,8 @@
-"""The weights of a plain model: their parts, names and values, whatever layers hold them.
+"""Names and values of the weights that a model has without adapters and quantisation.
 
-Adapters and 4 bits replace linear layers (model/lora.py, model/nf4.py). Files and other models have
-the weights of the plain layers.
+LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers. Checkpoints need the weights of
+the plain linear layers, so the functions here map between the two. The file also defines the parts
+of a model that options such as model.freeze can name.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# part of a model, as recipes name it -> prefixes of its weights; the first part that fits counts
+# part of a model, as named in recipes -> prefixes of its weights; the first match counts
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
@@ -24,24 +25,27 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Weights that a file has as one tensor, see model/families/experts.py."""
+    """Several weights that are one tensor in files, see model/families/experts.py."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
 
 class ReplacedLinear(nn.Module):
-    """A layer in place of a linear layer, whose weight is computed from what this layer holds."""
+    """Base class of layers that replace a linear layer and can compute its plain weight."""
 
-    shape: torch.Size  # of the plain weight
+    shape: torch.Size  # shape of the plain weight
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the plain layer's weight, gathered and without gradient; all ranks call this."""
+        """Compute the full weight of the plain layer, without gradient. All ranks must call this."""
         raise NotImplementedError
 
 
 class PackedProduct(torch.autograd.Function):
-    """x W^T that remembers neither x, as W is not trained, nor W in full."""
+    """Product x W^T with a packed W, which saves neither x nor the unpacked W for the backward.
+
+    x is not needed because W is not trained; the backward unpacks W again.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
@@ -54,26 +58,27 @@ class PackedProduct(torch.autograd.Function):
 
 
 class PackedLinear(ReplacedLinear):
-    """A frozen linear layer whose weight is packed into fewer bits, alone or as a LoRALinear's base.
+    """Base class of frozen linear layers whose weight is packed into fewer bits.
 
-    A subclass packs in `read` and unpacks in `weight`: model/nf4.NF4Linear.
+    A packed layer can also be the base of a LoRALinear. Subclasses such as model/nf4.NF4Linear
+    implement packing in `read` and unpacking in `weight`.
     """
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.shape = linear.weight.shape
         self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # of the weight before it was packed, and when unpacked
+        self.dtype = linear.weight.dtype  # dtype of the weight before packing and after unpacking
         self.bias = linear.bias
         self.read(linear.weight)
 
     def read(self, weight: Tensor, part: Callable | None = None):
-        """Pack a weight; part(packed, the parameter so far) is what this rank keeps of it."""
+        """Pack a weight into this layer; part(packed, old parameter) returns this rank's shard."""
         raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:
-        """Unpack (out_features, in_features) in the dtype that it was packed from, gathered."""
+        """Gather and unpack the weight (out_features, in_features), in its original dtype."""
         raise NotImplementedError
 
     def plain_weight(self) -> Tensor:
@@ -86,12 +91,14 @@ class PackedLinear(ReplacedLinear):
         return product + self.bias
 
 
-Weight = Tensor | ReplacedLinear | Stacked  # what `full` computes a weight of the plain model from
+Weight = (
+    Tensor | ReplacedLinear | Stacked
+)  # sources from which gather_full_tensor computes a weight
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A sharded tensor, torch's DTensor, whose module takes long to import."""
+    """Interface of torch's DTensor, a sharded tensor, whose module is slow to import."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -99,7 +106,7 @@ class Sharded(Protocol):
 
 
 def gather_full_tensor(weight: Weight) -> Tensor:
-    """Compute a weight without gradient: gathered if it is sharded, merged or unpacked."""
+    """Compute a full weight, without gradient: gather shards, merge adapters, unpack NF4."""
     if isinstance(weight, Stacked):
         return weight.stack(gather_full_tensor)
     if isinstance(weight, ReplacedLinear):
@@ -108,32 +115,32 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Gather a tensor if it is sharded; all ranks call this."""
+    """Gather a tensor if it is sharded. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Tell whether some layer of a model has an adapter."""
+    """Return whether any layer of a model has an adapter."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def plain_name(name: str) -> str:
-    """Name a parameter as the model without adapters does: files and states know no `base`."""
+    """Return the name that a parameter has in a model without adapters, without `.base`."""
     return name.replace(".base.", ".")
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """List the layers that are packed, by name; one under an adapter is its `base`."""
+    """Return the packed layers by name; the name of a layer under an adapter ends in `.base`."""
     return {name: part for name, part in model.named_modules() if isinstance(part, PackedLinear)}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Name each weight of the plain model and the parameter or quantized layer that holds it."""
+    """Return the weights without adapters: plain name -> parameter or quantised layer."""
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
@@ -144,7 +151,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Name each weight of the plain model and what `full` computes it from."""
+    """Return the weights with merged adapters: plain name -> source for gather_full_tensor."""
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -153,7 +160,10 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Collect the base of a model's adapters, as a memo for deepcopy; empty without any."""
+    """Return a memo for copy.deepcopy, with which a copy shares all weights except the adapters.
+
+    It is empty for a model without adapters.
+    """
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]
@@ -161,5 +171,5 @@ def shared_base(model: nn.Module) -> dict[int, Tensor]:
 
 
 def part_of(name: str) -> Part:
-    """Tell which part a parameter or layer of this name belongs to."""
+    """Return the part of the model that a parameter or layer of this name belongs to."""
     return next(part for part, beginnings in PARTS.items() if name.startswith(beginnings))

@@ -1,4 +1,4 @@
-"""A model that outputs a number instead of a token: a reward model, or PPO's critic."""
+"""Value models, which output a scalar per token: reward models and the critic of PPO."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained
 
-HEAD_FILE = "score.safetensors"  # beside the model's own files
+HEAD_FILE = "score.safetensors"  # in the folder of the backbone
 
 
 class ValueModel(nn.Module):
-    """Backbone and one linear unit on its last hidden states; see value_head for its weight."""
+    """A backbone and a linear head that computes one value from each last hidden state."""
 
     def __init__(
         self, backbone: Qwen2_5_VL, freeze: Sequence[Part] = (), weight: Tensor | None = None
@@ -33,48 +33,54 @@ class ValueModel(nn.Module):
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
-        """Compute the number at the state before each completion token, (M,)."""
+        """Compute the values (M,) of the states before each completion token."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
     def score_last_token(self, batch: GroupBatch) -> Tensor:
-        """Compute the number at the last token of completions, (R,), in a batch of pack_to_end."""
-        return torch.stack([numbers[-1] for numbers in self(batch).split(batch.layout.row_lengths)])
+        """Compute the value (R,) at the last token of each completion.
+
+        Args:
+            batch: a batch of pack_with_last_token.
+        """
+        return torch.stack([values[-1] for values in self(batch).split(batch.layout.row_lengths)])
 
 
 def pack_with_last_token(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:  # fmt: skip
-    """Pack prompts and completions with the last token of each completion in the run.
+    """Pack prompts and completions so that the last token of each completion has a hidden state.
 
-    A run leaves out the last token, as nothing follows that it would predict. So it is there twice,
-    and the second one is left out. With completions a of 3 and b of 2 tokens:
-        pack           p0 p1 p2 | a0 a1      | b0
-        pack_to_end    p0 p1 p2 | a0 a1 a2   | b0 b1      the state of a2 is that of all of a
+    `pack` leaves out the last token, because it predicts no token. This function therefore repeats
+    the last token, and the repeated one is left out. With completions a of 3 and b of 2 tokens:
+        pack                    p0 p1 p2 | a0 a1    | b0
+        pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
     longer = [[repeat_last_token(completion) for completion in group] for group in completions]
     return pack(prompts, longer, config, device)
 
 
 def repeat_last_token(completion: Completion) -> Completion:
-    """Append a completion's last token once more."""
+    """Return a completion whose last token is repeated."""
     ids = torch.cat([completion.ids, completion.ids[-1:]])
     policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
     return replace(completion, ids=ids, policy_mask=policy_mask)
 
 
 class ValueHead(nn.Linear):
-    """A linear unit whose result is of its weight's dtype, whatever the hidden states have."""
+    """A linear head that casts hidden states to the dtype of its weight, usually float32."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
 
 
 def value_head(model: Qwen2_5_VL, weight: Tensor | None = None) -> ValueHead:
-    """Make a head on a model's hidden states, sharded like it, float32 also on a bfloat16 model.
+    """Make a value head for a model, sharded if the model is sharded.
+
+    The head is float32 or wider, even for a bfloat16 model.
 
     Args:
-        weight: (1, hidden_size); None: zeros.
+        weight: (1, hidden_size). None initialises the head with zeros.
     """
     like = model.lm_head.weight
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -90,9 +96,9 @@ def value_head(model: Qwen2_5_VL, weight: Tensor | None = None) -> ValueHead:
 
 
 def input_form(model: Qwen2_5_VL, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
-    """Say what a model reads: its family, vocabulary and sizes of patches.
+    """Return the family, the vocabulary and the patch sizes, which determine a model's inputs.
 
-    Ids and patches made for one model are another's too where this is equal.
+    Two models for which these are equal can share token ids and image patches.
     """
     images = processor.image_processor
     patch_sizes = [getattr(images, name) for name in PATCHES]
@@ -100,25 +106,26 @@ def input_form(model: Qwen2_5_VL, processor: Processor) -> tuple[str, dict[str, 
 
 
 def check_value_model_folder(folder: str | Path):
-    """Refuse a folder without a value model (ValueError)."""
+    """Raise ValueError if a folder contains no value head."""
     if not (Path(folder) / HEAD_FILE).is_file():
         raise ValueError(
-            f"{folder}: there is no {HEAD_FILE}, the head of a reward model; train one"
+            f"{folder}: there is no {HEAD_FILE}, the head of a reward model. Train a reward model "
+            "and give its folder."
         )
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Read the folder of a value model; the options are those of load_model."""
+    """Load a value model from a folder; `options` are the further arguments of load_model."""
     check_value_model_folder(folder)
     return add_saved_head(load_model(folder, *options), folder)
 
 
 def add_saved_head(backbone: Qwen2_5_VL, folder: str | Path) -> ValueModel:
-    """Build a value model of a backbone and the head that a folder has."""
+    """Build a value model from a backbone and the head that is saved in a folder."""
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {"score.weight": shape}:
-        raise ValueError(f"{file}: it must hold score.weight, {shape}")
+        raise ValueError(f"{file}: it must contain exactly score.weight with shape {shape}")
     return ValueModel(backbone, weight=tensors["score.weight"])

@@ -168,7 +168,7 @@ def test_newer_models_have_the_config_of_qwen3_5():
 
 
 NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5 or qwen3_vl_moe or qwen3_5_moe; "
-NO_OTHER += "other mixtures of experts and qwen4_exp are not computed"
+NO_OTHER += "other mixtures of experts and qwen4_exp are not supported"
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [
@@ -179,13 +179,13 @@ NO_OTHER += "other mixtures of experts and qwen4_exp are not computed"
     ("num_key_value_heads", 3, "num_key_value_heads is 3, it must be a divisor of num_attention_heads (4)"),
     ("rms_norm_eps", 0, "rms_norm_eps is 0.0, it must be over 0 and finite"),
     ("rope_scaling.mrope_section", [2, 3, 4], "mrope_section is [2, 3, 4], it must be three numbers whose sum"),
-    ("rope_scaling.type", "yarn", "rope_scaling.type is 'yarn', it must be 'mrope'; no other is supported"),
+    ("rope_scaling.type", "yarn", "rope_scaling.type is 'yarn', it must be 'mrope'; no other value is supported"),
     ("use_sliding_window", True, "use_sliding_window is True, it must be False"),
     ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, it must be hidden_size (64)"),
     ("qwen3_vl/vision_config.num_position_embeddings", 35, "is 35, it must be a square number"),
     ("qwen3_vl/vision_config.deepstack_visual_indexes", [1, 4], "it must be different blocks of the tower"),
     ("qwen3_vl/text_config.rope_scaling", {"mrope_interleaved": False}, "mrope_interleaved is False, it must be True"),
-    ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "of which one at least is full_attention"),
+    ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "with at least one full_attention"),
     ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, it must be a divisor of linear_num_value_heads (4)"),
     ("qwen3_vl_moe/text_config.num_experts_per_tok", 6, "num_experts_per_tok is 6, it must be num_experts (5) or less"),
     ("qwen3_vl_moe/text_config.moe_intermediate_size", 32, "must be neither hidden_size nor half of it"),

@@ -1,10 +1,10 @@
-"""Mixtures of experts, Qwen3-VL-MoE's and Qwen3.5-MoE's: only the MLP of a decoder layer differs.
+"""Mixtures of experts (MoE) of Qwen3-VL-MoE and Qwen3.5-MoE, which replace the decoder's MLPs.
 
-A router gives each token k of E experts, which are small MLPs. In memory they are plain linear
-layers: adapters, 4 bits, sharding and states know them like any other. Files have those of a layer
-as two tensors, which are split when they are read and stacked when they are written.
+A router selects k of E experts, which are small MLPs, for each token. In memory each expert has
+ordinary linear layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Files
+store all experts of a layer in two tensors, which are split when loaded and stacked when saved.
 
-Dimension letters: N tokens, D hidden_size, E experts, k of them for each token, I their size.
+Dimension letters: N tokens, D hidden_size, E experts, k experts per token, I size of an expert.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py of transformers 5.23.
 """
 
@@ -26,7 +26,7 @@ from minivlmrl.model.vision import MLP
 
 
 class Experts(nn.Module):
-    """An MLP of k experts for each token; Qwen3.5 adds a gated one for all tokens."""
+    """MoE layer with k routed experts per token; Qwen3.5 adds a gated shared expert."""
 
     def __init__(self, width: int, sizes: ExpertsConfig, index: int):
         super().__init__()
@@ -42,59 +42,71 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """(N, D) -> (N, D): one product an expert, of all its tokens.
+        """Compute (N, D) -> (N, D); each expert runs once, on all of its tokens.
 
-        Rows are moved and never added up where they meet: forward and backward have no atomics.
+        Tokens are only reordered, and never accumulated by index, so that forward and backward
+        need no atomics and are deterministic.
 
         Args:
-            sum_over_ranks: adds up counts where weights are sharded, see distributed/fsdp.py.
+            sum_over_ranks: sums the token counts of experts over ranks, if weights are sharded;
+                see distributed/fsdp.py.
         """
         logits = self.gate(x)
         probabilities, ids = choose_experts(logits, self.top_k)
         weights = probabilities.gather(1, ids)
         weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)  # (N, k)
-        order = ids.flatten().argsort(stable=True)  # (N k,): by expert, then by token
+        order = ids.flatten().argsort(stable=True)  # (N k,) sorted by expert, then by token
         back = order.argsort()
         copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D)
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            used = sum_over_ranks(counts)  # with tokens of others it has a gradient here too
+            # an expert with tokens on any rank must run on all ranks, so that all have a gradient
+            used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
-            if uses:  # an expert without tokens costs nothing, and has no gradient
+            if uses:  # an expert without tokens is not computed, and has no gradient
                 parts.append(expert(tokens))
         per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
-        for rank in range(1, self.top_k):  # the order of the sum is each token's own
+        for rank in range(1, self.top_k):  # summed in the order of the router's probabilities
             out = out + per_rank[:, rank] * weights[:, rank, None]
         if self.shared_expert is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Count the tokens of each expert; on the meta device, for the plan, the first has all."""
+        """Count the tokens of each expert.
+
+        On the meta device, for memory estimates, all tokens count for the first expert.
+        """
         if ids.is_meta:
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
 
 def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Router logits (N, E) -> probabilities (N, E) in float32 or wider, the k likeliest ids (N, k)."""
+    """Select the k likeliest experts of each token from router logits (N, E).
+
+    Returns:
+        probabilities (N, E) in float32 or wider, and ids (N, k).
+    """
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return probabilities, probabilities.topk(top_k, dim=-1).indices
 
 
 @contextmanager
 def chosen_experts(model: nn.Module) -> Iterator[Callable[[], ChosenExperts]]:
-    """Yield what says by layer what choose_experts returned in the latest forward; {}: no experts.
+    """Record the routers' choices in this context.
 
-    The last layer computes selected tokens alone, see TextModel.
+    Yields a function that returns, for each layer with experts, the result of choose_experts in
+    the latest forward. In the last layer it has only the selected tokens, see TextModel.
     """
     kept: dict[int, tuple[Tensor, int]] = {}
 
     def keep(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
-        kept[block.index] = logits, block.top_k  # no more: a backward may compute the layer again
+        # stored by layer, because recomputation in the backward runs the hook again
+        kept[block.index] = logits, block.top_k
 
     def chosen() -> ChosenExperts:
         return {layer: choose_experts(*arguments) for layer, arguments in kept.items()}
@@ -107,24 +119,24 @@ def chosen_experts(model: nn.Module) -> Iterator[Callable[[], ChosenExperts]]:
 
 
 def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
-    """Give a layer an MLP of experts, where config.experts says so."""
+    """Replace the MLP of a layer by experts, if the config has experts in this layer."""
     if config.experts is not None and config.experts.has_experts(index):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# a tensor of a file, of all experts of a layer -> weights of each of them, in the order of its rows
+# tensor of all experts of a layer in a file -> the weights of each expert that it concatenates
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, turned: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a file, those of all experts of a layer as the weights of linear layers.
+    """Yield the tensors of a file, with stacked experts split into weights of linear layers.
 
     Args:
-        turned: they may be transposed too, as those of Qwen3-VL-MoE on the hub.
+        turned: stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
     Raises:
-        ValueError: a tensor has another shape than config.json says.
+        ValueError: the shape of a stacked tensor does not match config.json.
     """
     for name, tensor in tensors:
         layer_name, _, kind = name.rpartition(".")
@@ -141,9 +153,9 @@ def split_experts(
             tensor = tensor.mT
         if tensor.shape != shape:
             raise ValueError(
-                f"{file}: tensor {name} has shape {tuple(tensor.shape)}, {E} experts of config.json "
-                f"have {shape}; is one of them missing, or transposed once too often? Take the "
-                "folder's own config.json, or save it again with save_pretrained"
+                f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts of "
+                f"config.json have {shape}. Check that no expert is missing or transposed. Use the "
+                "folder's own config.json, or save the model again with save_pretrained."
             )
         for index, expert in enumerate(tensor):
             for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
@@ -152,19 +164,19 @@ def split_experts(
 
 @dataclass
 class StackedExperts:
-    """Weights of all experts of a layer that a file has as one tensor."""
+    """Weights of all experts of a layer that are one tensor in a file."""
 
-    experts: list[list[Weight]]  # of each expert those of FUSED
+    experts: list[list[Weight]]  # for each expert, the weights listed in FUSED
     turned: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Make the tensor, of weights that `full` makes."""
+        """Build the stacked tensor; `full` computes each weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.turned else stacked
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, turned: bool):
-    """Put StackedExperts in place of the weights of single experts."""
+    """Replace the weights of single experts in a dictionary by StackedExperts."""
     if config.experts is None:
         return
     for name in list(weights):
@@ -179,7 +191,7 @@ def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, turned: bo
 
 
 def count_over_ranks(model: nn.Module, sum_counts: Callable):
-    """Let the experts of a sharded model know how many tokens all ranks have for each of them."""
+    """Make all experts of a sharded model sum their token counts over ranks with `sum_counts`."""
     for module in model.modules():
         if isinstance(module, Experts):
             module.forward = partial(module.forward, sum_over_ranks=sum_counts)

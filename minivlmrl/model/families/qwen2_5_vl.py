@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, the family that the rest of the package is written for."""
+"""Qwen2.5-VL, whose modules and config are the defaults of the package."""
 
 from minivlmrl.model.families.registry import ROTARY_ALONE, ModelSpec
 

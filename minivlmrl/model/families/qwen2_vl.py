@@ -1,4 +1,4 @@
-"""Qwen2-VL: its tower's MLP, and the names that only its config.json has."""
+"""Qwen2-VL: the MLP of its vision tower, and the conversion of its config.json."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from minivlmrl.model.vision import VisionTransformer
 
 
 class QuickGELUMLP(nn.Module):
-    """fc2(h * sigmoid(1.702 h)) of h = fc1(x): CLIP's approximation of GELU."""
+    """MLP with QuickGELU, CLIP's approximation of GELU: fc2(h * sigmoid(1.702 h)), h = fc1(x)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -26,7 +26,7 @@ class QuickGELUMLP(nn.Module):
         return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
-# fields of VisionConfig that its config.json does not have
+# fields of VisionConfig that the config.json of Qwen2-VL does not have
 TOWER = {
     "norm": "layer_norm",
     "window_size": None,
@@ -37,15 +37,15 @@ TOWER = {
 
 @dataclass
 class Tower:
-    """Qwen2-VL's own names in vision_config."""
+    """Fields of vision_config whose names differ in Qwen2-VL."""
 
     embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size of VisionConfig
-    mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # of intermediate_size to it
-    hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size
+    mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim
+    hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size of VisionConfig
 
 
 def read_vision(vision: dict, where: str) -> dict:
-    """Rename the vision_config of a config.json."""
+    """Convert the vision_config of Qwen2-VL to the field names of VisionConfig."""
     tower = build(Tower, vision, where, "vision_config.", json=True)
     return vision | {
         "hidden_size": tower.embed_dim,
@@ -55,7 +55,7 @@ def read_vision(vision: dict, where: str) -> dict:
 
 
 def write_config(config: dict) -> dict:
-    """Rename the vision_config back."""
+    """Convert the vision_config in a config back to the field names of Qwen2-VL."""
     vision = dict(config["vision_config"])
     width = vision["hidden_size"]
     mlp_ratio = vision.pop("intermediate_size") / width

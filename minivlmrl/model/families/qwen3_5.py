@@ -1,14 +1,15 @@
-"""Qwen3.5: three of its decoder's four layers have a memory of fixed size instead of keys.
+"""Qwen3.5: three of four decoder layers are recurrent, with a state of fixed size and no KV cache.
 
-A recurrence sees no mask, so no mask can keep the spans of a packed run apart. It need not: a
-prompt is run once, and each of its completions goes on from a copy of what the layer then keeps,
-its state and the last inputs of its convolution. `go_on` does this, in training and in decoding.
+A recurrence has no attention mask that could separate the prompts and completions of a packed
+sequence. Instead `run_recurrent_layer` computes each prompt once and starts each of its completions
+from a copy of the state after the prompt, in training and in decoding. The state of a layer
+consists of its recurrent state and the last inputs of its convolution.
 
-The fourth layers attend, with a gate on what they saw, and turn a part of each head alone. Norms
-scale by 1 + weight. The tower is Qwen3-VL's without DeepStack.
+Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of
+each head. Norms scale by 1 + weight. The vision tower is that of Qwen3-VL without DeepStack.
 
-Dimension letters: N tokens of the packed run, b rows of T tokens, H heads of V values, W numbers
-that the convolution mixes, K numbers of a query or key, D head_dim.
+Dimension letters: N tokens of the packed sequence, b rows of T tokens, H heads, V values of a
+head, K elements of a query or key, W channels of the convolution, D head_dim.
 Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py of transformers.
 """
 
@@ -31,7 +32,7 @@ from minivlmrl.model.rope import apply_rotary
 
 
 class CentredRMSNorm(nn.RMSNorm):
-    """RMSNorm that scales by 1 + weight, in float32."""
+    """RMSNorm that scales by 1 + weight, computed in float32."""
 
     def reset_parameters(self):
         nn.init.zeros_(self.weight)
@@ -43,16 +44,17 @@ class CentredRMSNorm(nn.RMSNorm):
 
 
 class Layer(DecoderLayer):
-    """A decoder layer that attends or has a recurrence, as config.layer_types says."""
+    """Decoder layer with attention or with a recurrence, as set in config.layer_types."""
 
     norm_type = CentredRMSNorm
-    attention_type = None  # added below, after the MLP: random weights are drawn in this order
+    # set in __init__ after the MLP, because random weights are initialised in this order
+    attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
         if config.recurrent is not None and config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(config, config.recurrent, index)
-        else:  # keys are remembered of these layers alone
+        else:  # the KV cache has entries only for these layers
             key_index = config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(config, key_index)
 
@@ -63,7 +65,7 @@ class Layer(DecoderLayer):
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose q_proj makes a gate of the result too; cos, sin turn a part of each head."""
+    """Attention with an output gate, which q_proj also computes, and partial rotary embeddings."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
@@ -83,21 +85,24 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first numbers of each head, as many as cos and sin have; the others stay."""
+    """Apply rotary embeddings to the first cos.shape[-1] elements of each head of x (N, H, D)."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
 
 def empty_memories(model: Qwen2_5_VL, rows: Tensor) -> list[list[Tensor]]:
-    """Make what each recurrent layer keeps of rows (b, ...) that have seen nothing."""
+    """Return the initial state of each recurrent layer for rows (b, ...), see initial_state."""
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
-    return [layer.empty(rows) for layer in layers]
+    return [layer.initial_state(rows) for layer in layers]
 
 
 class GatedDeltaNet(nn.Module):
-    """A matrix a head as memory; queries, keys and values see the last inputs by a convolution."""
+    """Gated DeltaNet layer, whose recurrent state is one (K, V) matrix per head.
 
-    resets_itself = True  # its parameters begin as they are here, see build.initialize
+    A causal convolution over the last tokens computes queries, keys and values.
+    """
+
+    resets_itself = True  # build.initialize calls reset_parameters
 
     def __init__(self, config: ModelConfig, sizes: RecurrentConfig, index: int):
         super().__init__()
@@ -106,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         self.k_dim, self.v_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
-        self.sizes = [key_width, key_width, value_width]  # of queries, keys and values
+        self.sizes = [key_width, key_width, value_width]  # widths of queries, keys and values
         width = sum(self.sizes)  # W
         hidden_size = config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
@@ -122,22 +127,26 @@ class GatedDeltaNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Let heads forget half after 0.4 to 700 tokens; softplus(dt_bias) is 0.001 to 0.1."""
+        """Initialise the decay of each head, with half-lives from 0.4 to 700 tokens.
+
+        softplus(dt_bias) is between 0.001 and 0.1.
+        """
         self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """(N, hidden_size) -> the same; `attention` knows what follows what in the run."""
+        """Compute (N, hidden_size) -> (N, hidden_size); `attention` has the order of the tokens."""
         inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
-        out = go_on(attention, self.index, inputs, self.scan)  # (N, H, V)
+        out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
         gate = F.silu(self.in_proj_z(x)).view_as(out)
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
-    def empty(self, rows: Tensor) -> list[Tensor]:
-        """Make the memory of rows (b, ...) that have seen nothing.
+    def initial_state(self, rows: Tensor) -> list[Tensor]:
+        """Return the state before the first token, all zeros, for as many rows as (b, ...) has.
 
-        The last inputs of the convolution, (b, taps - 1, W), and states (b, H, K, V) in float32 or
-        wider.
+        Returns:
+            The last inputs of the convolution (b, taps - 1, W), and the recurrent states
+            (b, H, K, V) in float32 or wider.
         """
         wide = torch.promote_types(rows.dtype, torch.float32)
         taps = self.conv1d.kernel_size[0]
@@ -145,17 +154,17 @@ class GatedDeltaNet(nn.Module):
         states = rows.new_zeros(len(rows), self.v_heads, self.k_dim, self.v_dim, dtype=wide)
         return [last_inputs, states]
 
-    def scan(self, inputs: list[Tensor], memory: list[Tensor] | None):
-        """Run T tokens of b rows.
+    def scan(self, inputs: list[Tensor], layer_state: list[Tensor] | None):
+        """Run the convolution and the recurrence over T tokens of b rows.
 
         Args:
-            inputs: what the three projections make of x: (b, T, W), (b, T, H), (b, T, H).
-            memory: what came before, see `empty`; None: nothing.
+            inputs: outputs of in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
+            layer_state: the state before the tokens, see initial_state. None is the initial state.
         Returns:
-            results (b, T, H, V), and the memory after them.
+            results (b, T, H, V), and the state after the tokens.
         """
         qkv, b, a = inputs
-        last_inputs, state = self.empty(qkv) if memory is None else memory
+        last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
         wide = state.dtype
         qkv_seen = torch.cat([last_inputs, qkv], dim=1)  # (b, taps - 1 + T, W)
         mixed = F.conv1d(qkv_seen.mT, self.conv1d.weight, groups=qkv_seen.shape[2]).mT  # (b, T, W)
@@ -166,7 +175,7 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H), how much of an old value is replaced
+        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the old value that is replaced
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -174,57 +183,64 @@ class GatedDeltaNet(nn.Module):
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """Scale vectors (the last axis) to length 1."""
+    """Normalise vectors on the last axis to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def go_on(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over a packed run, or over new tokens of rows in decoding.
+def run_recurrent_layer(
+    attention: Attention, index: int, inputs: list[Tensor], scan: Callable
+) -> Tensor:
+    """Run a recurrent layer over a packed sequence, or over the new tokens of a decode step.
 
     Args:
-        attention: its layout has the spans, and its `memory` what is kept of this layer (index).
-        inputs: each (N, ...); the result is (N, ...) too.
-        scan: (inputs of b rows, each (b, T, ...), memory) -> results (b, T, ...), memory after it.
+        attention: its layout has the positions of prompts and completions, and its recurrent_state
+            stores the state of each layer.
+        index: index of the layer in attention.recurrent_state.
+        inputs: tensors (N, ...).
+        scan: function (inputs of b rows, each (b, T, ...), state) -> results (b, T, ...), state
+            after the tokens.
+    Returns:
+        results (N, ...).
     """
     if isinstance(attention, DecodeAttention):
-        return _go_on_decoding(attention, index, inputs, scan)
+        return _decode_recurrent_layer(attention, index, inputs, scan)
     layout = attention.layout
     results = []
-    memories = []
+    states = []
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # pairs, one for each prompt length
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]  # each (b, T, ...)
         completions = [completion_block[:, 0] for _, completion_block in pairs]
-        out, memory = scan(prompts, None)
+        out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))
-        memories.append(memory)
-        if slots is not None:  # each from a copy of its prompt's memory
-            out, _ = scan(completions, [slots.expand_to_rows(x) for x in memory])
+        states.append(state)
+        if slots is not None:  # each completion starts from a copy of its prompt's state
+            out, _ = scan(completions, [slots.expand_to_rows(x) for x in state])
             results.append(out.flatten(0, 1))
-    if attention.keep_keys:  # for decoding, in the order of the prompts
+    if attention.keep_keys:  # store the states for decoding, in the order of the prompts
         order = layout.inverse[layout.last_index].argsort().argsort()
         attention.recurrent_state[index] = [
-            torch.cat(kept)[order] for kept in zip(*memories, strict=True)
+            torch.cat(kept)[order] for kept in zip(*states, strict=True)
         ]
     return Reorder.apply(torch.cat(results), layout.inverse)
 
 
-def _go_on_decoding(
+def _decode_recurrent_layer(
     attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable
 ) -> Tensor:
-    """Run a recurrent layer over the new tokens of each row."""
+    """Run a recurrent layer over the new tokens of each row, and update the stored states."""
     results = []
     for rows, tokens in attention.spans:
-        memory = [kept[rows] for kept in attention.recurrent_state[index]]
-        row_inputs = [x[tokens].unflatten(0, (len(memory[0]), -1)) for x in inputs]
-        out, memory_after = scan(row_inputs, memory)
-        for kept, changed in zip(memory, memory_after, strict=True):
-            kept.copy_(changed)  # where it is: a CUDA graph reads it there
+        state = [kept[rows] for kept in attention.recurrent_state[index]]
+        row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
+        out, state_after = scan(row_inputs, state)
+        for kept, changed in zip(state, state_after, strict=True):
+            kept.copy_(changed)  # in place, because a CUDA graph reads this address
         results.append(out.flatten(0, 1))
     return torch.cat(results)
 
 
-# what config.json does not say, and transformers' defaults for what it may leave out
+# fields that config.json does not have, and transformers' defaults of fields that it may omit
 NO_DEEPSTACK = {"deepstack_visual_indexes": ()}
 TOWER = qwen3_vl.TOWER | NO_DEEPSTACK
 LAYERS = {
@@ -252,7 +268,7 @@ TEXT_DEFAULTS = {
 
 
 def write_config(config: dict) -> dict:
-    """Nest a flat config, as the hub has it."""
+    """Convert a flat config to the nested config.json of the hub."""
     config = qwen3_vl.write_config(config)
     text = config["text_config"]
     text["layer_types"] = list(text["layer_types"])
@@ -274,7 +290,7 @@ SPECS = {
         defaults=TEXT_DEFAULTS,
         read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | NO_DEEPSTACK,
         write=write_config,
-        unread=("mtp.",),  # a layer that predicts the token after the next
+        unread=("mtp.",),  # the multi-token prediction layer, which predicts the token after next
         empty_memories=empty_memories,
         in_vllm=False,
         model=partial(QWEN3_VL.model, layer_type=Layer),

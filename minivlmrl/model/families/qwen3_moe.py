@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE and Qwen3.5-MoE: the families Qwen3-VL and Qwen3.5 with experts in their layers."""
+"""Qwen3-VL-MoE and Qwen3.5-MoE: Qwen3-VL and Qwen3.5 with mixtures of experts as MLPs."""
 
 import re
 from dataclasses import replace
@@ -18,7 +18,7 @@ from minivlmrl.model.families.registry import ModelSpec, Routing
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.model.families.routes import join_routes, watch_routes
 
-# what config.json of each family may say of experts, and what transformers takes for what is missing
+# keys about experts in the config.json of each family, with the defaults of transformers
 QWEN3_VL = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
@@ -35,7 +35,7 @@ QWEN3_5 = {
 
 
 class ExpertsLayer(DecoderLayer):
-    """Qwen3-VL-MoE's."""
+    """Decoder layer of Qwen3-VL-MoE."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
@@ -43,19 +43,20 @@ class ExpertsLayer(DecoderLayer):
 
 
 class RecurrentExpertsLayer(qwen3_5.Layer):
-    """Qwen3.5-MoE's."""
+    """Decoder layer of Qwen3.5-MoE."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
         place_experts(self, config, index)
 
 
-ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")  # experts, what chooses them
+# names of layers that adapter.target: experts selects, the experts and their routers
+ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 ROUTING = Routing(chosen_experts, RouterLog, watch_routes, join_routes)
 
 
 def with_experts(spec: ModelSpec, turned: bool, **changes) -> ModelSpec:
-    """Change the ModelSpec of a family into that of its mixture of experts."""
+    """Return the ModelSpec of a family's MoE variant, from the ModelSpec of the dense family."""
     return replace(
         spec,
         turned_experts=turned,

@@ -1,8 +1,9 @@
-"""Qwen3-VL: its vision tower, and how its folders say what the model is.
+"""Qwen3-VL: its vision tower, and the parsing of its configuration files.
 
-The tower has learned positions beside the 2-D rotary, no windows, and DeepStack: what some of its
-inner blocks see is merged too, and added to the decoder's first layers. Its decoder is decoder.py's
-with norms of queries and keys, no biases and interleaved M-RoPE.
+The tower has learned position embeddings besides the 2-D rotary embedding, and no windows. With
+DeepStack the outputs of some inner blocks are also merged and added to the first layers of the
+decoder. The decoder is that of decoder.py with normalised queries and keys, no biases and
+interleaved M-RoPE.
 
 Dimension letters: P patches of all images together, E hidden_size, M merged tokens (P / 4).
 Source: Qwen3-VL report; modeling_qwen3_vl.py of transformers.
@@ -30,14 +31,17 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, la
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
-    """Make fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
+    """Build the MLP fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
     first = nn.Linear(hidden_size, intermediate_size, bias=bias)
     last = nn.Linear(intermediate_size, hidden_size, bias=bias)
     return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
 
 
 class Merger(nn.Module):
-    """2 x 2 patches -> one token. The last one norms each patch, DeepStack's all four together."""
+    """Merge 2 x 2 patches into one token.
+
+    With together=True, in DeepStack, the norm covers all four patches; otherwise each patch.
+    """
 
     def __init__(self, config: VisionConfig, together: bool):
         super().__init__()
@@ -52,14 +56,14 @@ class Merger(nn.Module):
 
 
 class Qwen3VisionTransformer(VisionTower):
-    """A ViT whose inner blocks `deepstack_visual_indexes` speak to the decoder too."""
+    """Vision tower with DeepStack: some inner blocks also produce inputs for decoder layers."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
         self.patch_embed.proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
-        count = config.num_position_embeddings  # an embedding refuses None
+        count = config.num_position_embeddings  # nn.Embedding raises an error if it is None
         self.pos_embed = nn.Embedding(count, config.hidden_size)  # pyright: ignore[reportArgumentType]
         self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
         self.merger = Merger(config, together=False)
@@ -67,10 +71,15 @@ class Qwen3VisionTransformer(VisionTower):
         self.deepstack_merger_list = nn.ModuleList(Merger(config, together=True) for _ in deep)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images of a batch, as VisionTransformer.forward, to (M, (1 + deep) *
-        out_hidden_size): embeddings, and what the decoder's first layers add."""
+        """Encode all images of a batch; the arguments are those of VisionTransformer.forward.
+
+        Returns:
+            (M, (1 + deep) * out_hidden_size): the token embeddings, and after them the DeepStack
+            embeddings for the first `deep` decoder layers.
+        """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        layout = lay_out(grids, self.config, pixel_values.device)  # raster order: no windows
+        # without windows the layout has raster order
+        layout = lay_out(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
         deep_blocks = self.config.deepstack_visual_indexes
@@ -83,9 +92,12 @@ class Qwen3VisionTransformer(VisionTower):
         return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
-        """Stretch the learned square of positions over a grid, bilinearly: (t * h * w, E).
+        """Interpolate the learned square of position embeddings bilinearly to a grid of patches.
 
-        Its corners lie on the corners of the image; the order is that of pixel_values.
+        The corners of the square are aligned with the corners of the image.
+
+        Returns:
+            (t * h * w, E), in the order of pixel_values.
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -93,22 +105,25 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = stretch(h, side).to(table)  # (h, side)
         column_weights = stretch(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # the patches of a merged token follow each other
+        # the patches of a merged token are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
 def stretch(count: int, side: int) -> Tensor:
-    """Weight of each of `side` positions in each of `count` rows, (count, side) float64.
+    """Compute the weights of linear interpolation from `side` to `count` points on one axis.
 
-    Example: 3 rows of 2 positions have the weights (1, 0), (.5, .5), (0, 1).
+    Example: from 2 to 3 points the weights are (1, 0), (.5, .5), (0, 1).
+
+    Returns:
+        (count, side) float64.
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
     return (1 - distances).clamp(min=0)
 
 
-# what config.json does not say, and transformers' defaults for what it may leave out
+# fields that config.json does not have, and transformers' defaults of fields that it may omit
 TOWER = qwen2_vl.TOWER
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {
@@ -125,7 +140,7 @@ VISION_DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
-# keys that are not in text_config
+# keys that are at the top level of config.json instead of in text_config
 TOP_LEVEL = (
     "architectures",
     "model_type",
@@ -137,7 +152,7 @@ TOP_LEVEL = (
     "eos_token_id",
     "torch_dtype",
 )
-# what a preprocessor_config.json may leave out: 64 to 16,384 tokens of 32 x 32 pixels
+# defaults of a preprocessor_config.json; images have 64 to 16,384 tokens of 32 x 32 pixels
 IMAGES = {
     "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3,
@@ -147,7 +162,7 @@ IMAGES = {
 
 
 def write_config(config: dict) -> dict:
-    """Nest a flat config, as every transformers with this family reads it (4.57 on)."""
+    """Convert a flat config to the nested config.json that transformers from 4.57 on can read."""
     text = dict(config)
     mrope_section = text.pop("rope_scaling")["mrope_section"]
     vision = dict(text.pop("vision_config"))
@@ -168,16 +183,20 @@ def write_config(config: dict) -> dict:
 
 @dataclass
 class Videos:
-    """How a video is seen: all frames share one budget, and each step comes with its time.
+    """Video preprocessing: all frames share one pixel budget, and each time step has a timestamp.
 
     Source: Qwen3VLVideoProcessor and Qwen3VLProcessor of transformers 5.23.
     """
 
-    shortest_edge: Count = 128 * 32 * 32  # bounds of the area of all frames together
+    # minimum and maximum number of pixels of all frames together
+    shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
-        """Choose the height and width of frames; min_pixels and max_pixels are those of one."""
+        """Compute the (height, width) of resized frames within the pixel budget.
+
+        The options min_pixels and max_pixels apply to one frame, total_pixels to all frames.
+        """
         factor = images.factor
         depth = images.temporal_patch_size
         max_area = options.get("total_pixels", self.longest_edge)
@@ -185,14 +204,15 @@ class Videos:
         min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
         if nframes < depth or max_area < min_area:
             raise ValueError(
-                f"{nframes} frame(s), of {min_area} to {max_area} pixels together: "
-                f"take {depth} frames or more and a larger max_pixels"
+                f"A video of {nframes} frame(s) cannot be resized to {min_area} to {max_area} "
+                f"pixels in total. Use at least {depth} frames and a larger max_pixels."
             )
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]
         if max(sides) > 200 * min(sides):
             raise ValueError(
-                f"frames of {sides[1]} x {sides[0]} pixels: their aspect ratio is over 200"
+                f"The frames have {sides[1]} x {sides[0]} pixels. Their aspect ratio must be at "
+                "most 200."
             )
         rounded = tuple(round(side / factor) * factor for side in sides)
         area = round(nframes / depth) * depth * math.prod(rounded)
@@ -205,16 +225,18 @@ class Videos:
         return rounded
 
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
-        """Make each step of a video a picture of its own, with the time before it.
+        """Split each video into one image per time step, each after the text of its timestamp.
 
-        Example: of two steps <|video_pad|> becomes <0.3 seconds><|vision_start|><|video_pad|>
-        <|vision_end|><1.3 seconds>..., between <|vision_start|> and <|vision_end|> of the template,
-        as transformers has it from 5.10 on.
+        Example: for two steps <|video_pad|> becomes <0.3 seconds><|vision_start|><|video_pad|>
+        <|vision_end|><1.3 seconds>..., between the template's <|vision_start|> and <|vision_end|>,
+        as in transformers from 5.10 on.
 
         Args:
-            times: of an image 0.0, of a video a list: the second at which each step is shown.
+            pieces: text, control tokens and placeholders of the prompt.
+            grids: patch grid (t, h, w) of each image and video.
+            times: 0.0 for an image; for a video the list of its timestamps in seconds.
         Returns:
-            pieces; a grid (1, h, w) for each step; and 1.0 for each step, 0.0 for an image.
+            The new pieces; a grid (1, h, w) for each step; and 1.0 for each step, 0.0 for an image.
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])
@@ -237,7 +259,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# what a video processor may say besides its size: we compute nothing else
+# the only supported values of these settings of a video processor
 VIDEO_FIXED = {
     **FIXED,
     "fps": 2,
@@ -250,7 +272,11 @@ VIDEO_FIXED = {
 
 
 def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
-    """Read a video_preprocessor_config.json, whose patches must be those of images."""
+    """Parse a video_preprocessor_config.json; patch settings must equal those of images.
+
+    Raises:
+        ValueError: a setting has an unsupported value.
+    """
     for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
         value = settings.get(name)
         same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
@@ -259,7 +285,7 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 
 
 def write_videos(images: ImageProcessor) -> dict:
-    """Make a video_preprocessor_config.json."""
+    """Return the contents of video_preprocessor_config.json."""
     return {
         "video_processor_type": "Qwen3VLVideoProcessor",
         "size": vars(images.videos),

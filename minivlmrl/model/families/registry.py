@@ -1,7 +1,7 @@
-"""All that differs between two model families, in one record each; docs/developer_guide.md adds one.
+"""Registry of model families; a ModelSpec contains everything that differs between families.
 
-config.json names a `model_type`; the module that MODULES has for it is imported then, and its SPECS
-have the ModelSpec. So a run of Qwen2.5-VL imports no other family.
+The `model_type` in config.json selects a module of MODULES, whose SPECS has the ModelSpec. Only
+that module is imported. docs/developer_guide.md shows how to add a family.
 """
 
 import re
@@ -30,7 +30,7 @@ MODULES = {
     "qwen3_vl_moe": "minivlmrl.model.families.qwen3_moe",
     "qwen3_5_moe": "minivlmrl.model.families.qwen3_moe",
 }
-CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
+CONTROL_TOKENS = {  # field of ModelConfig -> token, the same in all families
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
@@ -38,9 +38,9 @@ CONTROL_TOKENS = {  # of ModelConfig -> token, in all families
     "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>",
 }
-# of families without recurrent layers
+# fields of ModelConfig in families without recurrent layers
 ALL_ATTEND = {"full_attention_interval": None, "layer_types": (), "partial_rotary_factor": 1.0}
-# of Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
+# fields of ModelConfig in Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {
     "attention_bias": True,
     "qk_norm": False,
@@ -48,12 +48,12 @@ QWEN2_TEXT = {
     "head_dim": None,
     **ALL_ATTEND,
 }
-# of towers without learned positions: Qwen2-VL's and Qwen2.5-VL's
+# fields of VisionConfig in Qwen2-VL and Qwen2.5-VL, whose towers have no learned positions
 ROTARY_ALONE = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 
 
 TensorsOfFile = Iterable[tuple[str, Tensor]]
-# of each layer with experts: probabilities (tokens, E), and ids of the chosen experts (tokens, k)
+# layer index -> probabilities (tokens, E) and ids of the chosen experts (tokens, k)
 ChosenExperts = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -61,59 +61,64 @@ ChosenExperts = dict[int, tuple[Tensor, Tensor]]
 class Routing:
     """Functions that trainers, samplers and the memory estimate call for a model with experts."""
 
-    # (model): a context in which a function returns the experts that the latest forward chose
+    # (model) -> context that yields a function; it returns the experts of the latest forward
     chosen_experts: Callable[[nn.Module], AbstractContextManager[Callable[[], ChosenExperts]]]
-    log: "Callable[..., RouterLog]"  # (ModelConfig, World): metrics of routers
-    # (model, token sampler, kept): a context with a token sampler that keeps routes
+    log: "Callable[..., RouterLog]"  # (ModelConfig, World) -> RouterLog
+    # (model, token sampler, buffer) -> context with a token sampler that writes routes to buffer
     watch_routes: Callable[..., AbstractContextManager[Callable]]
-    join_routes: Callable[..., Tensor | None]  # (completions): the routes that sampling kept
+    # (completions) -> the recorded routes of all their tokens
+    join_routes: Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """All that differs between model families; FAMILIES finds it by `model_type`."""
+    """Everything that differs between model families. FAMILIES maps each `model_type` to one."""
 
-    architecture: str  # class of transformers, which config.json names
-    # fields of VisionConfig that config.json does not have, the positions of a video among them
+    architecture: str  # name of the class in transformers, for config.json
+    # fields of VisionConfig that config.json does not have, such as tokens_per_second
     tower: dict[str, Any]
-    # fields of ModelConfig that it does not have
+    # fields of ModelConfig that config.json does not have
     text: dict[str, Any] = field(default_factory=lambda: QWEN2_TEXT)
-    # and what transformers takes for some that it may leave out
+    # transformers' defaults of fields that config.json may omit
     defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
-    hidden_act: str = "silu"  # of the tower, as config.json calls it
+    hidden_act: str = "silu"  # activation of the vision tower, with its name in config.json
     # (vision_config of a config.json, its file) -> fields of VisionConfig
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
-    # a flat config.json -> the family's own
+    # flat config.json -> config.json in the layout of the family
     write: Callable[[dict], dict] = lambda config: config
-    memory_names: bool = False  # its files name tensors as transformers in memory, see memory_name
-    unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not computed with
-    model: Callable[..., Qwen2_5_VL] = Qwen2_5_VL  # of a ModelConfig, with visual, model, lm_head
-    # what config.json says of experts, and what transformers takes for what is missing
+    # whether files name tensors as transformers does in memory, see memory_name
+    memory_names: bool = False
+    unread: tuple[str, ...] = ()  # name prefixes of tensors that the model does not use
+    # (ModelConfig) -> model with the modules visual, model and lm_head
+    model: Callable[..., Qwen2_5_VL] = Qwen2_5_VL
+    # keys about experts in config.json, with the defaults of transformers
     experts: dict[str, Any] = field(default_factory=dict)
-    turned_experts: bool = False  # its files have them transposed
+    turned_experts: bool = False  # whether files may have transposed expert weights
     # (tensors of a file, ModelConfig, file) -> the tensors by the names of the model's parameters
     split_tensors: "Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile]" = (
         lambda tensors, config, file: tensors
     )
-    # (weights by name, ModelConfig): put weights that a file has as one tensor in place of theirs
+    # (weights by name, ModelConfig): replaces weights that are one tensor in files by that tensor
     stack_tensors: "Callable[[dict[str, Weight], ModelConfig], None]" = lambda weights, config: None
-    # (model, function): what sums the tokens of experts over the ranks of a sharded model
+    # (model, function): sets the function that sums token counts of experts over ranks
     count_over_ranks: Callable[[Qwen2_5_VL, Callable], None] = lambda model, sum_counts: None
-    routing: Routing | None = None  # None: the family has no experts
-    # names that adapter.target has besides the parts of a model, with patterns of layers' names
+    routing: Routing | None = None  # None if the family has no experts
+    # further values of adapter.target -> pattern of the names of layers that they select
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
-    not_quantized: tuple[str, ...] = ()  # ends of names of layers that keep all bits: routers
-    # (model, rows (b, ...)): what each recurrent layer keeps of rows in decoding, in tensors (b, ...)
+    not_quantized: tuple[str, ...] = ()  # name suffixes of layers that are not quantised: routers
+    # (model, rows (b, ...)) -> initial state of each recurrent layer, as tensors (b, ...)
     empty_memories: Callable[[Qwen2_5_VL, Tensor], list[list[Tensor]]] = lambda model, rows: []
-    in_vllm: bool = True  # vLLM computes the family as generation/vllm.py asks it to
-    default_system: bool = True  # its chat template begins with chat.SYSTEM where none is given
-    # what its preprocessor_config.json may leave out
+    in_vllm: bool = True  # whether generation/vllm.py supports the family
+    # whether the chat template adds the default system message if there is none
+    default_system: bool = True
+    # defaults of keys that preprocessor_config.json may omit
     images: dict[str, Any] = field(default_factory=dict)
-    # of its video_preprocessor_config.json, where it has rules of its own for videos
+    # parses video_preprocessor_config.json; returns None if videos are processed like Qwen2.5-VL's
     read_videos: Callable = lambda settings, where, images: None
-    write_videos: Callable[[ImageProcessor], dict] = lambda images: {}  # and writes them
-    box_space: str = "resized"  # units of the boxes in its answers, see data/boxes.py
-    # (model) -> the blocks that sharding gathers and recomputation repeats, one at a time
+    # (ImageProcessor) -> contents of video_preprocessor_config.json
+    write_videos: Callable[[ImageProcessor], dict] = lambda images: {}
+    box_space: str = "resized"  # coordinates of boxes in answers, see data/boxes.py
+    # (model) -> the blocks that are gathered (sharding) and recomputed (checkpointing) one by one
     blocks: Callable[[Qwen2_5_VL], list[nn.Module]] = lambda model: [
         *model.visual.blocks,
         *model.model.layers,
@@ -121,7 +126,7 @@ class ModelSpec:
 
 
 class Families(Mapping[str, ModelSpec]):
-    """The ModelSpec of each `model_type`; its module is imported when it is asked for."""
+    """Mapping of `model_type` to ModelSpec that imports the module of a family on first use."""
 
     def __getitem__(self, model_type: str) -> ModelSpec:
         return import_module(MODULES[model_type]).SPECS[model_type]
@@ -137,20 +142,21 @@ FAMILIES = Families()
 
 
 def family_of(model: Qwen2_5_VL) -> ModelSpec:
-    """Look up the family of a model."""
+    """Return the ModelSpec of a model's family."""
     return FAMILIES[model.config.model_type]
 
 
 def hub_name(name: str) -> str:
-    """Name a tensor as we do: model.visual.x -> visual.x, model.language_model.x -> model.x.
+    """Convert a tensor name of any transformers release to the name that this package uses.
 
-    Files of Qwen2-VL and Qwen2.5-VL have our names.
+    Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x. The files
+    of Qwen2-VL and Qwen2.5-VL already have these names.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
 
 def memory_name(name: str) -> str:
-    """Name a tensor or layer as transformers 4.52 and later do in memory: hub_name's inverse."""
+    """Convert a name to that of modules in transformers 4.52 and later, the inverse of hub_name."""
     if name.startswith("visual."):
         return f"model.{name}"
     return re.sub(r"^model\.", "model.language_model.", name)

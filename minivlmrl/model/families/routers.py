@@ -1,4 +1,4 @@
-"""What the routers of a model with experts do in training: which tokens go where, and balance."""
+"""Metrics of MoE routers in training: the load-balancing loss and the tokens of each expert."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class Gatherer(Protocol):
-    """Collects values of all ranks: distributed/process_group.World."""
+    """Interface of distributed/process_group.World, which collects values of all ranks."""
 
     def gather_objects(self, value: T) -> list[T]: ...
 
 
 def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """E times the sum over experts of (choices / tokens) times (mean probability).
+    """Compute E * sum over experts of (choices / tokens) * (mean probability), for balanced experts.
 
-    It is k where all experts are chosen alike, more where routers prefer the same few.
+    It equals k if all experts are chosen equally often, and is larger if routers prefer a few.
 
     Args:
-        chosen: of each layer probabilities (tokens, E) and chosen ids (tokens, k), see
-            choose_experts; the means are over the tokens of all layers together.
+        chosen: probabilities (tokens, E) and chosen ids (tokens, k) of each layer, see
+            choose_experts. Means are taken over the tokens of all layers together.
     Source: Switch Transformer (arXiv 2101.03961), eq. 4 to 6; equals transformers 5.23's
         load_balancing_loss_func.
     """
@@ -41,26 +41,35 @@ def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class RouterLog:
-    """Counts the tokens of each expert, of text and of images apart."""
+    """Count the tokens of each expert, separately for text and images."""
 
     def __init__(self, config: ModelConfig, world: Gatherer):
         self.config = config
         self.world = world
-        self.counts: list[Tensor] = []  # of each micro-batch since the last `take`: (2, layers, E)
+        # counts (2, layers, E) of each micro-batch since the last `take`
+        self.counts: list[Tensor] = []
 
     def watch(self, model: nn.Module) -> AbstractContextManager[Callable[[], ChosenExperts]]:
-        """Make a context in which a function returns the experts that the latest forward chose."""
+        """Return a context manager that records the experts chosen in each forward.
+
+        It yields a function that returns the choices of the latest forward, see chosen_experts.
+        """
         return chosen_experts(model)
 
     def differing_routes(
         self, group: GroupBatch, chosen: ChosenExperts, decoder: TextModel, sampler_routes: Tensor
     ) -> Tensor:
-        """Mark the tokens (M,) that have other experts in training than in sampling with 1."""
+        """Return (M,) with 1 for each token whose experts in training and in sampling differ."""
         routes = routes_of(chosen, decoder, group.layout.predict_index)
         return (routes != sampler_routes.to(routes.device)).float()
 
     def add(self, group: GroupBatch, chosen: ChosenExperts) -> dict[str, Tensor]:
-        """Take the chosen_experts of a micro-batch; returns what is logged of it."""
+        """Count the tokens of a micro-batch, and return its load-balancing loss and router entropy.
+
+        Args:
+            group: the micro-batch.
+            chosen: the result of chosen_experts for its forward.
+        """
         experts = self.config.experts
         assert experts is not None
         num_layers = self.config.num_hidden_layers
@@ -78,10 +87,11 @@ class RouterLog:
         return metrics
 
     def take(self) -> dict[str, list]:
-        """Count the tokens since the last call, on all ranks; {}: there are no experts.
+        """Sum the token counts since the last call over all ranks, and reset them.
 
         Returns:
-            {"experts/tokens": (2, layers, E)}, those of text and those of images.
+            {"experts/tokens": (2, layers, E)}, the counts of text tokens and of image tokens; {} if
+            nothing was counted.
         """
         if not self.counts:
             return {}

@@ -1,7 +1,7 @@
-"""Which experts compute each token: they must be the same in training as in sampling.
+"""Record the experts of each token in sampling, to check that training uses the same experts.
 
-A token's route is the set of its experts in all layers. It is kept as one number, the sum of a
-random number for each of them: equal sets have equal sums, in any order.
+The route of a token is the set of its experts in all layers. It is stored as a hash, the sum of one
+random integer per expert, so that equal sets have equal routes in any order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 
 def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) -> Tensor:
-    """Add up the routes (n,) int64 of a forward, from its chosen_experts.
+    """Compute the routes (n,) int64 of the tokens of a forward.
 
     Args:
-        select: (n,) which of the tokens its last layer has computed; None: all.
+        chosen: the result of chosen_experts for this forward.
+        select: (n,) indices of the tokens that the last layer computed. None means all tokens.
     """
     routes = []
     for layer, (probabilities, ids) in chosen.items():
@@ -41,12 +42,14 @@ def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) 
 def watch_routes(
     model: Qwen2_5_VL, choose: Callable[[Tensor, Tensor, Tensor], T], kept: Tensor
 ) -> Iterator[Callable[[Tensor, Tensor, Tensor], T]]:
-    """Yield a `choose` that keeps the route after which each token of a rollout is drawn.
+    """Yield a token sampler that also records the route of the position that predicts each token.
 
     Args:
-        kept: (completions, most tokens of one) int64, is written into.
+        model: the model that samples.
+        choose: the token sampler that is called, see generate.TokenSampler.
+        kept: (completions, maximum tokens) int64, the buffer to which routes are written.
     """
-    latest = kept.new_zeros(0)  # (n,) of the last forward: a prompt's, or a row's
+    latest = kept.new_zeros(0)  # (n,) routes of the last forward, one per prompt or per row
 
     def after_forward(decoder: TextModel, arguments: tuple, states: Tensor):
         nonlocal latest
@@ -59,7 +62,8 @@ def watch_routes(
             latest = routes
 
     def choose_and_keep(logits: Tensor, rows: Tensor, counts: Tensor):
-        repeats = len(rows) // len(latest)  # a prompt is read once for its completions
+        # each prompt is computed once, so its route is repeated for all its completions
+        repeats = len(rows) // len(latest)
         kept[rows.cpu(), counts.cpu()] = latest.repeat_interleave(repeats).cpu()
         return choose(logits, rows, counts)
 
@@ -68,7 +72,7 @@ def watch_routes(
 
 
 def join_routes(completions: Sequence[Completion]) -> Tensor | None:
-    """Lay the routes of completions end to end, (M,); None if the sampler did not record them."""
+    """Concatenate the routes of completions to (M,); None if the sampler did not record them."""
     routes = []
     for completion in completions:
         if completion.routes is None:

@@ -146,7 +146,11 @@ SAYS = r"model\.safetensors: tensor model\.layers\.0\.mlp\.experts\.{} has shape
         ("qwen3_vl_moe", {f"{LAYER}.down_proj": lambda x: x[:2]}, SAYS.format("down_proj", r"\(2, 64, 24\)")),
         ("qwen3_5_moe", {f"{LAYER}.gate_up_proj": lambda x: x.mT}, SAYS.format("gate_up_proj", r"\(5, 64, 48\)")),
         ("qwen3_5_moe", {f"{LAYER}.down_proj": lambda x: x[:, :, 1:]}, SAYS.format("down_proj", r"\(5, 64, 23\)")),
-        ("qwen3_vl_moe", {f"{LAYER}.down_proj": None}, r"5 tensor\(s\) missing, first .*experts\.0\.down_proj"),
+        (
+            "qwen3_vl_moe",
+            {f"{LAYER}.down_proj": None},
+            r"5 tensor\(s\) are missing, the first is .*experts\.0\.down_proj",
+        ),
     ],
     ids=["half of them", "transposed once too often", "another size", "missing"],
 )
