@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: read, written, and replaced as a whole."""
+"""Read, write and atomically replace the files of a checkpoint folder."""
 
 import errno
 import hashlib
@@ -18,38 +18,51 @@ from torch import Tensor
 
 from minivlmrl.config.parsing import build, error_context, json_text, parse_json, read_json
 
-SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # no path
+SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not a path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RUN_CONFIG = "config.yaml"  # in the folder of a run: all options of the run
 INFERENCE_CONFIG = "minivlmrl.yaml"  # beside weights: the options that change an answer
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the files of tensors: model.safetensors if it is there (as transformers), or shards."""
+    """List the weight files of a folder: model.safetensors if it exists, else its shards.
+
+    Raises:
+        ValueError: there are no safetensors files, or a shard is missing.
+    """
     single_file = folder / ONE_FILE
     index = folder / INDEX
     if single_file.is_file():
         return [single_file]
     if not index.is_file():
         raise ValueError(
-            f"{single_file}: no such file; convert pytorch_model.bin with transformers"
+            f"{single_file} does not exist; if the folder has pytorch_model.bin, convert it with "
+            "transformers"
         )
     weight_map = read_json(index).get("weight_map")
     shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not shards or not all(map(SHARD.fullmatch, shards)):
-        raise ValueError(f"{index}: it needs a weight_map, from tensors to .safetensors files here")
+        raise ValueError(
+            f"{index} needs a weight_map that maps tensor names to .safetensors files in this folder"
+        )
     files = [folder / file for file in sorted(shards)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(f"{index}: {len(missing)} of {len(files)} files missing: {missing[0]}")
+        raise ValueError(
+            f"{index}: {len(missing)} of {len(files)} files are missing, the first is {missing[0]}"
+        )
     return files
 
 
 def read_lines(path: Path, form: type) -> list[dict]:
-    """Read the whole lines of a JSON lines file, none if it is missing (ValueError: file and line).
+    """Read the complete lines of a JSON lines file; a missing file has no lines.
 
-    A last line without its end is left out: a run is writing it, or a full disk has cut it. `form`
-    is the dataclass of what each line must have.
+    A last line without a newline is ignored, because a run is still writing it or a full disk cut it.
+
+    Args:
+        form: dataclass with the fields that each line must have.
+    Raises:
+        ValueError: a line is not valid; the message names the file and the line.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []
@@ -63,19 +76,19 @@ def read_lines(path: Path, form: type) -> list[dict]:
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Read preprocessor_config.json, or of transformers 5 its part of processor_config.json."""
+    """Read preprocessor_config.json, or `image_processor` in processor_config.json (transformers 5)."""
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"
     if file.is_file() or not newer.is_file():
         return file, read_json(file)
     settings = read_json(newer).get("image_processor")
     if not isinstance(settings, dict):
-        raise ValueError(f"{newer}: it needs image_processor, an object with patch_size")
+        raise ValueError(f"{newer} needs the field image_processor, an object with patch_size")
     return newer, settings
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Read what a folder says of videos, where transformers' video processor looks for it."""
+    """Read the video settings of a folder, from the same files as transformers."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None
@@ -89,15 +102,15 @@ def write_json(path: Path, content: dict):
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
-    """Write a safetensors file with the umask's mode: save_file alone gives 0600."""
+    """Write a safetensors file with the file mode of the umask, because save_file always uses 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for the format
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires it
     path.chmod(mode)
 
 
 def digest(parts: Iterable) -> str:
-    """Hash texts, buffers and whole files, one after the other: 128 digits."""
+    """Return the BLAKE2b hash (128 hex digits) of texts, buffers and the contents of files, in order."""
     total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -110,35 +123,44 @@ def digest(parts: Iterable) -> str:
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Give an empty folder, which replaces `folder` as a whole when the block has ended well.
+    """Yield a new, empty folder that replaces `folder` when the block ends without an error.
 
-    It is written as NAME.partial; the old one is renamed to NAME.replaced, where find_folder and
-    the next save find it if a run is killed now, and the new one to NAME. The old one stays if it
-    is no checkpoint (ValueError) or the disk is full or broken (OSError).
+    The new folder is NAME.partial while the block writes it. Then the old folder is renamed to
+    NAME.replaced and the new folder to NAME. If the process is killed between the two renames,
+    find_folder and the next save use NAME.replaced.
+
+    Raises:
+        ValueError: `folder` is not a checkpoint, so it is not overwritten.
+        OSError: the disk is full or broken; the old folder is kept.
     """
-    folder = Path(folder).resolve()  # of a link, the folder that it leads to
+    folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")
     replaced = Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
-        raise ValueError(f"{folder}: no checkpoint (it has no config.json), not overwritten")
+        raise ValueError(
+            f"{folder} has no config.json, so it is not a checkpoint and is not overwritten; choose "
+            "another folder"
+        )
     remove = partial(shutil.rmtree, ignore_errors=True)
     try:
         remove(new)
         new.mkdir(parents=True)
         yield new
-        for path in (*new.rglob("*"), new):  # a rename must not be on disk before what it names
+        for path in (*new.rglob("*"), new):  # the files must be on disk before the rename
             flush_file(path)
         if folder.exists():
             remove(replaced)
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # a full disk does not stay full
+        remove(new)  # frees the space on a full disk
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
-            raise OSError(f"{folder}: not saved ({error}); what was there is untouched") from error
+            raise OSError(
+                f"{folder} was not saved ({error}); its earlier content is unchanged"
+            ) from error
         raise
     flush_file(folder.parent)
     remove(replaced)
@@ -146,7 +168,11 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Make a run's folder and keep it for this run alone (ValueError on all ranks: it is taken)."""
+    """Create the folder of a run and lock it, so that no other run writes into it.
+
+    Raises:
+        ValueError: another run holds the lock; all ranks raise it.
+    """
     path = Path(folder) / ".lock"
     failure = None
     with ExitStack() as open_files:
@@ -155,9 +181,9 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _lock(open_files.enter_context(path.open("ab")))
         except BlockingIOError:
-            failure = f"another run is writing into {folder}; wait for it, or take another folder"
+            failure = f"another run is writing into {folder}; wait until it ends, or choose another folder"
         except OSError as error:
-            # a file system without locks
+            # a file system without locks cannot be checked
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 failure = f"{error}; is another run there?"
         failure = world.gather_objects(failure)[0]
@@ -167,7 +193,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
 
 
 def _lock(file: IO):
-    """Lock a file until it is closed (BlockingIOError: another process has)."""
+    """Lock a file until it is closed; raise BlockingIOError if another process holds the lock."""
     if find_spec("fcntl"):
         import fcntl
 
@@ -175,21 +201,21 @@ def _lock(file: IO):
     else:  # Windows
         import msvcrt
 
-        # pyright reads what msvcrt has on Linux: nothing
+        # on Linux, pyright finds no functions in msvcrt
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def flush_file(path: Path):
-    """Wait until a file is on disk; of a folder its list of names, which makes a rename last."""
+    """Flush a file to disk, or the list of names of a folder, which makes a rename permanent."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
-        return  # Windows opens no folder
-    # Windows flushes no file that was opened to read
+        return  # Windows cannot open a folder
+    # Windows only flushes files that are open for writing
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     except OSError as error:
-        # FUSE and CIFS do not flush folders
+        # FUSE and CIFS cannot flush folders
         unsupported = error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
         if not (is_folder and unsupported):
             raise

@@ -1,4 +1,4 @@
-"""Ask a model one question; its answer appears on the terminal while it is generated.
+"""Send a model one prompt and print its answer while it is generated.
 
 python -m minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --temperature 0
 """
@@ -32,16 +32,18 @@ from minivlmrl.run.setup import build_model
 
 
 def main(arguments: list[str]):
-    """Print the answer of a model."""
+    """Run the command `chat`."""
     options, overrides = build_parser().parse_known_args(arguments)
     config = inference_config(options, overrides)
-    row = build_row(options, config.data)  # before the weights: a mistake shows at once
+    row = build_row(
+        options, config.data
+    )  # before loading weights, so that a mistake is reported at once
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
     prompt = row.prompt(processor)
     sampling = config.sampling
     sampling.engine = "native"
-    sampling.cuda_graph = "never"  # each token is printed when it is there
+    sampling.cuda_graph = "never"  # each token is printed at once
     stop_ids = sampling.stop_token_ids
     if stop_ids is None:
         stop_ids = processor.stop_token_ids
@@ -52,14 +54,17 @@ def main(arguments: list[str]):
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
-        print(f"(cut after {len(completion.ids)} tokens)", file=sys.stderr)
+        print(
+            f"(stopped after {len(completion.ids)} tokens, the limit of --max_new_tokens)",
+            file=sys.stderr,
+        )
     process_group.shutdown(world)
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Read how the run that trained a model asked it, or take the defaults.
+    """Read the prompt settings of the run that trained a model, or use the defaults.
 
-    How completions are drawn is said by the command line alone.
+    The sampling options come only from the command line.
     """
     folder = find_folder(options.model)
     dtype = read_config(folder).torch_dtype
@@ -74,12 +79,12 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
             recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides]
         )
     config = load_config(recipe, [*as_overrides(fields), *overrides])
-    print(f"asked as {recipe} says: {config.data.prompt_template!r:.80}", file=sys.stderr)
+    print(f"prompt template of {recipe}: {config.data.prompt_template!r:.80}", file=sys.stderr)
     return config
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
-    """Put the question and its pictures into the form of a row."""
+    """Return a row with the prompt, images and videos of the command line."""
     images = [fetch_image(source) for source in options.image]
     videos = [VideoFile(partial(load_video, source)) for source in options.video]
     media_counts = {"image": len(images), "video": len(videos)}
@@ -90,15 +95,15 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Prints the tokens of the only row, a character with its last byte."""
+    """Prints the tokens of one row; a character is printed with its last byte."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
-        # keeps the first bytes of a character
+        # buffers the first bytes of an incomplete character
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
-        """Print tokens (n,)."""
+        """Print tokens `ids` (n,)."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:
                 text = token_bytes(self.tokenizer, token_id)
@@ -110,24 +115,24 @@ class Stream:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line: what to ask, and an option for each field of SamplingOptions."""
+    """Build the parser, with one argument for each sampling option."""
     parser = argparse.ArgumentParser(
         "python -m minivlmrl chat",
         description=str(__doc__).splitlines()[0],
-        epilog="--section.name=value changes a recipe's: --model.dtype=bfloat16",
+        epilog="--section.name=value sets any other option, such as --model.dtype=bfloat16",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, help="a folder, or an id on the hub")
-    add("--prompt", required=True, help="<image> in it: where each belongs")
+    add("--model", required=True, help="model folder or repository id on the Hub")
+    add("--prompt", required=True, help="text; each <image> marks the place of an image")
     media_option = {"action": "append", "default": [], "metavar": "FILE"}
-    add("--image", **media_option, help="a picture, again for more")
-    add("--video", **media_option, help="again for more")
-    add("--system", help="instead of the family's system message")
-    add("--seed", type=int, default=0, help="same seed, same answer")
+    add("--image", **media_option, help="an image; repeat the option for several")
+    add("--video", **media_option, help="a video; repeat the option for several")
+    add("--system", help="system message; default: that of the model family")
+    add("--seed", type=int, default=0, help="random seed of the answer")
     group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
     for option in options_of(SamplingOptions):
-        if option.name not in ("engine", *ENGINES):  # it draws itself
+        if option.name not in ("engine", *ENGINES):  # the model itself generates
             help_text = option.comment.replace("%", "%%")
             group.add_argument(f"--{option.name}", dest=f"sampling.{option.name}", help=help_text)
     return parser

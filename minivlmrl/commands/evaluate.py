@@ -1,14 +1,15 @@
-"""Answer the rows of a file, score the answers, and write a line for each, and a summary.
+"""Answer the rows of a file, compute rewards, and write one line per row and a summary.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many GPUs
 
-The recipe (default: config.yaml of the run that the model is of, else minivlmrl.yaml beside its
-weights, else recipes/own_data.yaml with a plain {problem}) gives the prompt template, the size of
-images, where completions end, data.answer_format and data.eval_rewards; --section.name=value changes any.
-Its adapter is not used: checkpoint/ of a run has it in its weights.
+The recipe gives the prompt template, the size of images, the stopping rules, data.answer_format and
+data.eval_rewards; --section.name=value changes any of its options. By default the recipe is
+config.yaml of the run that trained the model, or minivlmrl.yaml beside the weights, or
+recipes/own_data.yaml with {problem} as the prompt template. The adapter of the recipe is not used,
+because the checkpoint of a run already contains its adapter.
 """
 
 import argparse
@@ -36,27 +37,32 @@ from minivlmrl.run.setup import build_model
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """The command line; what it does not know are fields of the recipe."""
+    """Build the parser; unknown arguments are options of the recipe."""
     parser = argparse.ArgumentParser(
         f"python -m minivlmrl {name}",
         description=str(__doc__).partition("\n\n")[0],
-        epilog="--section.name=value changes the recipe: --data.max_pixels=401408",
+        epilog="--section.name=value sets an option of the recipe, such as --data.max_pixels=401408",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--recipe", help="default: config.yaml of the model's run, else own_data.yaml"
+        "--recipe", help="recipe; default: config.yaml of the run, or own_data.yaml"
     )
-    parser.add_argument("--model", required=True, help="a folder, or an id on the hub")
-    parser.add_argument("--data", required=True, help="a file of rows, in any form of docs/data.md")
-    parser.add_argument("--out", help=f"the results file; default: {name}.jsonl beside the model")
-    parser.add_argument("--num_generations", type=int, default=1, help="answers to each row")
-    parser.add_argument("--temperature", type=float, help="default: 0, with several answers 1")
-    parser.add_argument("--rows", type=int, default=10**9, help="take so many; default: all")
+    parser.add_argument("--model", required=True, help="model folder or repository id on the Hub")
+    parser.add_argument("--data", required=True, help="file of rows, in any format of docs/data.md")
+    parser.add_argument("--out", help=f"results file; default: {name}.jsonl beside the model")
+    parser.add_argument("--num_generations", type=int, default=1, help="number of answers per row")
+    parser.add_argument(
+        "--temperature", type=float, help="default: 0 for one answer, 1 for several"
+    )
+    parser.add_argument("--rows", type=int, default=10**9, help="number of rows; default: all")
     return parser
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Write the results file and its summary, and print the summary; generate judges nothing."""
+    """Run the command `evaluate` or `generate`, which computes no rewards.
+
+    The function writes one line per row to the results file, and writes and prints a summary.
+    """
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise ValueError("--num_generations and --rows must be 1 or more")
@@ -95,12 +101,15 @@ generate_main = partial(answer_file, "generate")
 
 
 def evaluation_config(options: argparse.Namespace, overrides: list[str], judges: bool) -> RunConfig:
-    """Read the recipe, with the model, the rows and the rewards that the command line names.
+    """Load the recipe with the model, the rows and the rewards of the command line.
 
-    ValueError: a recipe that was found beside the model names code.
+    Raises:
+        ValueError: a recipe that was found beside the model names code, which may not run unasked.
     """
     found_recipe = find_recipe(options.model)
-    if not (found_recipe or options.recipe):  # what our recipe says was not said to another's model
+    if not (
+        found_recipe or options.recipe
+    ):  # the template of own_data.yaml would not match a third-party model
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
     fields = {
@@ -124,8 +133,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], judges:
 
 
 def find_recipe(model: str) -> Path | None:
-    """Find config.yaml of the run that a model is of, or minivlmrl.yaml beside its weights."""
-    run_folders = Path(model).absolute().parents[:3]  # of RUN/best/checkpoint
+    """Find config.yaml of the run that trained a model, or minivlmrl.yaml beside its weights."""
+    run_folders = Path(model).absolute().parents[:3]  # RUN is a parent of RUN/best/checkpoint
     recipe_paths = [folder / "config.yaml" for folder in run_folders]
     recipe_paths.append(find_folder(model) / INFERENCE_CONFIG)
     return next(filter(Path.is_file, recipe_paths), None)
@@ -134,11 +143,13 @@ def find_recipe(model: str) -> Path | None:
 def result_line(
     processor: Processor, names: Sequence[str], row: Row, completions: list, earned: list
 ) -> dict:
-    """Make a row's line of the results file."""
+    """Return the line of a row in the results file."""
     answers = []
     for completion, values in zip(completions, earned, strict=True):
         text = processor.decode_assistant_turn(completion)
-        judged = [None if math.isnan(value) else value for value in values]  # JSON has no NaN
+        judged = [
+            None if math.isnan(value) else value for value in values
+        ]  # null, because JSON has no NaN
         answers.append(
             {
                 "text": text,
@@ -157,7 +168,10 @@ def result_line(
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Share of answers that were cut, and the mean of each reward over rows that it could judge."""
+    """Return the fraction of truncated answers, and the mean of each reward.
+
+    A row counts for a reward if the reward could score one of its answers.
+    """
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
@@ -172,7 +186,7 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
 
 
 def write_summary(summary: dict, out: Path):
-    """Write the summary beside the results file, and print it."""
+    """Write the summary beside the results file and print the summary."""
     path = out.with_suffix(".summary.json")
     write_json(path, summary)
     for name, value in summary.items():

@@ -17,9 +17,10 @@ from minivlmrl.config.parsing import Option, did_you_mean, options_of, type_text
 
 
 def print_options(*names: str):
-    """Print the options of these sections, "run": those outside of sections, or of all.
+    """Print the options of the named sections, by default of all sections.
 
-    The first name may be a recipe: sections of its stages in a file are listed too.
+    The section "run" holds the options outside of sections. The first name may be a recipe, so that
+    the sections of stages in its files are listed too.
     """
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
@@ -29,11 +30,11 @@ def print_options(*names: str):
     for name in names:
         if name not in sections:
             raise ValueError(
-                f"--help {name}: no such section; sections are {', '.join(sections)}"
+                f"--help {name}: there is no such section; the sections are {', '.join(sections)}"
                 f"{did_you_mean(name, sections)}"
             )
     print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
-    print("Train by a recipe, by default shapes.yaml. Its options, defaults:")
+    print("Train a recipe, by default shapes.yaml. Options and their defaults:")
     for name in names or sections:
         section = RunConfig if name == "run" else type(getattr(config_class(), name))
         title = inspect.getdoc(section) or ""
@@ -43,7 +44,7 @@ def print_options(*names: str):
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """List the options of each section; "run" has those outside of sections."""
+    """Return the options of each section; "run" holds the options outside of sections."""
     sections = {}
     for option in options_of(config_class):
         section = option.path.removesuffix(option.name).rstrip(".") or "run"
@@ -52,7 +53,7 @@ def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, l
 
 
 def format_option(option: Option) -> str:
-    """Format an option with its default, and with its type and its comment on lines below."""
+    """Format an option: name and default, and below them its type and comment."""
     default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
     default = default.removesuffix("\n...\n").strip()
     text = f"{type_text(option.hint)}; {option.comment}"

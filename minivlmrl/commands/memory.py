@@ -1,8 +1,8 @@
-"""What a run needs of each GPU's memory, phase by phase.
+"""Estimate the memory that a run needs on each GPU, phase by phase.
 
 python -m minivlmrl memory --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
 
-Of the model only config.json is read; diagnostics/memory.py says what is counted.
+Only config.json of the model is read. diagnostics/memory.py explains the estimate.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from minivlmrl.model.config import ModelConfig
 
 
 def main(arguments: list[str]):
-    """Print the plan that the command line asks for."""
+    """Run the command `memory`."""
     options, overrides = build_parser().parse_known_args(arguments)
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
@@ -35,7 +35,7 @@ def main(arguments: list[str]):
     gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
     parameters_text = f"{costs.parameters:,} parameters"
     if costs.active_parameters < costs.parameters:
-        parameters_text += f", {costs.active_parameters:,} active for a token"
+        parameters_text += f", {costs.active_parameters:,} active per token"
     print(f"{options.model}: {parameters_text}; {gpu_text}")
     run = load_config(recipe, overrides)
     for stage in run.stage_names:
@@ -50,7 +50,7 @@ def main(arguments: list[str]):
         )
         print(f"\n{stage}\n{memory_table(phases, gpu_bytes)}")
         if peak_bytes(phases) > gpu_bytes:
-            print("does not fit: docs/memory.md says what saves memory, and what fits one card")
+            print("This does not fit. docs/memory.md lists options that save memory.")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,26 +59,36 @@ def build_parser() -> argparse.ArgumentParser:
         "python -m minivlmrl memory", usage, str(__doc__).splitlines()[0]
     )
     add = parser.add_argument
-    add("--model", required=True, help="a folder with a config.json, or that file")
-    add("--gpus", type=int, default=1, help="of all nodes together")
-    add("--gpu_memory", type=float, default=80.0, help="GB of one GPU")
-    add("--text_tokens", type=int, default=TEXT_TOKENS, help="a prompt's text")
-    add("--image_tokens", type=int, default=IMAGE_TOKENS, help="h/28 x w/28 (Qwen3: 32)")
-    add("--frames", type=int, default=1, help="that share image_tokens")
+    add("--model", required=True, help="config.json, or the folder that contains it")
+    add("--gpus", type=int, default=1, help="number of GPUs on all nodes")
+    add("--gpu_memory", type=float, default=80.0, help="memory of one GPU in GB")
+    add("--text_tokens", type=int, default=TEXT_TOKENS, help="text tokens of a prompt")
+    add(
+        "--image_tokens",
+        type=int,
+        default=IMAGE_TOKENS,
+        help="image tokens of a prompt: height/28 x width/28 (Qwen3: /32)",
+    )
+    add(
+        "--frames",
+        type=int,
+        default=1,
+        help="number of video frames that the image tokens are divided into",
+    )
     return parser
 
 
 def model_config(path: Path) -> ModelConfig:
-    """Read a config.json, or that of a folder."""
+    """Read a config.json, given by its path or by its folder."""
     if not path.exists():
         raise ValueError(
-            f"{path}: no such file or folder; of a repository do: hf download {path} config.json"
+            f"{path}: no such file or folder; for a repository id run `hf download {path} config.json`"
         )
     return ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
-    """A Markdown table in GB with one column for each phase."""
+    """Format the estimate as a Markdown table in GB with one column per phase."""
     item_names = dict.fromkeys(name for items in phases.values() for name in items)
     lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
     for name in item_names:

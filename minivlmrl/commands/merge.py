@@ -1,4 +1,4 @@
-"""`python -m minivlmrl merge`: a base and its adapter become one plain Hugging Face folder."""
+"""`python -m minivlmrl merge`: merge an adapter into its base model and save a Hugging Face folder."""
 
 import argparse
 import filecmp
@@ -11,24 +11,26 @@ from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
 def main(arguments: list[str]):
-    """Write base plus adapter, in the dtype of the base."""
+    """Run the command `merge`; the merged weights have the dtype of the base."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="the base: a folder, or an id on the hub")
-    add("--adapter", required=True, help="a folder that PEFT wrote, or a run")
-    add("--out", required=True, help="the folder to write")
-    add("--quantize", choices=["nf4"], help="as adapter.quantize of the run")
+    add("--model", required=True, help="base model: folder or repository id on the Hub")
+    add("--adapter", required=True, help="folder of a PEFT adapter, or of a run")
+    add("--out", required=True, help="output folder")
+    add("--quantize", choices=["nf4"], help="value of adapter.quantize in the run")
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = find_adapter(options.adapter)
     adapter_file = adapter / WEIGHTS
-    merged_file = folder / "adapter" / WEIGHTS  # which a run writes beside weights that have it
+    merged_file = folder / "adapter" / WEIGHTS  # a run saves this copy beside merged weights
     if (
         merged_file.is_file()
         and adapter_file.is_file()
         and filecmp.cmp(merged_file, adapter_file, shallow=False)
     ):
-        raise ValueError(f"{folder}: has this adapter in its weights already; give its base")
+        raise ValueError(
+            f"the weights in {folder} already contain this adapter; pass the base model as --model"
+        )
     model = load_model(folder)
     processor = load_processor(folder)
     load_adapter(model, adapter)
@@ -37,4 +39,4 @@ def main(arguments: list[str]):
     if (adapter / INFERENCE_CONFIG).is_file():
         processor.tokenizer.files[INFERENCE_CONFIG] = (adapter / INFERENCE_CONFIG).read_bytes()
     save_model(options.out, model, processor, base=options.model)
-    print(f"written: {options.out}")
+    print(f"wrote {options.out}")

@@ -1,4 +1,4 @@
-"""Training from Python: rows and rewards of this process, the rest as in train.py."""
+"""Train from Python, with rows and reward functions of the calling process."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +14,15 @@ from minivlmrl.files import digest
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run.loop import run_training
 
-MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")  # keys of paths
+MEDIA = (
+    "image",
+    "images",
+    "video",
+    "videos",
+    "image_url",
+    "video_url",
+    "url",
+)  # keys whose values are paths
 Rows = Sequence[dict]
 Rewards = dict[str | Callable, float]
 
@@ -26,14 +34,14 @@ def train(
     rewards: Rewards | None = None,
     **options,
 ) -> dict:
-    """Train by a recipe; returns the run's summary, {} if a signal ended it.
+    """Train a recipe and return the summary of the run, or {} if a signal ended the run.
 
     Args:
-        recipe: a file, or the name of one in recipes/.
-        rows, eval_rows: columns as in docs/data.md, an image is a path or a PIL image. They are
-            kept in rows/ in the run's folder.
-        rewards: name or function -> weight; None: those of the recipe.
-        options: fields or sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 9}.
+        recipe: path of a recipe, or the name of a file in recipes/.
+        rows, eval_rows: rows with the columns of docs/data.md; an image is a path or a PIL image.
+            They are saved in the folder rows/ of the run.
+        rewards: name or function -> weight; None uses the rewards of the recipe.
+        options: options or sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 9}.
     """
     fields: dict[str, Plain] = {"data.task": None}
     for name, value in options.items():
@@ -52,35 +60,35 @@ def train(
 
 
 def write_rows(rows: Rows, folder: Path) -> Path:
-    """Write rows as JSON lines, PIL images as PNG files beside them, named by what they hold."""
+    """Write rows as JSON lines and PIL images as PNG files; the file names are content hashes."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json_text(as_json(row, folder)) + "\n" for row in rows)
     path = folder / f"{digest([text])[:32]}.jsonl"
-    draft = path.with_suffix(f".{os.getpid()}")  # another rank may read the file
+    draft = path.with_suffix(f".{os.getpid()}")  # another rank may be reading the final file
     draft.write_bytes(text.encode())
     return draft.replace(path)
 
 
 def register_reward(reward: str | Callable) -> str:
-    """Add a function to the table of rewards, under its name."""
+    """Add a function to the reward registry and return its name."""
     if isinstance(reward, str):
         return reward
     if isinstance(REWARDS.get(reward.__name__), str):
         raise ValueError(
-            f"reward {reward.__name__}: the table has another one of this name; rename the function"
+            f"reward {reward.__name__}: a built-in reward has this name; rename the function"
         )
     REWARDS[reward.__name__] = reward
     return reward.__name__
 
 
 def as_json(value, folder: Path, is_path: bool = False):
-    """JSON of a row or column: images become files in `folder`, relative paths absolute ones."""
+    """Return a row or column as JSON: images are saved in `folder`, relative paths become absolute."""
     if isinstance(value, dict):
         return {name: as_json(field, folder, name in MEDIA) for name, field in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item, folder, is_path) for item in value]
     if isinstance(value, PIL.Image.Image):
-        image = load_image(value)  # as it will be read: upright, RGB
+        image = load_image(value)  # upright and RGB, as data/image.py reads it
         path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"
         image.save(path)
         return str(path.resolve())

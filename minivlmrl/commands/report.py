@@ -1,4 +1,4 @@
-"""One HTML file of a run, or of two beside each other: curves, and what the policy wrote.
+"""Write an HTML report of one run, or of two runs side by side: curves and completions.
 
 python -m minivlmrl report runs/shapes                  # writes runs/shapes/report.html, while it runs too
 python -m minivlmrl report runs/a runs/b --out ab.html
@@ -12,18 +12,18 @@ from minivlmrl.run.metrics import METRICS
 
 
 def main(arguments: list[str]):
-    """Write the page of one or two runs."""
+    """Run the command `report`."""
     title = str(__doc__).splitlines()[0]
     p = argparse.ArgumentParser("python -m minivlmrl report", description=title)
-    p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run, or of two")
+    p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of one run or two runs")
     p.add_argument("--out", help="default: report.html in the first run's folder")
     options = p.parse_args(arguments)
     if len(options.runs) > 2:
-        raise ValueError("page shows one run or two")
+        raise ValueError(f"a report shows one or two runs, not {len(options.runs)}")
     folders = [Path(run) for run in options.runs]
     for folder in folders:
         if not (folder / METRICS).is_file():
-            raise ValueError(f"{folder}: has no metrics.jsonl; give the output_dir of a run")
+            raise ValueError(f"{folder} has no metrics.jsonl; pass the output_dir of a run")
     out = Path(options.out or folders[0] / "report.html")
     write_page(folders, out)
     print(f"open {out} in a browser")

@@ -1,8 +1,8 @@
-"""Train as a recipe describes.
+"""Train a recipe.
 
-torchrun train.py                              # recipes/shapes.yaml: a tiny model, half a minute
+torchrun train.py                              # recipes/shapes.yaml: a tiny model, about a minute
 torchrun train.py RECIPE --section.name=value  # another recipe, any option changed
-torchrun train.py RECIPE --resume=auto         # go on from the newest state in output_dir
+torchrun train.py RECIPE --resume=auto         # continue from the newest state in output_dir
 torchrun train.py --help [SECTION]             # every option with its default
 
 `python -m minivlmrl train` does the same where there is no clone.
@@ -18,7 +18,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Train as one rank and end the process, or with --help print the options of a recipe."""
+    """Train as one rank and exit the process; with --help, print the options of a recipe."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]):
 
 
 def train_recipe(arguments: list[str]) -> int:
-    """Train by the recipe of a command line, and return the exit code of run_training."""
+    """Train the recipe of a command line and return the exit code of run_training."""
     return run_training(parse_arguments(arguments))
 
 

@@ -1,7 +1,7 @@
-"""Find code by a name in a recipe: "name", "file.py:name" or "package.module:name".
+"""Load code that a recipe names: "name", "file.py:name" or "package.module:name".
 
-Options may follow: "name(option=1)" is the object `name`, with that option bound. `call_user_code` calls
-what was found, and says at which line it fails.
+Options may follow: "name(option=1)" is the object `name` with that option bound. `call_user_code`
+calls the loaded function and reports the line at which it fails.
 """
 
 import ast
@@ -25,10 +25,10 @@ from minivlmrl.config.parsing import check_field, did_you_mean, error_context, r
 
 @functools.cache
 def load_name(target: str) -> Any:
-    """Import "package.module:name", or run "file.py:name" once and take the name from it.
+    """Import the object "package.module:name", or run a file and return its object "file.py:name".
 
     Raises:
-        ValueError: it cannot be loaded, for whatever reason: a user's file may raise anything.
+        ValueError: loading failed for any reason, because the file of a user may raise any error.
     """
     file, _, name = target.rpartition(":")
     names = ()
@@ -38,7 +38,7 @@ def load_name(target: str) -> Any:
         return getattr(module, name)
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"{target}: it cannot be loaded ({type(error).__name__}: {error})"
+            f"{target} cannot be loaded ({type(error).__name__}: {error})"
             f"{did_you_mean(name, names)}"
         ) from error
 
@@ -50,7 +50,7 @@ def _load_module(file: str) -> ModuleType:
 
 
 def _source_file(path: str) -> str:
-    """Find a file from here, or among the files that come with us: recipes/answers.py."""
+    """Find a file in the working directory, or among our own files, such as recipes/answers.py."""
     for folder in (Path(), recipes_folder().parent):
         if (folder / path).is_file():
             return os.path.abspath(folder / path)
@@ -58,7 +58,7 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Find the recipes: beside the package in a clone, inside it in a wheel."""
+    """Return the folder of our recipes: beside the package in a clone, inside the package in a wheel."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else package.parent / "recipes"
@@ -66,8 +66,8 @@ def recipes_folder() -> Path:
 
 @functools.cache
 def run_file(path: str) -> ModuleType:
-    """Run a file once, as a module that pickle and inspect find by its name on every rank."""
-    module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))  # a dot is of a package
+    """Run a file once as a module, which pickle and inspect find by the same name on every rank."""
+    module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))  # a dot would mean a package
     module.__file__ = path
     sys.modules[module.__name__] = module
     exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
@@ -81,14 +81,16 @@ def split_options(text: str) -> tuple[str, str]:
 
 
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Find what "name(option=value)" says, in a table or a file; and its options, literals.
+    """Return the object that "name(option=value)" names, and its options.
 
-    Only a name with a colon loads code that is not of the table: config/loading.py refuses those of
-    recipes that somebody sent.
+    The values of options are Python literals. Only a name with a colon loads code from outside the
+    table, and config/loading.py rejects such names in recipes of unknown origin.
 
     Args:
-        kind: what is named, for errors: "reward near(0.5): its options must have the form ...".
-        table: name -> object, or the "package.module:name" of one.
+        kind: kind of the object for error messages, such as "reward".
+        table: name -> object, or the "package.module:name" of an object.
+    Raises:
+        ValueError: there is no such object, or the options are not of the form name=value.
     """
     name, options = split_options(text)
     target = table.get(name, name)
@@ -96,7 +98,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
             raise ValueError(
-                f"unknown {kind} {name!r}; there are: {names}{did_you_mean(name, table)}"
+                f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}"
             )
         with error_context(kind):
             target = load_name(target)
@@ -117,13 +119,13 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Find the class that an item of `stages` names: by its name in the table, or "file.py:Class".
+    """Return the trainer class that an item of `stages` names, by table or as "file.py:Class".
 
-    The class is only checked for its name and the dataclass of its options, because the base class
-    of all trainers is in a layer above: see trainers/registry.py.
+    Only the name of the stage and the dataclass of its options are checked, because the base class
+    of all trainers is in a higher layer, see trainers/registry.py.
 
     Raises:
-        ValueError: there is no such class, or it has no name or no options.
+        ValueError: there is no such class, or the class has no stage name or no options.
     """
     cls, options = resolve_object("stage", stage, table or {})
     with error_context(f"stages: {stage}"):
@@ -136,13 +138,13 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind some of the parameters that have a default; bounds of Annotated ones are checked.
+    """Bind values to parameters that have a default; the bounds of Annotated parameters are checked.
 
     Raises:
-        ValueError: it is no function, has no such parameter, or the value is not valid.
+        ValueError: `function` is not callable, has no such parameter, or the value is not valid.
     """
     if not callable(function):
-        raise ValueError(f"it is {function!r:.60}, no function or class")
+        raise ValueError(f"it is {function!r:.60}, but it must be a function or class")
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}
@@ -150,7 +152,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
         if name not in hints:
             names = ", ".join(hints) or "none"
             raise ValueError(
-                f"there is no option {name!r}; there are: {names}{did_you_mean(name, hints)}"
+                f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}"
             )
         if typing.get_origin(hints[name]) is Annotated:
             value = read_value(hints[name], value, name, json=False)
@@ -159,12 +161,13 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
 
 
 def raised(function: Callable, error: BaseException, names: Iterable[str]) -> str:
-    """Say what a function or class has raised, at which line of its file: "raised KeyError: ...".
+    """Describe an error of a function with its line: "raised KeyError: 'x' in file.py:12".
 
-    names: of its arguments, one of which a KeyError may mean.
+    Args:
+        names: names of the arguments, to suggest one for a KeyError.
     """
     file = None
-    with suppress(TypeError, OSError):  # what is not written in Python has no file
+    with suppress(TypeError, OSError):  # an object that is not written in Python has no file
         file = inspect.getfile(inspect.unwrap(getattr(function, "func", function)))
     text = f"raised {type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -177,7 +180,7 @@ def raised(function: Callable, error: BaseException, names: Iterable[str]) -> st
 
 
 def call_user_code(name: str, function: Callable, /, *arguments, **options):
-    """Call a user's function or class (ValueError: it has raised anything, with its line)."""
+    """Call a function or class of a user; any error becomes a ValueError that names the line."""
     try:
         return function(*arguments, **options)
     except (Exception, SystemExit) as error:

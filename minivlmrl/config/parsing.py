@@ -1,9 +1,9 @@
 """Read values of recipes and config files by the type hints of a dataclass.
 
-`Reader` walks over a value together with its type hint: it checks and converts the value, and lets
-its caller change texts that name files or code. `build` makes a dataclass of a file's values with
-it, `read_value` reads a single value. `options_of` lists what a dataclass declares, for the names of
-options and for --help.
+`Reader` walks over a value together with its type hint, checks and converts the value, and lets the
+caller change texts that name files or code. `build` uses a Reader to make a dataclass from the values
+of a file, and `read_value` reads a single value. `options_of` lists the fields of a dataclass, for
+overrides and for --help.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-TypeHint = Any  # list[int], int | None, ...: Python has no type for these before PEP 747
+TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
 ChangeText = Callable[[TypeHint, str], str]
-# option of another trainer -> its name here
-THEIRS = {
+# option of TRL or transformers -> name of our option
+TRL_ALIASES = {
     "lr": "STAGE.learning_rate",
     "num_train_epochs": "max_epochs",
     "overwrite_output_dir": "resume=never",
@@ -52,7 +52,7 @@ THEIRS = {
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
 }
-# quoted texts of 80 characters or more, but no apostrophes of words, and longer words without spaces
+# quoted texts of 80 characters or more (not apostrophes), and words of 500 characters or more
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 
@@ -60,7 +60,7 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML as safe_load does, but refuses two equal keys in a section."""
+    """Reads YAML like yaml.safe_load, and rejects duplicate keys."""
 
     def construct_mapping(self, node, deep=False):
         keys = set()
@@ -68,14 +68,14 @@ class Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in keys:
-                problem = f"{key.value!r} is there twice"
+                problem = f"the key {key.value!r} occurs twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Read YAML (ValueError: it is not YAML, has a key twice, or is nested too deep)."""
+    """Parse YAML; raise ValueError for invalid YAML, duplicate keys and too deep nesting."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -83,9 +83,10 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Call a reader of JSON (ValueError: it is none, too deep, or has half of a surrogate pair).
+    """Parse JSON with `decode`. NaN and Infinity, which Python and pandas write, become None.
 
-    NaN and Infinity, which Python and pandas write and JSON does not have, are null.
+    Raises:
+        ValueError: the text is not JSON, is nested too deep, or has half of a surrogate pair.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -97,9 +98,11 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 
 def read_json(path: Path) -> dict:
-    """Read a file of one JSON object (ValueError: it is missing, not JSON, or not an object)."""
+    """Read a file that holds one JSON object; raise ValueError if it is missing or not an object."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; a folder of a model, run or state has one")
+        raise ValueError(
+            f"{path}: no such file; every folder of a model, run or state has this file"
+        )
     with error_context(path):
         content = parse_json(path.read_bytes())
         if not isinstance(content, dict):
@@ -108,34 +111,34 @@ def read_json(path: Path) -> dict:
 
 
 def json_text(content, **options) -> str:
-    """Write JSON that every reader takes: a number that is not finite is null."""
+    """Write standard JSON; numbers that are not finite become null."""
     return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 
 def shortened(error: str | Exception) -> str:
-    """Cut what an error quotes at 80 characters: it may be a picture in base64."""
+    """Shorten quoted texts in an error to 80 characters, because they may be images in base64."""
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
 def check_field(valid: bool, name: str, value: Any, expected: str):
-    """Refuse a value that is not valid, by its name and by what was expected.
+    """Raise ValueError with the name, the value and the expected value unless `valid` is true.
 
-    A dataclass calls this in `__post_init__` for what depends on several of its fields.
+    Dataclasses call this function in `__post_init__` for rules about several fields.
     """
     if not valid:
         raise _invalid(name, value, expected)
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # a list of YAML's aliases may be endless; reprlib stops
+    # reprlib, because YAML aliases can make an endless list
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return ValueError(f"{name} is {shown:.80}, it must be {expected}")
 
 
 class error_context(AbstractContextManager):
-    """Begin the errors of a block with the file, row or field that they are about."""
+    """Prefix errors raised in the block with the file, row or field concerned."""
 
-    # a class is faster than a generator: every one of 200,000 rows enters several
+    # a class, because it is faster than a generator and each of 200,000 rows enters several contexts
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -146,7 +149,7 @@ class error_context(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Say which extra to install when the imports of a block fail."""
+    """Name the extra to install if an import in the block fails."""
     try:
         yield
     except ImportError as error:
@@ -161,10 +164,10 @@ def build(
     json: bool = False,
     change_text: ChangeText | None = None,
 ) -> T:
-    """Make a dataclass of the values in a file; every key, type and bound is checked.
+    """Build a dataclass from the values of a file; every key, type and bound is checked.
 
     Args:
-        where, prefix: the file and the section in it, for errors: "recipe.yaml: grpo.beta is -1.0,
+        where, prefix: file and section for error messages, such as "recipe.yaml: grpo.beta is -1.0,
             it must be 0 or more".
         json, change_text: see Reader.
     """
@@ -186,12 +189,12 @@ def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) 
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
-    """Check a value against a type hint, and return it as a field of this type holds it."""
+    """Check a value against a type hint and return the converted value."""
     return Reader(json).read(hint, value, name)
 
 
 class UnknownKey(ValueError):
-    """A section has no such field. Args: its dataclass, its prefix in the file, and the key."""
+    """Error for an unknown field, with (dataclass of the section, prefix of the section, key)."""
 
 
 class Reader:
@@ -202,10 +205,11 @@ class Reader:
     Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
 
     Args:
-        json: a program wrote the file: unknown keys are ignored and text is only text. A recipe may
-            say "1e-4" (which YAML reads as text) for a float and a single text for a list of texts.
-        change_text: called with (type, text) for each text whose type is one of config/types.py, as
-            a value or as a key; the text that it returns takes the place of the other one.
+        json: True for files that programs write: unknown keys are ignored and text is not converted.
+            A recipe may have "1e-4" (which YAML reads as text) for a float, and a single text for a
+            list of texts.
+        change_text: function of (type, text), called for each key or value with a type of
+            config/types.py; its result replaces the text.
     """
 
     def __init__(self, json: bool, change_text: ChangeText | None = None):
@@ -213,7 +217,7 @@ class Reader:
         self.change_text = change_text
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Read a value; `name` is the name of the field for errors, such as "grpo.beta"."""
+        """Read a value; `name` is the path of the field for error messages, such as "grpo.beta"."""
         plain = getattr(hint, "__supertype__", hint)  # str for a NewType
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -229,7 +233,7 @@ class Reader:
             valid = any(
                 type(value) is type(choice) and value == choice for choice in typing.get_args(hint)
             )
-            if not valid:  # a text for each of a million valid values would take a while
+            if not valid:  # type_text is slow for a million valid values
                 check_field(valid, name, value, type_text(hint))
             return value
         if origin is dict:
@@ -244,7 +248,7 @@ class Reader:
         return self._changed(hint, value)
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
-        """Make a dataclass; `name` is "" for the whole file."""
+        """Read a dataclass; `name` is "" for the whole file."""
         check_field(
             isinstance(values, dict), name or "the file", values, "an object with names and values"
         )
@@ -262,19 +266,19 @@ class Reader:
                 raise ValueError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
-        except ValueError as error:  # what a __post_init__ refuses
+        except ValueError as error:  # from __post_init__
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Read a value by its own type if the union has it, else by the first type that takes it."""
+        """Read a value by its own type if the union contains it, else by the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
-        if len(choices) == 1:  # its error says more than that of the union
+        if len(choices) == 1:  # its error message is more specific
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
-                continue  # names that need no file are a Literal beside it
+                continue  # a Literal in the union lists the names that need no file
             with suppress(ValueError):
                 return self.read(choice, value, name)
         raise _invalid(name, value, f"of type {type_text(hint)}")
@@ -294,7 +298,7 @@ class Reader:
         origin = list if typing.get_origin(hint) is list else tuple
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
-            value = [value]  # --dpo.loss_type=ipo
+            value = [value]  # allows --dpo.loss_type=ipo
         # JSON and YAML have no tuples
         is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
         check_field(is_valid, name, value, f"of type {type_text(hint)}")
@@ -305,19 +309,19 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain) -> Plain:
-        """Change a text by its type, see change_text; another value stays as it is."""
+        """Apply change_text to a text with a type of config/types.py; return other values unchanged."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value)
         return value
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
-    """Say what an unknown key may be: another trainer's, a field elsewhere, or one of the nearest."""
+    """Suggest a name for an unknown key: its new name, our name for a TRL option, or a similar name."""
     if prefix + key in RENAMED_OPTIONS:
         return f"since 0.4.0 it is called {RENAMED_OPTIONS[prefix + key]}"
-    theirs = THEIRS.get(key)
-    if theirs:
-        return f"here it is {theirs}"
+    alias = TRL_ALIASES.get(key)
+    if alias:
+        return f"here it is {alias}"
     paths = [option.path for option in options_of(root)]
     for words in ([key], key.split("_")):
         elsewhere = []
@@ -333,11 +337,12 @@ def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
 def did_you_mean(
     name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6
 ) -> str:
-    """End a message about a name that does not exist: "; did you mean shapes?", or "".
+    """Return the end of a message about an unknown name: "; did you mean shapes?", or "".
 
     Args:
-        prefix: the section of `names`, with its dot.
-        count: how many may be named; cutoff: how like they must be, 0 to 1 (difflib's ratio).
+        prefix: section of `names`, with a dot at the end.
+        count: largest number of suggestions.
+        cutoff: smallest similarity, from 0 to 1 (difflib's ratio).
     """
     nearest = difflib.get_close_matches(name, names, count, cutoff)
     if not nearest:
@@ -347,12 +352,12 @@ def did_you_mean(
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option as a dataclass declares it: a field that is not a section."""
+    """An option of a recipe: a field of a dataclass that is not a section."""
 
-    path: str  # "seed" or "grpo.beta", as it is written on the command line
+    path: str  # name on the command line, such as "seed" or "grpo.beta"
     hint: TypeHint
     field: dataclasses.Field
-    declared_in: type  # the dataclass that declares the field, maybe a base class
+    declared_in: type  # dataclass that declares the field; it may be a base class
 
     @property
     def name(self) -> str:
@@ -365,12 +370,12 @@ class Option:
 
     @property
     def comment(self) -> str:
-        """The comment on the field in its source, "" if there is none."""
+        """The comment on the field in the source code, or ""."""
         return _field_comments(self.declared_in).get(self.name, "")
 
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
-    """Yield the options that a file can set in a dataclass and in the sections inside it."""
+    """Yield the options of a dataclass and of its sections."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -385,7 +390,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
 
 @functools.cache
 def _field_comments(cls: type) -> dict[str, str]:
-    """Join the comment lines above a field, and those after it, of one dataclass's own source."""
+    """Return the comment of each field of a dataclass, from the lines above and behind the field."""
     comments = {}
     above = []  # comment lines since the last field
     name = ""
@@ -398,16 +403,16 @@ def _field_comments(cls: type) -> dict[str, str]:
             name = field_line[1]
             comments[name] = " ".join([*above, trailing]).strip()
             above = []
-        elif name and trailing:  # of a default that takes several lines
+        elif name and trailing:  # the default takes several lines
             comments[name] = f"{comments[name]} {trailing}".strip()
     return comments
 
 
 def type_text(hint: TypeHint) -> str:
-    """Say an annotation as a person reads it: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
+    """Describe a type hint in words: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
     if hint is Code:
         return "file.py:name"
-    hint = getattr(hint, "__supertype__", hint)  # of a NewType
+    hint = getattr(hint, "__supertype__", hint)  # NewType
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:
@@ -424,7 +429,7 @@ def type_text(hint: TypeHint) -> str:
 
 
 def within_bounds(number: float, bounds: str) -> bool:
-    """Test a number by ">= 1", "> 0" or an interval, "(0, 1]"; "; a cure" may follow."""
+    """Test a number against ">= 1", "> 0" or an interval "(0, 1]"; "; advice" may follow."""
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
         low = float(interval.strip(">= "))
@@ -436,7 +441,7 @@ def within_bounds(number: float, bounds: str) -> bool:
 
 
 def bounds_text(bounds: str) -> str:
-    """Say bounds as a person reads them: "1 or more", "over 0 (.inf does not clip)"."""
+    """Describe bounds in words: "1 or more", "over 0 (.inf does not clip)"."""
     interval, _, advice = bounds.partition("; ")
     number = interval.strip(">= ")
     words = f"in {interval}"

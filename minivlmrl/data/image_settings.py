@@ -33,10 +33,7 @@ def torch_resize_frames(
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-RESIZE = {
-    "pil": resize_frames,
-    "torch": torch_resize_frames,
-}  # {value of data.resize_backend: function}_backend
+RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize_backend
 
 Count = Annotated[int, ">= 1"]
 # patches of the largest allowed image take 2 GB while they are computed

@@ -37,7 +37,7 @@ def test_what_tables_name_are_our_modules_wherever_a_command_runs():
 def test_what_is_not_there_is_named(tmp_path, target, cause):
     (tmp_path / "own.py").write_text("")
     target = target.replace("FILE", str(tmp_path / "own.py"))
-    with pytest.raises(ValueError, match=rf"^{target}: it cannot be loaded \({cause}"):
+    with pytest.raises(ValueError, match=rf"^{target} cannot be loaded \({cause}"):
         load_name(target)
 
 

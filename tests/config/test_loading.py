@@ -254,7 +254,7 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', of which there is a section"),
     ("--stages=again.py:Other", "it is <class .*, it must be a Trainer of minivlmrl.trainers.base"),
     ("--stages=[again.py:Again(share=1)]", "what is in brackets is {'share': 1}, it must be in its section"),
-    ("--stages=[gone.py:Again]", r"gone\.py:Again: it cannot be loaded \(FileNotFoundError"),
+    ("--stages=[gone.py:Again]", r"gone\.py:Again cannot be loaded \(FileNotFoundError"),
 ])  # fmt: skip
 def test_a_stage_of_a_file_that_is_refused(again, override, message):
     with pytest.raises(ValueError, match=message):
