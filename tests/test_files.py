@@ -43,7 +43,7 @@ def save(folder: Path, text: str):
 def saved(folder: Path) -> str:
     """What is found to have been saved."""
     between = not folder.exists()
-    message = "checkpoint: the last save was killed; reading .*checkpoint.replaced"
+    message = "checkpoint: the last save was killed, so .*checkpoint.replaced is read"
     with pytest.warns(UserWarning, match=message) if between else nullcontext():
         found = find_folder(folder)
     assert sorted(file.name for file in found.iterdir()) == WRITTEN
@@ -148,7 +148,7 @@ def test_a_link_stays_a_link_and_what_is_not_a_checkpoint_is_not_overwritten(tmp
     assert (tmp_path / "link").is_symlink() and saved(tmp_path / "large_disk") == "new"
     (tmp_path / "thesis.tex").write_text("for years")
     for path in (tmp_path, tmp_path / "thesis.tex"):
-        with pytest.raises(ValueError, match="no checkpoint"):
+        with pytest.raises(ValueError, match="so it is not a checkpoint and is not overwritten"):
             save(path, "newer")
     assert (tmp_path / "thesis.tex").read_text() == "for years" and saved(tmp_path / "large_disk") == "new"
 

@@ -208,8 +208,8 @@ def count_trained_on(held_out, rows) -> int:
     File names may differ. Hashes of prompts and image sizes are compared first, and file contents
     only where the hashes agree.
     """
-    held_out_hashes = getattr(held_out, "asked", ())
-    training_hashes = getattr(rows, "asked", ())
+    held_out_hashes = getattr(held_out, "prompt_hashes", ())
+    training_hashes = getattr(rows, "prompt_hashes", ())
     shared = {*held_out_hashes} & {*training_hashes}
     trained = {rows.content(i) for i, row_hash in enumerate(training_hashes) if row_hash in shared}
     candidates = [i for i, row_hash in enumerate(held_out_hashes) if row_hash in shared]

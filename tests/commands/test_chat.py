@@ -98,7 +98,7 @@ def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, published, tmp
         text, _ = said(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
         status, out, err = ask("--model", copy, "--max_new_tokens", 12, *more)
         assert (status, out) == (0, text + "\n")
-        assert f"asked as {copy / 'minivlmrl.yaml'} says: 'Look. {{problem}} Now.'" in err
+        assert f"prompt template of {copy / 'minivlmrl.yaml'}: 'Look. {{problem}} Now.'" in err
     (copy / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     for value in (True, False):
         (copy / "minivlmrl.yaml").write_text(f"data: {{template: {{enable_thinking: {value}}}}}")

@@ -99,7 +99,7 @@ def test_a_band_is_the_rows_that_are_answered_right_now_and_then(evaluate, rows,
     assert [*bands.rows_in_band(lines, 0.25, 0.75)] == texts[2:7]
     assert [*bands.rows_in_band(lines, 0.0, 1.0)] == texts[:7]
     lines[3]["where"] = "rows.parquet: row 3"
-    with pytest.raises(ValueError, match=r"rows\.parquet: row 3: rows must be in a \.jsonl, one a line"):
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 3: the rows must be in a \.jsonl file, one per line"):
         [*bands.rows_in_band(lines, 0.0, 1.0)]
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["bands.py", "out.jsonl", "0", "0"])

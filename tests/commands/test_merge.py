@@ -38,7 +38,7 @@ def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_pat
 
     capsys.readouterr()
     assert merge_with(checkpoint, tmp_path / "merged") == 0
-    assert f"written: {tmp_path / 'merged'}" in capsys.readouterr().out
+    assert f"wrote {tmp_path / 'merged'}" in capsys.readouterr().out
     load_processor(tmp_path / "merged")
     assert (tmp_path / "merged/minivlmrl.yaml").read_text() == (trained / "minivlmrl.yaml").read_text()
     assert "Look. {problem}" in (trained / "minivlmrl.yaml").read_text()
@@ -49,4 +49,4 @@ def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_pat
     for merged in (trained, tmp_path / "merged"):
         capsys.readouterr()
         assert merge_with(merged, tmp_path / "again") == 2
-        assert f"{merged}: has this adapter in its weights already; give its base" in capsys.readouterr().err
+        assert f"the weights in {merged} already contain this adapter; pass the base model" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_an_unknown_option_is_told_its_name_here(override, meant):
     """A slip of the keyboard, and what TRL and ms-swift call it."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
-    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.THEIRS.values()}
+    ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.TRL_ALIASES.values()}
     assert ours - {"not"} <= {option.path for option in parsing.options_of(RunConfig)}
 
 

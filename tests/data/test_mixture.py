@@ -105,5 +105,5 @@ def test_stages_may_have_files_of_their_own(files):
     rows = load(stages, own | {"grpo": files / "a.jsonl"}, image_root=options["image_root"])
     assert problems(rows["grpo"]) == ["a0", "a1", "a2", "a3"]
     for wrong in ({"task": "shapes"}, {}):
-        with pytest.raises(ValueError, match=r"data: set either data\.task"):
+        with pytest.raises(ValueError, match=r"data: set exactly one of data\.task"):
             load(stages, own, **wrong)

@@ -34,8 +34,8 @@ def test_without_solution_or_answer(reward):
 
 @pytest.mark.parametrize("judge, solution, error", [
     (choice, "two cats", "^reward choice: solution 'two cats' is no choice such as B, "),
-    (yes_no, "maybe", "^reward yes_no: solution 'maybe' is no yes or no$"),
-    (class_name, "spiky", "^reward class_name: solution 'spiky' is no class of 2$"),
+    (yes_no, "maybe", "^reward yes_no: solution 'maybe' is no yes or no; correct the row$"),
+    (class_name, "spiky", "^reward class_name: solution 'spiky' is no class of 2; correct the row$"),
 ])  # fmt: skip
 def test_a_solution_that_is_none_is_named(judge, solution, error):
     options = {"classes": ["frilly", "dotted"]} if judge is class_name else {}

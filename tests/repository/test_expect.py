@@ -78,7 +78,7 @@ def test_of_ten_runs_one_may_go_astray_and_too_good_is_a_sentence(got, position,
 
 def test_another_recipe_is_refused_before_it_trains(trained, home):
     trained()
-    with pytest.raises(ValueError, match=r"no run of this recipe with these options; train it with train.py$"):
+    with pytest.raises(ValueError, match=r"no run of this recipe with these options; train with train.py instead$"):
         trained("--sft.learning_rate=1e-5")
     with pytest.raises(SystemExit, match="no run of this recipe"):
         expect.main([str(home / "recipe.yaml")])

@@ -271,5 +271,5 @@ def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tole
 ])  # fmt: skip
 def test_a_file_of_ones_own_that_is_wrong_is_one_line(tmp_path, text, says):
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ValueError, match=rf"^reward:? .*mine\.py:f: .*{says}"):
+    with pytest.raises(ValueError, match=rf"^reward:? .*mine\.py:f:? .*{says}"):
         get_reward(f"{tmp_path / 'mine.py'}:f")

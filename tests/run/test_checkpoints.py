@@ -482,7 +482,10 @@ def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, fi
 
 def test_two_runs_do_not_write_into_one_folder(recipe, copy):
     before = (copy / "metrics.jsonl").read_bytes()
-    with locked(copy, ONE), pytest.raises(ValueError, match=r"another run is writing into .*/copy; wait for it, or"):
+    with (
+        locked(copy, ONE),
+        pytest.raises(ValueError, match=r"another run is writing into .*/copy; wait until it ends, or"),
+    ):
         resume(recipe, copy, "--resume=never")
     assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
     resume(recipe, copy, "--resume=auto")

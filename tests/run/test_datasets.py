@@ -28,13 +28,13 @@ def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write
 
 def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: download it, or a run sees"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: remote files are not supported"):
         load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0)
 
 
 @pytest.mark.parametrize("data", [DataOptions(), DataOptions(task="shapes", train_file="rows.jsonl")])
 def test_either_a_task_or_a_file(data):
-    with pytest.raises(ValueError, match=r"set either data\.task, data\.train_file"):
+    with pytest.raises(ValueError, match=r"set exactly one of data\.task, data\.train_file"):
         load_datasets(data, {"grpo": "prompts"}, 0)
 
 

@@ -22,5 +22,5 @@ def test_each_stage_has_a_class_of_its_name():
     for name in TRAINERS:
         assert isinstance(getattr(RunConfig(), name), find_trainer(name, Run()).config_type)
     known = r"dpo, grpo, ppo, reward_model, sft, file\.py:name"
-    with pytest.raises(ValueError, match=rf"unknown stage 'tpo'; there are: {known}; did you mean ppo\?$"):
+    with pytest.raises(ValueError, match=rf"unknown stage 'tpo'; known names are: {known}; did you mean ppo\?$"):
         find_trainer("tpo", Run())
