@@ -247,7 +247,8 @@ def test_a_loss_of_a_file_sees_rows_that_have_no_advantage(stage, own_loss, scri
 
 @pytest.mark.parametrize(("name", "says"), [
     ("gone", "cannot be loaded"), ("flat", "raised ValueError: the loss does not depend on its first argument"),
-    ("narrow", r"raised TypeError: narrow\(\) "), ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
+    ("narrow", r"raised TypeError: narrow\(\) "),
+    ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_asked_is_refused_before_anything_is_loaded(stage, own_loss, name, says):
     with pytest.raises(ValueError, match=rf"grpo\.loss_type .*my_loss\.py:{re.escape(name)}.* {says}"):
