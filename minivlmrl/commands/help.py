@@ -1,8 +1,8 @@
-"""What `train --help` prints: every option of a recipe with default, type and sentence.
+"""Print the options of a recipe with default, type and comment, for `train --help`.
 
 python -m minivlmrl train --help          # all sections
 python -m minivlmrl train --help grpo     # one section
-python -m minivlmrl train shapes_kto.yaml --help kto  # of a stage in a file that a recipe names
+python -m minivlmrl train shapes_kto.yaml --help kto  # a custom stage of a recipe
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""A whole recipe as one dataclass, composed of options that are declared where they are read."""
+"""Load a recipe, apply overrides from the command line, and build its RunConfig."""
 
 import dataclasses
 import os
@@ -44,20 +44,21 @@ INFERENCE_OPTIONS = {
     ],
 }
 
-TEXTS = {str, FilePath, RecipePath, Code}  # types of fields that are texts
+TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are texts
 
 
 def load_config(
     recipe: str | Path, overrides: Sequence[str] = (), asked_for: Sequence[str] | None = None
 ) -> RunConfig:
-    """Read a recipe, a YAML file with the fields of RunConfig and sections of stages in a file.
+    """Load a recipe: a YAML file with the fields of RunConfig and the sections of custom stages.
 
     Args:
-        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; the value is read as YAML.
-        asked_for: for a recipe that somebody sent: code runs only if one of these overrides, which
-            the user wrote, names it; None: the user named the recipe, all of its code may run.
+        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; values are parsed as YAML.
+        asked_for: for a recipe of unknown origin, the overrides that the user typed: code runs only
+            if one of them names it. None means that the user chose the recipe and all of its code
+            may run.
     Raises:
-        ValueError: it is not valid, or names code that may not run; none of it has run then.
+        ValueError: the recipe is not valid, or names code that may not run; no code has run then.
     """
     path = _find_recipe(recipe)
     with error_context(recipe):
@@ -80,7 +81,9 @@ def load_config(
         unused_sections = [name for name in values if name not in vars(config_class())]
         values = {name: value for name, value in values.items() if name not in unused_sections}
     if asked_for is None:
-        _build_run(config_class, values, recipe)  # names the recipe if that is what is wrong
+        _build_run(
+            config_class, values, recipe
+        )  # an error in the recipe itself is reported with its name
     hints = {option.path: option.hint for option in options_of(config_class)}
     for override in overrides:
         values = _apply(override, values, hints)
@@ -99,7 +102,7 @@ def _build_run(
     where: str | Path,
     change_text: ChangeText | None = None,
 ) -> RunConfig:
-    """Build a config and check what its classes cannot: they import nothing (ValueError)."""
+    """Build a config, and check rules that need imports, which the option classes avoid (ValueError)."""
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
         for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
@@ -116,7 +119,7 @@ def _build_run(
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    """Find a file, or a recipe of ours by its name, outside of a clone too (ValueError: neither)."""
+    """Find a recipe by its path, or one of our recipes by its name; raise ValueError if there is none."""
     for path in (Path(recipe), recipes_folder() / recipe):
         if path.is_file():
             return path
@@ -125,14 +128,14 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read the field `stages`, which says what other fields there are."""
+    """Read the field `stages`, because it decides which other sections exist."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Add a section for each stage of a file (ValueError: there is one of its name)."""
+    """Add a section to RunConfig for each custom stage; raise ValueError if the name is taken."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -140,8 +143,8 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
         name = algorithm.stage
         if name in sections or name in dir(RunConfig()):
             raise ValueError(
-                f"stages: {algorithm.__name__}.stage is {name!r}, of which there is a section; "
-                "give it another name"
+                f"stages: {algorithm.__name__}.stage is {name!r}, but a section of this name exists; "
+                "choose another name"
             )
         sections[name] = algorithm.config_type
     fields = [(name, cls, field(default_factory=cls)) for name, cls in sections.items()]
@@ -149,39 +152,39 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequence[str]):
-    """Refuse code (ValueError) that a recipe names which the user did not name: somebody sent it.
+    """Raise ValueError if a recipe of unknown origin names code that the user did not name.
 
     Args:
-        code: names of code, values of the recipe.
-        overrides: of the command line; code that one of them says too may run.
+        code: names of code in the recipe.
+        overrides: overrides on the command line; code that they name may run.
     """
     for text in code:
         name, options = split_options(text)
-        # Names without a colon are of tables. A text in options could be a URL, a file or a name.
+        # Names without a colon are our own. A text in options could be a URL, a file or a name of code.
         is_harmless = ":" not in name and not re.search("['\"]", options)
         spellings = {text, text.removeprefix(os.path.join(os.getcwd(), ""))}
         if not is_harmless and not any(_is_in(overrides, spelling) for spelling in spellings):
             raise ValueError(
-                f"{recipe}: it was found, not asked for, and names code, {text}; read it; "
-                f"--recipe={recipe} says that it may run"
+                f"{recipe} was found automatically and would run the code {text}; read the code, "
+                f"then pass --recipe={recipe} to allow it"
             )
 
 
 def _is_in(overrides: Sequence[str], text: str) -> bool:
-    """Say whether the command line names a file or code, and not one whose name ends alike."""
+    """Return whether an override contains the exact name of a file or of code."""
     pattern = rf"(?<![\w./-]){re.escape(text)}(?!\w)"
     return any(re.search(pattern, override) for override in overrides)
 
 
 class Resolver:
-    """Makes paths of a recipe absolute, by their types; `code` collects the names of code.
+    """Makes the paths of a recipe absolute, by their types, and collects the names of code.
 
-    A repository's id, and a path where nothing is, stay as they are.
+    Repository ids, and paths that do not exist, are not changed.
 
     Args:
-        beside: the folder of the recipe.
-        overrides: of the command line. A file that they name is looked for where the command runs
-            before it is looked for beside the recipe.
+        beside: folder of the recipe.
+        overrides: overrides on the command line. A file that they name is searched first in the
+            working directory and then beside the recipe.
     """
 
     def __init__(self, beside: Path, overrides: Sequence[str]):
@@ -204,7 +207,7 @@ class Resolver:
         """Make the path in "file.py:name" absolute.
 
         Args:
-            short: leave out the folder in which the command runs: metrics have this name.
+            short: remove the working directory from the path, because metrics have this name.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
@@ -217,7 +220,7 @@ class Resolver:
         return path + name
 
     def _find(self, file: str) -> str:
-        """Find a file beside the recipe or where the command runs, or among recipes of a wheel."""
+        """Find a file beside the recipe, in the working directory, or among our recipes."""
         folders = [self.beside, Path()]
         if _is_in(self.overrides, file):
             folders = [Path(), self.beside]
@@ -226,7 +229,7 @@ class Resolver:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Return the values of a recipe with an override, "--grpo.beta=0.1"."""
+    """Return the values of a recipe after an override such as "--grpo.beta=0.1"."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path)
     if not separator and hint is bool:  # --dpo.use_weighting
@@ -238,7 +241,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Read a field's value on the command line: YAML, or text as it is where the field is one."""
+    """Parse the value of an override as YAML; a text field keeps text that is not valid YAML."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     with (
         suppress(ValueError)
@@ -252,12 +255,12 @@ def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write the resolved config as a recipe that repeats the run in a folder that is free."""
+    """Return the resolved config as a recipe that repeats the run."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
 def as_overrides(fields: dict[str, Plain]) -> list[str]:
-    """Write values as overrides: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
+    """Return values as overrides: {"grpo.beta": 0.1} -> ["--grpo.beta=0.1"]."""
     return [f"--{name}={json_text(value)}" for name, value in fields.items()]
 
 
@@ -295,7 +298,7 @@ def inference_yaml(config: RunConfig) -> str:
 
 
 def _replace(values, path: list[str], value):
-    """Return `values` with another value at `path`; missing sections on the way are made."""
+    """Return `values` with a new value at `path`; missing sections are created."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

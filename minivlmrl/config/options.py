@@ -419,7 +419,10 @@ class GRPOOptions(TrainingOptions):
     rollout_correction: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    rollout_correction_bounds: tuple[float | None, float | None] = (None, 3.0)  # of the ratio
+    rollout_correction_bounds: tuple[float | None, float | None] = (
+        None,
+        3.0,
+    )  # bounds of the ratio
 
     def __post_init__(self):
         if not 0 <= self.epsilon_low <= self.epsilon_high:  # refuses NaN too

@@ -1,14 +1,14 @@
 """Types of options: texts that name files or code, and numbers with bounds.
 
-config/parsing.py reads a value by its type: Annotated[int, ">= 1"] is checked against its bound, and
-a path in a recipe is resolved by what the type says that it is relative to.
+config/parsing.py reads a value by its type. For example, Annotated[int, ">= 1"] is checked against
+its bound, and the type of a path decides which folder the path is relative to.
 """
 
 from typing import Annotated, Any, Literal, NewType
 
-Plain = Any  # what YAML and JSON consist of: None, bool, int, float, str, list, dict
+Plain = Any  # any value of YAML or JSON: None, bool, int, float, str, list, dict
 
-# relative to the folder in which the command runs, unless a field says otherwise
+# relative to the working directory, unless the comment of a field names another folder
 FilePath = NewType("FilePath", str)
 RecipePath = NewType("RecipePath", str)  # relative to the recipe
 Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative to the recipe

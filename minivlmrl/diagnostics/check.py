@@ -36,7 +36,7 @@ from minivlmrl.run.preflight import find_mistakes
 from minivlmrl.run.setup import prepare
 from minivlmrl.trainers.registry import find_trainers
 
-AGAIN = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
+RERUN_OPTIONS = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
 
 
 def main(arguments: list[str]) -> int:
@@ -87,5 +87,8 @@ def check(config: RunConfig) -> Iterator[str]:
             sample = make_sampler(model, processor, sampling, world, gather_weights)
             yield from check_completions(trial, sample, getattr(config, online[0]).num_generations)
         else:
-            print(f"no completions were drawn of a model without its form; after that {AGAIN}")
+            print(
+                "no completions were sampled, because this model does not know the answer format yet; "
+                f"after SFT, run check again with {RERUN_OPTIONS}"
+            )
     process_group.shutdown(world)

@@ -20,7 +20,7 @@ from minivlmrl.rewards.text import find_answer
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
 # Texts that are not answers. A policy would learn to write a text that a reward scores highly.
-HACKS = {
+REWARD_HACK_PROBES = {
     "nothing": "",
     "empty tags": ROLLOUT.format("", ""),
     "tags alone": ROLLOUT.format("", "") * 3,
@@ -119,7 +119,7 @@ def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
         yield from check_empty(trial, solution_counts)
         yield from check_constant(trial, solution_counts, right_values)
     values = []  # rewards (n, K) of each text; the right answers are appended last
-    for text in HACKS.values():
+    for text in REWARD_HACK_PROBES.values():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
         values.append(trial.earned(texts))
     values = torch.stack([*values, right_values])  # (texts, n, K)
@@ -204,7 +204,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
     Args:
         means: mean reward of each text in HACKS, and of the right answers.
     """
-    for (name, text), mean in zip(HACKS.items(), means, strict=False):
+    for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
                 f"reward {reward.name} gives {mean:.2f} to {name} ({text!r:.40}): "

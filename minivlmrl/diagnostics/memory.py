@@ -1,8 +1,9 @@
-"""What a run needs of each GPU's memory, phase by phase, before its weights are read.
+"""Estimate the memory that a run needs on each GPU, phase by phase, before its weights are read.
 
-Activations are counted: forward and backward run on the meta device, where tensors have shapes but
-no numbers. The rest is parameters times bytes, divided by the shards of the recipe. Not counted:
-evaluations, and what RESERVE is for (CUDA's context, nccl's buffers, gaps between allocations).
+To count activations, a forward and a backward pass run on the meta device, where tensors have shapes
+but no numbers. Weights, gradients and optimizer state are parameters times bytes, divided by the
+number of shards. Evaluations are not counted. RESERVE stands for CUDA's context, NCCL's buffers and
+gaps between allocations.
 """
 
 import copy
@@ -39,35 +40,35 @@ from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.model.vision import lay_out
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.checkpoints import KEPT
+from minivlmrl.run.checkpoints import NUM_KEPT_STATES
 from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.trainers.reference import freeze_shared_layers
 from minivlmrl.trainers.registry import find_trainer
 
 GB = 10**9
 RESERVE = 3 * GB
-# of a decode step for each row and token of the vocabulary: a logit and a probability in float32,
-# the latter in units of int64, and their running sum beside a copy of it; filters take a sixth more
+# bytes of a decode step for each row and token of the vocabulary: a logit and a probability in
+# float32, the probability as int64, and two copies of the cumulative sum; filters need a sixth more
 DRAW_BYTES = 32
-TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # of a prompt, where nothing else is said
+TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # default sizes of a prompt
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Sizes of one micro-batch, or of the prompts of a rollout."""
+    """Sizes of a micro-batch, or of a sampling batch."""
 
     prompts: int
-    num_generations: int  # completions of each prompt; 0: prompts alone
-    text_tokens: int  # of a prompt, without its image
-    image_tokens: int  # of a prompt's image, after merging
+    num_generations: int  # completions per prompt; 0 is a forward pass over prompts only
+    text_tokens: int  # text tokens per prompt
+    image_tokens: int  # image tokens per prompt, after merging
     completion_tokens: int
-    frames: int = 1  # of equal size that share image_tokens
+    frames: int = 1  # number of frames of equal size that image_tokens are divided into
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Count the bytes of tensors created in this context that still exist, and the most (.peak)."""
+    """Counts the bytes of live tensors that were created in this context, and their peak."""
 
-    def __init__(self, uncounted: list[Tensor]):  # they and their views are not counted
+    def __init__(self, uncounted: list[Tensor]):  # these tensors and their views are not counted
         super().__init__()
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
@@ -95,7 +96,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(config: ModelConfig, work: BatchShape) -> GroupBatch:
-    """A batch of these sizes, on the meta device except for its grids."""
+    """Build a batch of the given shape on the meta device; only the image grids have values."""
     merge = config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -113,7 +114,7 @@ def meta_batch(config: ModelConfig, work: BatchShape) -> GroupBatch:
 
 
 class TrainedModels(nn.Module):
-    """What a stage trains: the policy, or a copy of it, and PPO's critic if it is another model."""
+    """The trained models of a stage: the policy, and PPO's critic if the critic is a separate model."""
 
     def __init__(self, policy: Qwen2_5_VL, critic: ValueModel | None = None):
         super().__init__()
@@ -126,21 +127,21 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Numbers of parameters of a model, and bytes of what its computations hold."""
+    """Counts the parameters of a model and estimates the memory of its computations."""
 
     def __init__(self, config: ModelConfig):
         with torch.device("meta"):
             self.config = config
             self.model = FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.active_parameters = self.parameters  # that a token is computed with
+        self.active_parameters = self.parameters  # parameters that one token uses
         if config.experts is not None:
             idle_share = 1 - config.experts.num_experts_per_tok / config.experts.num_experts
             routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
             self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
     def build(self, run: RunConfig, stage: str) -> Qwen2_5_VL:
-        """Make the model that a stage of a run trains on the meta device."""
+        """Build the policy of a stage on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         inject_adapters(model, run.adapter)
         select_trained(model, run.model.freeze)
@@ -149,7 +150,7 @@ class MemoryEstimator:
         return model
 
     def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:
-        """Make the models that a stage trains on the meta device."""
+        """Build all trained models of a stage on the meta device."""
         model = self.build(run, stage)
         section = getattr(run, stage)
         if getattr(section, "critic", "shared") == "shared":
@@ -158,7 +159,7 @@ class MemoryEstimator:
             backbone = MemoryEstimator(read_config(find_folder(section.critic_path))).build(
                 run, stage
             )
-        elif run.uses_fsdp:  # the base of adapters is copied too
+        elif run.uses_fsdp:  # the base model below the adapters is copied too
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
@@ -167,7 +168,11 @@ class MemoryEstimator:
     def activations(
         self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool
     ) -> int:
-        """Most bytes of a forward, with or without its backward, besides weights and gradients."""
+        """Return the peak bytes of a forward pass, without weights and gradients.
+
+        Args:
+            train: include the backward pass.
+        """
         models = copy.deepcopy(models)
         batch = meta_batch(self.config, work)
         if run.model.compute_dtype:
@@ -179,7 +184,7 @@ class MemoryEstimator:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         dropped = dropout(models, run.adapter.dropout if train else 0.0, "plan")
-        lay_out.cache_clear()  # of an earlier forward: what a tower keeps of grids is counted here
+        lay_out.cache_clear()  # the cached layout of the grids of an earlier forward must be counted again
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused, dropped, live:
             if work.num_generations == 0:
@@ -194,8 +199,11 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Bytes of a rollout's cache: a prompt's keys once, and those of each completion; of a
-        recurrent layer a memory for each, whatever their lengths."""
+        """Return the bytes of the KV cache of a rollout.
+
+        Each prompt is cached once, and each completion has its own tokens. A recurrent layer has a
+        state of fixed size for each prompt and completion instead.
+        """
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         memories = family_of(self.model).empty_memories(self.model, rows)
         recurrent_bytes = sum(map(bytes_of, memories))
@@ -207,7 +215,7 @@ class MemoryEstimator:
 
 
 def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
-    """Compute what a loss is made of; of experts also their mean probabilities, as the balance is."""
+    """Compute the outputs that a loss uses: log-probabilities, values, and mean router probabilities."""
     policy = models.policy
     values = [] if models.critic is None else [models.critic]
     routing = family_of(policy).routing
@@ -224,12 +232,12 @@ def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    """Free a gradient as soon as it is there: gradients have a row of their own in the plan."""
+    """Free a gradient at once, because the estimate counts gradients separately."""
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_options) -> Tensor:
-    """Take the memory of a fused kernel: the meta device would write the formula out."""
+    """Call a fused attention kernel, because the meta device would compute the unfused formula."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
 
 
@@ -241,15 +249,17 @@ def plan(
     run: RunConfig, stage: str, costs: MemoryEstimator, gpus: int,
     text_tokens: int, image_tokens: int, frames: int = 1,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Bytes on one GPU in each phase: {"train": {"weights": 1}}.
+    """Estimate the bytes on one GPU for each phase and item: {"train": {"weights": 1}}.
 
     Args:
-        text_tokens, image_tokens, frames: of a prompt, see BatchShape.
+        text_tokens, image_tokens, frames: sizes of a prompt, see BatchShape.
     """
     trainer = find_trainer(stage, run)
     models = costs.build_trained(run, stage)
     shards = num_shards(run.sharding, gpus)
-    share = 0.0 if run.sharding.cpu_offload else 1 / shards  # of what is sharded, on one GPU
+    share = (
+        0.0 if run.sharding.cpu_offload else 1 / shards
+    )  # fraction of sharded tensors on one GPU
     micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
     samples = not trainer.answers
     gathered = gathered_bytes(run, models.policy)
@@ -265,7 +275,7 @@ def plan(
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
     gradients = bytes_of(trained_parameters(models)) * share
     if gpus > 1 and not run.uses_fsdp:
-        gradients *= 2  # ranks sum a copy of them
+        gradients *= 2  # the ranks sum a copy of the gradients
     phases["train"] = {
         "gathered": 2 * gathered,  # weights and their gradients
         "gradients": gradients,
@@ -279,7 +289,7 @@ def plan(
 def sizes(
     run: RunConfig, stage: str, gpus: int, text_tokens: int, image_tokens: int, frames: int
 ) -> tuple[BatchShape, BatchShape]:
-    """Sizes of a micro-batch and of what one GPU draws together in a rollout."""
+    """Return the shapes of a micro-batch and of a sampling batch on one GPU."""
     config = getattr(run, stage)
     max_new_tokens = run.sampling.max_new_tokens
     prompt_tokens = text_tokens + image_tokens
@@ -300,7 +310,7 @@ def sizes(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of weights in the dtype that computes; those of NF4 stay packed."""
+    """Return the bytes of the weights in the compute dtype; NF4 weights stay packed."""
     total = 0
     for parameter in module.parameters():
         kept_dtype = dtype if parameter.is_floating_point() else parameter.dtype
@@ -309,19 +319,23 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def gathered_bytes(run: RunConfig, model: Qwen2_5_VL) -> int:
-    """Bytes of full weights that FSDP holds while layer by layer runs."""
+    """Return the bytes of full weights that FSDP holds at a time during a forward pass."""
     if not run.uses_fsdp:
         return 0
     dtype = compute_dtype(run)
     blocks = [computed_bytes(block, dtype) for block in family_of(model).blocks(model)]
-    # one block runs while the next arrives
+    # one block is computed while the next block is gathered
     return computed_bytes(model, dtype) - sum(blocks) + 2 * max(blocks)
 
 
 def rollout_items(
     run: RunConfig, costs: MemoryEstimator, policy: Qwen2_5_VL, drawn: BatchShape, gathered: int
 ) -> dict[str, int]:
-    """Bytes of what is there only in a rollout; gathered: by FSDP in a forward."""
+    """Return the bytes of the items that exist only in a rollout.
+
+    Args:
+        gathered: bytes of full weights that FSDP holds during a forward pass.
+    """
     dtype = compute_dtype(run)
     if run.uses_fsdp and run.rollout.gather_weights:
         gathered = computed_bytes(policy, dtype)
@@ -333,24 +347,26 @@ def rollout_items(
         "prompts' forward": costs.activations(run, TrainedModels(policy), prompts_alone, False),
         "logits": DRAW_BYTES * rows * costs.config.vocab_size,
     }
-    # an engine sleeps in the other phases
+    # a vLLM engine sleeps in the other phases
     return items | find_engine(run.sampling).engine_bytes(run.sampling, costs.parameters, dtype)
 
 
 def held(
     run: RunConfig, stage: str, models: TrainedModels, costs: MemoryEstimator
 ) -> dict[str, int]:
-    """Bytes of what is there all the time, before sharding."""
+    """Return the bytes of the items that exist in all phases, before sharding."""
     trainer = find_trainer(stage, run)
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    adapters = bytes_of(adapter_parameters(policy))  # all that another model adds to one with them
+    adapters = bytes_of(
+        adapter_parameters(policy)
+    )  # a second model shares the base and only adds its adapters
     items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, models)}
     if models.critic is not None:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if has_reference(run, stage):
         items["reference"] = reference_bytes(run, policy)
-    if not trainer.trains_policy:  # in addition to the copy that is trained
+    if not trainer.trains_policy:  # the policy exists beside the trained copy
         items["policy"] = adapters or weights
     if not trainer.answers and "reward_model" in run.rewards:
         path = run.reward_model.path
@@ -364,7 +380,7 @@ def has_reference(run: RunConfig, stage: str) -> bool:
 
 
 def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
-    """Bytes of what a reference adds to its policy, before sharding."""
+    """Return the bytes of a reference model beyond the weights shared with the policy, before sharding."""
     reference = run.reference
     dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else compute_dtype(run)
     if reference.path is not None:
@@ -376,7 +392,7 @@ def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
 
 
 def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
-    """Bytes of what the optimizer of a run keeps of the weights of a model that it trains."""
+    """Return the bytes of the optimizer state."""
     optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
     begin_state(optimizer, trained_parameters(model))
     return sum(bytes_of(state.values()) for state in optimizer.state.values())
@@ -387,12 +403,12 @@ def compute_dtype(run: RunConfig) -> torch.dtype:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Bytes of the largest phase."""
+    """Return the bytes of the largest phase, RESERVE included."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(run: RunConfig, stage: str, costs: MemoryEstimator) -> int:
-    """Bytes of a state on the disk."""
+    """Return the size in bytes of a training state on disk."""
     models = costs.build_trained(run, stage)
     items = held(run, stage, models, costs)
     items["weights"] = bytes_of(adapter_parameters(models.policy)) or items["weights"]
@@ -401,7 +417,10 @@ def state_bytes(run: RunConfig, stage: str, costs: MemoryEstimator) -> int:
 
 
 def check_disk(run: RunConfig, stage: str, costs: MemoryEstimator):
-    """Refuse a run (ValueError) whose states do not fit the disk, where earlier ones will go."""
+    """Raise ValueError if the training states of a run do not fit on the disk.
+
+    The space of earlier states counts as free, because the run deletes them.
+    """
     if not run.checkpoint_steps and not run.checkpoint_minutes:
         return
     folder = Path(run.output_dir).absolute()
@@ -409,19 +428,19 @@ def check_disk(run: RunConfig, stage: str, costs: MemoryEstimator):
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free + earlier
     size = state_bytes(run, stage, costs)
-    if (KEPT + 1) * size > free:
+    if (NUM_KEPT_STATES + 1) * size > free:
         raise ValueError(
-            f"{stage} saves {KEPT + 1} states of {size / GB:.2g} GB, and {free / GB:.2g} GB are "
-            f"free for {run.output_dir}: make room, or take another output_dir; "
-            "--check_memory=false starts it as it is"
+            f"{stage} saves {NUM_KEPT_STATES + 1} states of {size / GB:.2g} GB, but only {free / GB:.2g} GB are "
+            f"free for {run.output_dir}; free some space or choose another output_dir, or skip this "
+            "check with --check_memory=false"
         )
 
 
 class MemoryCheck(Callback):
-    """Refuses a run that does not fit disk and GPUs, with images of data.max_pixels."""
+    """Refuses to start a run that does not fit the disk or the GPUs, with images of data.max_pixels."""
 
     def on_setup(self, config: RunConfig, world: World):
-        if config.model.path is None:  # random weights are as small as one likes
+        if config.model.path is None:  # models with random weights are small
             return
         costs = MemoryEstimator(read_config(find_folder(config.model.path)))
         for stage in config.stage_names:
@@ -431,7 +450,7 @@ class MemoryCheck(Callback):
 
 
 def check_gpus(run: RunConfig, world: World, costs: MemoryEstimator):
-    """Refuse a run (ValueError) with a stage that needs more memory than a GPU has."""
+    """Raise ValueError if a stage needs more memory than a GPU has."""
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
     vision = costs.config.vision_config
     token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
@@ -443,6 +462,7 @@ def check_gpus(run: RunConfig, world: World, costs: MemoryEstimator):
         if needed_bytes > gpu_bytes:
             raise ValueError(
                 f"{stage} needs about {needed_bytes / GB:.1f} GB on each of {world.size} GPUs, "
-                f"and one has {gpu_bytes / GB:.1f}: docs/memory.md lists what saves memory, `python -m "
-                "minivlmrl memory` adds it up; --check_memory=false starts it as it is"
+                f"but a GPU has {gpu_bytes / GB:.1f} GB; docs/memory.md lists options that save memory, "
+                "`python -m minivlmrl memory` prints the estimate, and --check_memory=false skips "
+                "this check"
             )

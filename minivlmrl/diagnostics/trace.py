@@ -337,7 +337,7 @@ def to_json(x, depth: int = 0):
     if isinstance(x, int | float | None):
         return x
     fields = x
-    if is_dataclass(x):  # of a class, vars() is not a dict
+    if is_dataclass(x):  # vars() of a class is not a dict
         fields = vars(x)
     elif isinstance(x, list | tuple | range):
         fields = dict(enumerate(x))

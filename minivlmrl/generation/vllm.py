@@ -326,7 +326,9 @@ def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: 
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     logger.addFilter(is_news)
-    chooser = type("VLLMTokenChooser", (TokenChooser, v1.LogitsProcessor, v2.LogitsProcessor), {})
+    token_chooser = type(
+        "VLLMTokenChooser", (TokenChooser, v1.LogitsProcessor, v2.LogitsProcessor), {}
+    )
     on_gpu = world.device.type == "cuda"
     defaults = {
         "dtype": computed_dtype(model),
@@ -341,7 +343,7 @@ def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: 
     with TemporaryDirectory() as folder:
         write_settings(Path(folder), model, processor)
         try:
-            llm = vllm.LLM(folder, logits_processors=[chooser], **FIXED_OPTIONS, **options)
+            llm = vllm.LLM(folder, logits_processors=[token_chooser], **FIXED_OPTIONS, **options)
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
     world.ends_group = False  # vLLM destroys the process group with its own groups

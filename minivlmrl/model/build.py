@@ -48,7 +48,9 @@ def random_model(
     initialize(model, torch.Generator().manual_seed(seed))
     family = FAMILIES[config.model_type]
     patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
-    token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2  # of one merged token
+    token_pixels = (
+        patches["patch_size"] * patches["merge_size"]
+    ) ** 2  # pixels of one merged token
     images = read_image_processor(
         family.images | patches,
         "data",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Sharder(Protocol):
     """Interface of distributed/fsdp.Sharding, which shards the weights of models over the ranks."""
 
-    compute_dtype: torch.dtype  # of gathered weights and of activations
+    compute_dtype: torch.dtype  # dtype of gathered weights and activations
 
     def shard(self, model: "Qwen2_5_VL") -> None:
         """Shard a model on any device, including the meta device."""

@@ -11,26 +11,27 @@ from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Part]):
-    """Choose what an optimizer takes (ValueError: nothing)."""
+    """Set requires_grad of all parameters; raise ValueError if no parameter is left to train."""
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze, adapted))
     if not trained_parameters(model):
         raise ValueError(
-            f"model.freeze is [{', '.join(freeze)}], nothing is left to train: "
-            "name fewer parts, or let adapter.target name another one"
+            f"model.freeze is [{', '.join(freeze)}], so nothing is left to train; freeze fewer "
+            "parts, or add another part to adapter.target"
         )
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List what an optimizer takes."""
+    """Return the parameters with requires_grad, which the optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
-    """Tell whether to train a parameter: of an adapter where there are some, and of no frozen part.
+    """Return whether to train a parameter.
 
-    Of a value model its head too, and not the head that predicts tokens.
+    In a model with adapters only adapters are trained, and frozen parts never are. A value model also
+    trains its value head, but not the language-model head.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"
@@ -39,8 +40,11 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 
 
 def trainable_summary(model: nn.Module) -> str:
-    """List what is trained, a line a part or kind of layer: name, layers, rank, counts, share."""
-    kinds = defaultdict(Counter)  # (name, rank) -> of each layer its trained parameters
+    """Summarise the trained parameters, one line per part or kind of layer.
+
+    A line has the name, the number of layers, the rank, the number of parameters and their share.
+    """
+    kinds = defaultdict(Counter)  # (name, rank) -> trained parameters per layer
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -48,7 +52,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # of all blocks
+            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # one name for all blocks
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"
         kinds[kind_name, rank_text][layer_name] += parameter.numel()

@@ -41,7 +41,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-KEPT = 2  # states of a run, in case the newest is damaged
+NUM_KEPT_STATES = 2  # states of a run, in case the newest is damaged
 # fields of a stage's section that say how many rows a draw has
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # names under which a state holds hashes of files that a recipe only names
@@ -339,7 +339,7 @@ class CheckpointManager:
             return None
 
     def save(self, folder: Path, progress: TrainerState):
-        """Write a checkpoint, on all ranks together, and remove all but the KEPT newest ones."""
+        """Write a checkpoint, on all ranks together, and remove all but the NUM_KEPT_STATES newest ones."""
         draft = folder.with_name(folder.name + ".partial")
         named_tensors = tensors(self.trainer, self.optimizer)
         checksums = {}
@@ -359,7 +359,7 @@ class CheckpointManager:
                 flush_file(path)
             draft.rename(folder)
             flush_file(self.folder)
-            for old in state_folders(self.folder)[:-KEPT]:
+            for old in state_folders(self.folder)[:-NUM_KEPT_STATES]:
                 shutil.rmtree(old)
 
         try:

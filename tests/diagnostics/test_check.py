@@ -33,7 +33,7 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
     out = capsys.readouterr().out
     assert "nothing found" in out and "output:" not in out
     asked = {"grpo", "ppo", "distill"} & set(load_config(RECIPES / f"{recipe}.yaml").stage_names)
-    assert ("no completions were drawn" in out) == bool(asked)
+    assert ("no completions were sampled" in out) == bool(asked)
 
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():

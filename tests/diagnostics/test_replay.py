@@ -41,7 +41,7 @@ def table(lines):
 
 
 def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, replayed, monkeypatch):
-    monkeypatch.setattr("minivlmrl.run.checkpoints.KEPT", 9)
+    monkeypatch.setattr("minivlmrl.run.checkpoints.NUM_KEPT_STATES", 9)
     folder = run("--stages=[sft,dpo,grpo]", "--checkpoint_steps=2", *LOUD)
     for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
         code, lines = replayed(folder, stage, step, "--prompt=3")

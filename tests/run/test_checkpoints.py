@@ -473,7 +473,7 @@ def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, fi
     """By a clock that goes on by four minutes whenever it is read: at the start, at each step and after each state."""
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
-    monkeypatch.setattr(resume_file, "KEPT", 9)
+    monkeypatch.setattr(resume_file, "NUM_KEPT_STATES", 9)
     options = ["--checkpoint_minutes=10", "--grpo.max_steps=7"]
     resume(recipe, tmp_path, *options)
     assert states(tmp_path) == ["000003", "000006", "000007"]
