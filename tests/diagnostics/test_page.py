@@ -64,6 +64,8 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     charts = re.findall(r'aria-label="(\S+) by step"', html)
     evaluated = {"eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"}
     assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
+    assert re.search(r'<tr class="chance"><td>chance</td>(<td class="bar"[^>]*>0\.083</td>){2}<td></td>', html)
+    assert "<th>accuracy_sampled</th><th>accuracy_greedy</th><th>format_sampled</th>" in html
     assert html.count('src="data:image/webp;base64,') == 2  # beside the completions, and a button
     assert "http" not in TEMPLATE.read_text()  # neither server nor network
 
