@@ -71,7 +71,7 @@ if torch.cuda.is_available():
     how["grpo"] = {"max_steps": STEPS, "learning_rate": 1e-5}
 else:
     toy = {"path": None, "config": str(recipes_folder() / "shapes_model.json"), "compute_dtype": None}
-    small = {"data": {"resize": None}, "resume": "never"}
+    small = {"data": {"image": {}}, "resume": "never"}
     speak = {"max_steps": STEPS // 3, "prompts_per_step": 16, "learning_rate": 2e-3}
     train(RECIPE, rows, held_out, stages=["sft"], model=toy, sft=speak, output_dir="runs/toy", **small)
     how |= small | {"model": toy | {"path": "runs/toy/checkpoint", "config": None}}

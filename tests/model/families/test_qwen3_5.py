@@ -184,13 +184,13 @@ def test_in_bfloat16_sampler_and_trainer_differ_by_the_order_of_float32_sums(mon
         return (logps.view_as(drawn) - drawn).square().mean().sqrt().item()
 
     in_float32 = mismatch()
-    empty = GatedDeltaNet.empty
+    empty = GatedDeltaNet.initial_state
 
     def wider(layer, rows):
         last_inputs, states = empty(layer, rows)
         return [last_inputs, states.double()]
 
-    monkeypatch.setattr(GatedDeltaNet, "empty", wider)
+    monkeypatch.setattr(GatedDeltaNet, "initial_state", wider)
     in_float64 = mismatch()
     print(f"\n{in_float32:.1e} {in_float64:.1e} nats, root mean square")
     assert in_float64 < in_float32 / 10
