@@ -128,7 +128,7 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     assert re.search(r"grpo: 3 steps in \d+ s; at most [\d.]+ GiB", html)
     assert f"<summary>{home / 'recipe.yaml'}; evaluated on 4 rows</summary>" in html
     assert f"  config: {home / 'model.json'}\n" in html and "  max_steps: 3\n" in html
-    assert '<output id="step">grpo 2</output>' in html and "teaches nothing" not in html
+    assert '<output id="step">grpo 2</output>' in html and "nothing to learn" not in html
     assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")  # the best completion comes first
 
 
