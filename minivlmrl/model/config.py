@@ -339,7 +339,7 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the object under the first of these keys that is set; {} if all are missing or null."""
+    """Return the object under the first of these keys that is set; {} if none is set."""
     for name in names:
         section = config.get(name)
         if section:
@@ -349,7 +349,7 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    """Return the settings of rotary embeddings, under the key of transformers 5 or of older ones."""
+    """Return the rotary settings, under the key of transformers 5 or that of older releases."""
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 

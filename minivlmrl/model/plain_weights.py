@@ -37,7 +37,7 @@ class ReplacedLinear(nn.Module):
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the full weight of the plain layer, without gradient. All ranks must call this."""
+        """Compute the plain layer's full weight, without gradient. All ranks must call this."""
         raise NotImplementedError
 
 

@@ -24,7 +24,9 @@ class Gatherer(Protocol):
 
 
 def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Compute E * sum over experts of (choices / tokens) * (mean probability), for balanced experts.
+    """Compute the load-balancing loss of routers.
+
+    It is E times the sum over experts of (choices / tokens) times (mean probability).
 
     It equals k if all experts are chosen equally often, and is larger if routers prefer a few.
 
