@@ -116,7 +116,10 @@ def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_
     for name in (f"{evil}:f", "recipes/judge.py:judge(url='http://127.0.0.1:9/v1')"):
         recipe = tmp_path / "config.yaml"
         recipe.write_text(json.dumps({"data": {"eval_rewards": [name, "format"]}}))
-        with pytest.raises(ValueError, match=r"config.yaml: it was found, .* names code, .*; read it; --recipe="):
+        with pytest.raises(
+            ValueError,
+            match=r"config.yaml was found automatically and would run the code .*; read the code, then pass --recipe=",
+        ):
             evaluate("--rows=1", model=model)
         evaluate("--rows=1", model=model, tool=generate_for_rows.generate_main)  # asks no reward
         assert not trace.exists()

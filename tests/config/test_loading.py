@@ -177,7 +177,10 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     monkeypatch.chdir(tmp_path / here)
     folder = os.path.relpath(tmp_path / folder)
     for asked_for in ([], ["--data.system_prompt=no_evil.py:f()"]):
-        with pytest.raises(ValueError, match=r"config\.yaml: it was found, .* names code, .*; read it; --recipe="):
+        with pytest.raises(
+            ValueError,
+            match=r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe=",
+        ):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
 
