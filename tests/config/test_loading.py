@@ -194,7 +194,7 @@ def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypa
     recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
     named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
     assert load_config(recipe, named, named).mine == load_config(recipe).mine == SFTOptions(1)
-    with pytest.raises(ValueError, match=r"names code, .*own\.py:f; read it"):
+    with pytest.raises(ValueError, match=r"would run the code .*own\.py:f; read the code"):
         load_config(recipe, named[:1], named[:1])
     numbers = ["--rewards={number(tolerance=0.05): 1.0, point(within=.1): 1}", "--data.task=shapes(pairs=8)"]
     load_config("shapes.yaml", numbers, [])
@@ -254,7 +254,7 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     ("--again.shere=1", "command line: unknown key again.shere; did you mean again.share or "),
     ("--again.share=2", r"again.share is 2.0, it must be in \[0, 1\]"),
     ("--stages=3", "command line: stages is 3, it must be of type list"),
-    ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', of which there is a section"),
+    ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', but a section of this name exists"),
     ("--stages=again.py:Other", "it is <class .*, it must be a Trainer of minivlmrl.trainers.base"),
     ("--stages=[again.py:Again(share=1)]", "what is in brackets is {'share': 1}, it must be in its section"),
     ("--stages=[gone.py:Again]", r"gone\.py:Again cannot be loaded \(FileNotFoundError"),

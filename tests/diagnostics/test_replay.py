@@ -130,7 +130,10 @@ def test_code_that_a_run_names_is_not_run_unasked(run, plain, replayed, tmp_path
     load_name.cache_clear()
     run_file.cache_clear()
     code, lines = replayed(folder, "grpo", 0)
-    assert code == 2 and f"names code, {reward}:f; read it; --recipe={folder / 'config.yaml'}" in lines[-1]
+    assert (
+        code == 2
+        and f"would run the code {reward}:f; read the code, then pass --recipe={folder / 'config.yaml'}" in lines[-1]
+    )
     assert not trace.exists()
     code, lines = replayed(folder, "grpo", 0, f"--recipe={folder / 'config.yaml'}")
     assert code == 0 and lines[-2:] == SAME and trace.exists()
