@@ -1,11 +1,12 @@
-"""What a deviation has for a piece of a definition: a formula, or other rows, tokens or pictures.
+"""Apply hypothetical bugs to the definition of a training step.
 
-Each row of a group, a micro-batch, the step or the rollout, and each token of a completion may take
-what belongs to another: "the next row in its group". Where tools answer, a formula may be for some
-tokens alone: "the first turn". Mistakes that are the same in a step are one.
+A deviation replaces a quantity of the definition by a formula, or by the values of other rows,
+tokens or images. For example, each row of a group, micro-batch, step or rollout may take the value
+of "the next row in its group". With tool calls, a formula may apply to some tokens only, such as "the first
+turn". Deviations with the same effect on a step are listed once.
 """
 
-import math  # noqa: F401 (formulas name it)
+import math  # noqa: F401 (formulas use this module)
 import re
 from collections.abc import Callable
 from dataclasses import replace  # noqa: F401
@@ -24,39 +25,51 @@ from minivlmrl_audit.minivlmrl_api import (
     parse_yaml,
 )
 
-TABLE = {}  # of causes, of units, and of the names of a step's tensors
+TABLE = {}  # known bugs, units in which a bug may act, and names of a step's tensors
 for name in ("known_bugs.yaml", "units.yaml", "step.yaml"):
     TABLE |= parse_yaml((Path(__file__).parent / name).read_bytes())
 
 
 class FormulaError(Exception):
-    """What the text of a cause did: known_bugs.yaml has to be repaired, not the step."""
+    """A formula of known_bugs.yaml is invalid, so that file needs a fix, not the audited step."""
 
 
 def formula(text: str, **names):
-    """Compute a formula of known_bugs.yaml: Python, of what this file knows and of these names."""
+    """Evaluate a Python formula of known_bugs.yaml.
+
+    Args:
+        text: expression that may use the globals of this file and `names`.
+        names: values that the expression may use by name.
+
+    Raises:
+        RuntimeError, ValueError: the sizes or options of the step do not fit the formula.
+        FormulaError: the formula itself is wrong.
+    """
     try:
         return eval(text, globals() | names)
     except (RuntimeError, ValueError):
-        raise  # sizes or options that do not fit: the step's, not the table's
+        raise  # the sizes or options of the step do not fit, so the formula is not at fault
     except Exception as error:
         raise FormulaError(f"known_bugs.yaml: {text!r}: {type(error).__name__} {error}") from error
 
 
 class Change(dict):
-    """A deviation of the step d: what is in the place of named pieces of a definition."""
+    """A deviation of the step `d`: a dict from names of quantities to their replacements."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
         self.d = d
 
     def __call__(self, name: str, x, selection=(), **names):
-        """Return the piece x of a definition, or what the deviation has in its place.
+        """Return the quantity x, or its replacement if this deviation has one under `name`.
 
-        That is a value; or a formula of x, `names` and the step; or (kind, unit, None), one of the
-        orders of a Dump in which x is taken; or (kind, unit, formula), which also knows `region`:
-        the tokens or pictures of the unit, at the indices `selection` of which x is, or tells by a
-        parameter's name whether it is of a part.
+        A replacement is one of:
+            - a value;
+            - a formula of x, `names`, the step and the fitted number c;
+            - (kind, unit, None), which reorders x by one of the orders of the Dump;
+            - (kind, unit, formula), whose formula can also use `region`. For tokens and images,
+              `region` is a mask of the unit at the indices `selection`, which are the indices
+              of x. For a part of the model, it is a function that tests a parameter's name.
         """
         if name not in self:
             return x
@@ -74,9 +87,10 @@ class Change(dict):
         return formula(deviation, x=x, c=self.get("c", 1.0), step=self.d, **names)
 
     def inside(self, use: str) -> "Change":
-        """Return what deviates in one use of a quantity: all, but where it is of another use.
+        """Return this deviation as it acts in one use of a quantity, such as "the baseline".
 
-        Uses are those of known_bugs.yaml, in lists of which one excludes the others.
+        The result is empty if the deviation is limited to another use. The lists of mutually
+        exclusive uses are the `scopes` of known_bugs.yaml.
         """
         other_uses = {*self.get("inside", ())} - {use}
         for scope in TABLE["scopes"]:
@@ -85,13 +99,17 @@ class Change(dict):
         return self
 
     def picture_rows(self) -> Tensor:
-        """Name the row (n,) whose pictures each row shows."""
+        """Return the index (n,) of the row from which each row takes its images."""
         kind, unit, _ = self.get("pictures", ("", "", None))
         return self.d.rows[unit] if kind == "rows" else self.d.all_rows
 
 
 def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list, list]:
-    """Apply a formula to the runs of a list in the region, of one flag each; and to the flags."""
+    """Apply a formula to parts of a list, and return the new items and their flags.
+
+    The list is split into runs of consecutive items with equal flags and equal `region` values. The
+    formula replaces each run inside the region, and all its new items get the flag of the run.
+    """
     new_items = []
     new_flags = []
     triples = zip(flags, region, x, strict=True)
@@ -105,7 +123,7 @@ def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list
 
 
 def shown_as(change: dict, pictures: list, num_given: int) -> list:
-    """Edit a row's pictures, `num_given` of them in its prompt, as a deviation has them."""
+    """Return a row's images, edited by a deviation; the first `num_given` belong to its prompt."""
     kind, unit, text = change.get("pictures", ("", "", None))
     if kind != "pictures":
         return pictures
@@ -117,21 +135,25 @@ def shown_as(change: dict, pictures: list, num_given: int) -> list:
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a type, to theirs where that is as near, as where x is between two numbers."""
+    """Round x to a dtype, preferring the trainer's value `theirs` in case of a tie.
+
+    `theirs` is returned where the dtype can represent it and it is within 0.501 units of rounding
+    of x, because x may lie halfway between two representable numbers.
+    """
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
 def between(starts: Tensor, ends: Tensor) -> Tensor:
-    """Mark (n, S) what lies from each start on up to the next end, which is not marked."""
+    """Return a mask (n, S) of the columns from each start up to, but excluding, the next end."""
     num_started = starts.cumsum(1)
     num_ended = (num_started * ends).cummax(1).values
     return num_started > num_ended
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Find orders (..., n) or regions that change something, each once; `same` does not."""
+    """Return the orders (..., n) or regions that differ from `same` and from all earlier ones."""
     kept = {}
     for name, order in orders.items():
         if not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values())):
@@ -140,13 +162,16 @@ def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """Name orders (n,) of the step's rows, or (N,) of the rollout's: a mistake is x[order]."""
+    """Return orders of rows that a bug may use, by description; the bug computes x[order].
+
+    The orders index the n rows of the step, or the N completions of the rollout if `of_rollout`.
+    """
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}
     sorted_rows, rollout_order = row.sort()
-    if torch.equal(sorted_rows, all_rows):  # the step is the rollout
+    if torch.equal(sorted_rows, all_rows):  # the step contains the whole rollout
         group = d.get("group", all_rows * 0)[all_rows]
         units["its group"] = [rollout_order[group == number] for number in group.unique()]
         units["the rollout"] = [rollout_order]
@@ -157,7 +182,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         units["the step"] = [all_rows]
     for unit, blocks in units.items():
         orders |= ordered("rows", unit, blocks, all_rows)
-        if len(set(map(len, blocks))) == 1:  # of one size
+        if len(set(map(len, blocks))) == 1:  # all blocks have the same size
             orders |= ordered("blocks", unit.split()[-1], [torch.stack(blocks)], all_rows)
     return different(orders, all_rows)
 
@@ -165,7 +190,10 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 def ordered(
     table: str, unit: str, blocks: list[Tensor], same: Tensor, **names
 ) -> dict[str, Tensor]:
-    """Name orders like `same` in which each block of indices, such as a group, is ordered alike."""
+    """Apply each formula of a table to every block of indices, such as the rows of a group.
+
+    Returns orders by description. They have the shape of `same`, which is the unchanged order.
+    """
     indices = torch.cat(blocks)
     orders = {}
     for text, order in TABLE[table].items():
@@ -175,7 +203,11 @@ def ordered(
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """Number the token (n, S) of the step from which each takes; -1: from none."""
+    """Return orders of tokens that a bug may use, by description.
+
+    An order (n, S) holds, for each token, the flat index of the token whose value is used instead.
+    The index -1 stands for no token, and gives the value 0.
+    """
     counted_mask = d["completion_mask"].bool()
     numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
     units = {
@@ -192,27 +224,30 @@ def token_orders(d) -> dict[str, Tensor]:
 
 
 def row_sets(d) -> dict[str, Tensor]:
-    """Name rows (n,) to which a mistake may be confined."""
+    """Return masks (n,) of the rows to which a bug may be limited, by description."""
     names = dict(d)
     if d.has("group", "row"):
         group = d["group"][d["row"]]
         same = group == group[:, None]
-        names["place"] = (same & (d["row"] < d["row"][:, None])).sum(1)  # in its group
+        names["place"] = (same & (d["row"] < d["row"][:, None])).sum(1)  # position in the group
         if "rewards" in d:
             total = d["rewards"].view(len(d["group"]), -1).nansum(1)[d["row"]]
             is_other = (total - total[:, None]).abs() > 1e-6
-            names["others"] = (same & is_other).sum(1)  # of its group, with another reward
+            names["others"] = (same & is_other).sum(1)  # group members with another reward
     sets = {}
     for says, (needed, text) in TABLE["row sets"].items():
         if needed in names and names[needed].dim() == 1:
             rows = formula(text, **names)
-            if rows.sum() > 1:  # one row is in many sets
+            if rows.sum() > 1:  # a single row fits too many descriptions
                 sets[says] = rows
     return different(sets, torch.tensor(False))
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Number the spans (n, S) of tokens of which something may be the mean."""
+    """Return spans of tokens over which a bug may average, by description.
+
+    A span tensor (n, S) holds the number of the turn, group or pair to which each token belongs.
+    """
     _, drawn_mask, _ = d.turns()
     row = d.all_rows[:, None].expand(-1, d.width)
     turn = first(drawn_mask).cumsum(1)
@@ -229,7 +264,12 @@ def spans(d) -> dict[str, Tensor]:
 def clipped(
     gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None
 ) -> dict[str, Tensor]:
-    """Clip gradients by their norm, or by another one."""
+    """Scale gradients so that their total norm is at most max_norm, as torch's clip_grad_norm_.
+
+    Args:
+        max_norm: None or 0 disables clipping.
+        norm: total norm to use; None computes the norm of `gradients`.
+    """
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
@@ -237,24 +277,27 @@ def clipped(
 
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Add up x over the tokens of each span, all of one shape."""
+    """Sum x over the tokens of each span, and return the sum at every token, in the shape of x."""
     totals = x.new_zeros(int(span.max()) + 1)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
 
 
 def rollout_sets(d) -> dict[str, Tensor]:
-    """Name completions (N,) of the rollout as `row_sets` names rows."""
+    """Return masks (N,) of the rollout's completions, by the descriptions that `row_sets` uses."""
     order = d.get("row", d.all_rows).argsort()
     sets = {}
     for says, rows in d.row_sets.items():
-        # advantages are made of rewards
+        # sets defined by advantages are left out, because advantages are computed from rewards
         if len(order) == len(d["group"]) and TABLE["row sets"][says][0] != "advantages":
             sets[says] = rows[order]
     return sets
 
 
 def parts_of_model(d) -> dict[str, Callable]:
-    """Name parts of the model, as functions that tell a parameter's name: as names are made."""
+    """Return parts of the model by description, as functions that test a parameter's name.
+
+    Parts are those of units.yaml, and one for each component of the parameters' names.
+    """
     names = d.parameters("before") or d.parameters("grad")
     patterns = dict(TABLE["parts"])
     for name in names:
@@ -268,15 +311,21 @@ def parts_of_model(d) -> dict[str, Callable]:
 
 
 def picture_numbers(d) -> dict[str, str]:
-    """Name pictures of a row by their number; none where a row has but one."""
+    """Return the formulas that select images of a row, or {} if each row has at most one image."""
     grids = d.get("sampler_image_grid_thw", d.get("image_grid_thw", ()))
     return TABLE["pictures"] if len(grids) > len(d.all_rows) else {}
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Name tokens (n, S) of which a mistake may be; few where no tool answered."""
+    """Return masks (n, S) of the tokens to which a bug may be limited, by description.
+
+    Args:
+        ids: (n, S) token ids.
+        drawn: (n, S) mask of tokens that the policy sampled.
+        forced: (n, S) mask of tokens of tool responses; without any, fewer masks are returned.
+    """
     table = TABLE["regions"] if forced.any() else TABLE["ends"]
-    prompt = torch.zeros_like(drawn)  # of what the sampler had there is none
+    prompt = torch.zeros_like(drawn)  # ids of the sampler do not include the prompt
     if ids.shape == d["input_ids"].shape:
         prompt = d["attention_mask"].bool() & ~d.completion
     names = {
@@ -294,12 +343,12 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
 
 
 def first(x: Tensor, k: int = 1) -> Tensor:
-    """Mark the first k of each run of a mask (..., S)."""
+    """Return a mask of the first k columns of each run of True in the mask x (..., S)."""
     count = x.cumsum(-1)
     earlier_runs = (count * ~x).cummax(-1).values
     return x & (count - earlier_runs <= k)
 
 
 def last(x: Tensor, k: int = 1) -> Tensor:
-    """Mark the last k of each run of a mask (n, S)."""
+    """Return a mask of the last k columns of each run of True in the mask x (n, S)."""
     return first(x.flip(1), k).flip(1)
