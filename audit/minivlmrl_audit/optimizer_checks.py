@@ -1,4 +1,4 @@
-"""What of a step needs the model or the optimizer: log-probabilities, gradients, the update."""
+"""Recompute log-probabilities, gradients, the AdamW update and the learning rate of a step."""
 
 import math
 
@@ -19,13 +19,18 @@ from minivlmrl_audit.minivlmrl_api import (
 from minivlmrl_audit.perturbations import Change, clipped, first, shown_as
 from minivlmrl_audit.step_checks import Answer, shown
 
-THROUGH_A_MODEL = 50.0  # float32's rounding after many layers, in units of what comes out
+THROUGH_A_MODEL = 50.0  # float32 rounding error of a model's output, in units of one rounding
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
-    """Compute log-probabilities and entropies (2, n, S) of the rows `part` by a folder's model.
+    """Compute log-probabilities and entropies of the rows `part` with the model of a folder.
 
-    Returns that model too. A search computes a row once for each deviation and picture.
+    Without `grad`, the outputs of each row are cached for each deviation, because a search for
+    causes asks for the same outputs many times.
+
+    Returns:
+        A tensor (2, n, S), which is 0 in rows outside of `part`, and the model. The model is None
+        if all rows came from the cache.
     """
     deviations = str({name: value for name, value in change.items() if name != "logps"})
     images = shown(d)
@@ -44,21 +49,24 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
 
 def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
-    """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt; else 0."""
+    """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt.
+
+    The values of all other tokens are 0.
+    """
     ids = d["input_ids"][row]
     counted_mask = d["completion_mask"][row].bool()
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     real_mask = d["attention_mask"][row].bool() | counted_mask
     attended = change("attended", real_mask, selection=(row,))
-    token_numbers = attended.cumsum(0)  # of each token among those that the model gets, from 1
+    token_numbers = attended.cumsum(0)  # position of each attended token, starting at 1
     is_scored = d.completion[row] | counted_mask | is_learned
-    # nothing predicts the first token
+    # the first token has no log-probability, because no earlier token predicts it
     scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    states = model(batch, select=token_numbers[scored_columns] - 2)  # of the token before
+    states = model(batch, select=token_numbers[scored_columns] - 2)  # states of the previous tokens
     states = change("states", states, norm=model.model.norm)
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states), states=states, head=model.lm_head)
@@ -73,11 +81,16 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
 def batch_of_row(
     d: Dump, change: Change, model, row: int, attended: Tensor, images: list
 ) -> GroupBatch:
-    """Pack a row's attended tokens (S,) and its pictures (patches, grid), as a deviation has them."""
+    """Pack a row's attended tokens and its images into a batch, changed by a deviation.
+
+    Args:
+        attended: (S,) mask of the tokens that the model receives.
+        images: list of (patches, grid).
+    """
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
-    num_given = (first(placeholders) & ~d.completion[row]).sum()  # in the prompt
+    num_given = (first(placeholders) & ~d.completion[row]).sum()  # number of images in the prompt
     grids, all_patches, is_shown = changed_pictures(change, images, num_given)
     sizes = grids.prod(1)
     merged_sizes = sizes // config.vision_config.spatial_merge_size**2
@@ -85,17 +98,17 @@ def batch_of_row(
     ids = ids[attended]
     has_tokens = torch.isin(torch.arange(len(grids)), picture_numbers)
     is_seen = has_tokens & is_shown
-    seen_ids = ids.where(pad(is_seen, (0, 1))[picture_numbers], -1)  # text is of no picture
+    seen_ids = ids.where(pad(is_seen, (0, 1))[picture_numbers], -1)  # -1 marks text
     patches = all_patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
     batch = pack([Prompt(seen_ids, patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids
     batch.vision_index = change("vision index", batch.vision_index)
-    padding = int(d["attention_mask"][row].long().argmax())  # on the left
+    padding = int(d["attention_mask"][row].long().argmax())  # number of tokens of left padding
     placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
     completion = d.completion[row, attended]
     batch.position_ids = change(
         "positions",
-        get_rope_index(placed_ids, grids[has_tokens], config),  # seen or not
+        get_rope_index(placed_ids, grids[has_tokens], config),  # includes hidden images
         selection=(row, attended),
         indices=torch.arange(len(ids)).expand(3, -1),
         completion=completion.long(),
@@ -105,9 +118,14 @@ def batch_of_row(
 
 
 def changed_pictures(change: Change, images: list, num_given: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Change a row's pictures (patches, grid), num_given of them in its prompt.
+    """Apply a deviation to the images of a row.
 
-    Returns their grids (pictures, 3), all patches, and which pictures the model gets.
+    Args:
+        images: list of (patches, grid), of which the first `num_given` belong to the prompt.
+
+    Returns:
+        The grids (images, 3), the patches of all images, and a mask (images,) of the images that
+        the model receives.
     """
     images = shown_as(change, images, num_given)
     numbers = torch.arange(len(images))
@@ -121,26 +139,32 @@ def changed_pictures(change: Change, images: list, num_given: int) -> tuple[Tens
 
 
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Number the picture of each placeholder: (S,), len(sizes) for all other tokens.
+    """Return the image index (S,) of each placeholder token, and len(sizes) for all other tokens.
 
     Args:
-        placeholders: (S,) which tokens are; one without a picture is text.
-        sizes: (pictures,) tokens of each.
+        placeholders: (S,) mask of image placeholders. Surplus placeholders count as text.
+        sizes: (images,) number of placeholders of each image.
     """
     numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
     return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Find the tokens (n, S) that come from the state of one that is not attended to.
+    """Return a mask (n, S) of the tokens whose previous token is not attended to.
 
-    The packed run has no such state.
+    Their log-probabilities cannot be recomputed, because the packed sequence contains attended
+    tokens only.
     """
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Compute log-probabilities of the tokens that count, by the weights that they should be of."""
+    """Recompute the log-probabilities or entropies of all tokens in the completion mask.
+
+    Args:
+        name: the dumped tensor, such as "old_per_token_logps".
+        folder: field of the dump with the folder of the weights that should have produced `name`.
+    """
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
@@ -148,7 +172,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     rows = d.all_rows if "logps" in change else part
     steps = d.get("rollout_step", d.all_rows * 0)
     value = torch.zeros_like(d[name])
-    for step in steps[rows].unique():  # each had weights of its own
+    for step in steps[rows].unique():  # the weights differ between rollout steps
         of_step = rows[steps[rows] == step]
         outputs, _ = forward(d, change, weights_folder.format(step), of_step)
         value += outputs[int(name == "entropies")]
@@ -160,7 +184,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
 
 
 def gradients(d: Dump, change: Change) -> Answer:
-    """Compute the gradients of all micro-batches of the step, through the model."""
+    """Recompute the step's gradients by backpropagation through the model, over all micro-batches."""
     theirs = by_hub_names(d.parameters("grad"))
     earlier = by_hub_names(d.parameters("exp_avg"))
     has_model = d.about.get("model") and d.forward is not None
@@ -180,12 +204,12 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 
 def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name tensors of parameters as the hub does, whatever wraps the model."""
+    """Return tensors of parameters under their names in Hub checkpoints, without wrapper prefixes."""
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
-    """Add up the gradients of the micro-batches, with the shares that a deviation gives them."""
+    """Sum the gradients of the micro-batches, each multiplied by a weight, which is 1 by default."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
     names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1).double()}
@@ -200,14 +224,14 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
 
 
 def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
-    """Compute gradients of a micro-batch, once."""
+    """Compute the gradients of one micro-batch by parameter name, and cache them in the dump."""
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
         value, model = forward(d, Change(d, d.forward), d.about["model"], part, grad=True)
         slopes = d["logps_gradient"]
         slopes = torch.stack([slopes, d.get("entropies_gradient", slopes * 0)])
-        if value.requires_grad:  # some row has tokens
+        if value.requires_grad:  # False if no row has a token to train on
             (value * slopes).sum().backward()
         parameters = model.named_parameters()
         cache[number] = {name: p.grad.double() for name, p in parameters if p.grad is not None}
@@ -215,7 +239,7 @@ def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
 
 
 def clip(d: Dump, change: Change) -> Answer:
-    """Compute the norm that is logged, and what clipping leaves of the gradients."""
+    """Recompute the logged gradient norm and the clipped gradients."""
     gradients = d.parameters("grad")
     theirs = d.parameters("clipped")
     if not gradients or not (theirs or d.has("grad_norm")):
@@ -240,7 +264,7 @@ def clip(d: Dump, change: Change) -> Answer:
 
 
 def update(d: Dump, change: Change) -> Answer:
-    """Compute AdamW's change of the weights (arXiv 1711.05101, algorithm 2)."""
+    """Recompute the change that AdamW makes to each weight (arXiv 1711.05101, algorithm 2)."""
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
@@ -277,7 +301,12 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Move a weight by AdamW's steps; `state` is its first and second moment."""
+    """Apply AdamW to a weight, once unless a deviation repeats it, and return the new weight.
+
+    Args:
+        state: first and second moment of the gradient.
+        decay: weight decay of this weight.
+    """
     rate = options["learning_rate"]
     eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
@@ -285,7 +314,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
     is_coupled = change("coupled", False)
     m, v = state
     for t in range(first_step, first_step + change("times", 1)):
-        # Adam with L2: the decay goes through the moments
+        # in Adam with L2 regularisation, the decay is part of the gradient
         slope = gradient + decay * weight * is_coupled
         weight = weight * (1 - rate * decay * (not is_coupled))
         of_first = change.inside("the first moment")
@@ -302,7 +331,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
 
 
 def schedule(d: Dump, change: Change) -> Answer:
-    """Compute the learning rates of the steps so far, the last of which is this one."""
+    """Recompute the learning rates of the latest steps, up to and including this step."""
     options = d.about.get("schedule")
     known_types = ("linear", "cosine", "constant", "constant_with_warmup")
     if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:
@@ -315,7 +344,7 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 
 def rate_at(step: int, options: dict, change: Change) -> float:
-    """Compute the learning rate of step 0, 1, ... as transformers' schedules give it."""
+    """Compute the learning rate of a step, counted from 0, with transformers' schedules."""
     kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
