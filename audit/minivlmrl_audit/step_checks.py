@@ -1,8 +1,9 @@
-"""What of a step can be computed again from the rest of it: advantages, masks, loss, gradient.
+"""Recompute advantages, token ids, masks, loss and its gradient from the other tensors of a step.
 
-A stage is a function (dump, change) -> {name: (theirs, ours, unit)}, or None where the dump lacks
-something. change(name, x) is x, a piece of the definition, or what a deviation of known_bugs.yaml has
-in its place. An error is |theirs - ours| / unit, the size of the terms.
+A stage is a function (dump, change) -> {name: (theirs, ours, unit)}, with the trainer's value, the
+recomputed value and the size of the summed terms. It returns None if the dump lacks a needed tensor.
+An error is |theirs - ours| / unit. change(name, x) returns the quantity x of the definition, or its
+replacement if a deviation of known_bugs.yaml is being tried.
 """
 
 import copy
@@ -37,7 +38,7 @@ Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
 
 def advantages(d: Dump, change: Change) -> Answer:
-    """Compute them from rewards (N, K) and the group of each completion."""
+    """Recompute the advantages from the rewards (N, K) and the group of each completion."""
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
@@ -47,16 +48,20 @@ def advantages(d: Dump, change: Change) -> Answer:
     )
     value = (reward - baseline) / divisor
     value = change("advantages", value.nan_to_num(0.0, 0.0, 0.0))
-    # where a deviation divides by nearly nothing, its rounding is no excuse
+    # the clamp keeps a deviation with a tiny divisor from enlarging the tolerance
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max()
     rounding = rounding / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Make of a completion's K rewards one reward, its baseline and its divisor, (N,) each.
+    """Combine the K rewards of each completion, and compute the baseline and divisor of the sum.
 
-    TRL's multi_objective_aggregation says whether they are normalised before they are added.
+    With TRL's option multi_objective_aggregation = "normalize_then_sum", each reward is normalised
+    within its group before the sum.
+
+    Returns:
+        Rewards, baselines and divisors, of shape (N,) each.
     """
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
@@ -84,9 +89,11 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
 def moments(
     change: Change, x: Tensor, group: Tensor, centre: str, scale: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute what is taken from each x (N,) and what it is then divided by; NaN is no number.
+    """Compute the baselines and divisors (N,) that normalise x (N,), ignoring NaN.
 
-    centre, scale: "group" or "batch", of which the mean and the deviation are; "none": no scale.
+    Args:
+        centre: "group" or "batch", whose mean is the baseline.
+        scale: "group" or "batch", whose standard deviation is the divisor; "none" divides by 1.
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
@@ -118,7 +125,7 @@ def moments(
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Take the advantage of each row from its completion in the rollout."""
+    """Recompute the advantage of each row by looking up its completion in the rollout."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -127,7 +134,10 @@ def rows(d: Dump, change: Change) -> Answer:
 
 
 def tokens(d: Dump, change: Change) -> Answer:
-    """Take ids of completions from the sampler, which drew or was given them: never from text."""
+    """Recompute input_ids and attention_mask of the completions from the sampler's token ids.
+
+    Text is never encoded again, because that may give other ids than the sampler had.
+    """
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
         return None
@@ -139,7 +149,8 @@ def tokens(d: Dump, change: Change) -> Answer:
     our_ids = change("tokens", our_ids, their_ids=their_ids, no_token=no_token)
     attended = ids[:, : d.width] >= 0
     theirs = d["attention_mask"].bool() & attended
-    attended = attended & theirs.any(1, keepdim=True)  # what was cut may be left out of the forward
+    # the trainer may leave a truncated completion out of the forward
+    attended = attended & theirs.any(1, keepdim=True)
     ours = change("attended", attended)
     return {
         "input_ids": (their_ids.double(), our_ids.double(), 1.0),
@@ -148,7 +159,7 @@ def tokens(d: Dump, change: Change) -> Answer:
 
 
 def pictures(d: Dump, change: Change) -> Answer:
-    """Show each row the pictures of its prompt, then those that tools answered, in order."""
+    """Recompute the images of each row: first the prompt's images, then the images that tools returned."""
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
@@ -158,7 +169,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     ours = []
     for i, count in zip(row, answered_counts, strict=True):
         ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
-    numbers = {}  # equal pictures have one
+    numbers = {}  # number of each distinct image
     table = []
     for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
@@ -169,7 +180,10 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """List pictures (patches, grid) of each row, or each completion of the rollout (sampler_)."""
+    """Return the list of images (patches, grid) of each row.
+
+    With kind = "sampler_", the lists belong to the completions of the rollout instead.
+    """
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -180,7 +194,11 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def mask(d: Dump, change: Change) -> Answer:
-    """Tell which tokens count: drawn ones up to a turn's stop token, or real ones of answers."""
+    """Recompute the completion mask, which selects the tokens in the loss.
+
+    GRPO: the sampled tokens of each turn, up to and including its stop token. DPO and SFT: the tokens
+    of the answer that are not padding.
+    """
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
@@ -194,7 +212,7 @@ def mask(d: Dump, change: Change) -> Answer:
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
-    """Tell which tokens (n, S) are of a turn, up to its stop token, or of a tool's answer."""
+    """Return a mask (n, S) of the tokens of each turn, up to its stop token, and of tool responses."""
     ids = d["input_ids"]
     end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
@@ -212,17 +230,17 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
 
 
 def here_or_later(x: Tensor) -> Tensor:
-    """Mark each column of a mask (n, S) up to the last one of its row that is marked."""
+    """Return a mask (n, S) of all columns up to the last True of each row of x."""
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Take the mask (n, S) of the tokens that count, in one of its uses, as a deviation has it."""
+    """Return the completion mask (n, S) for one of its uses, such as "the ratio", with the deviation."""
     return other_mask(change.d["completion_mask"].double(), change.inside(use))
 
 
 def other_mask(mask: Tensor, change: Change) -> Tensor:
-    """Change a mask (n, S) as a deviation has it."""
+    """Return a completion mask (n, S) after applying the deviation to it."""
     d = change.d
     completion = d.completion.double()
     next_counts = mask.roll(-1, 1)
@@ -233,7 +251,7 @@ def other_mask(mask: Tensor, change: Change) -> Tensor:
         "mask",
         mask,
         completion=completion,
-        # nothing predicts the first token
+        # without the first token, because no earlier token predicts it
         prompt=(d["attention_mask"].cumsum(1) > 1) * d["attention_mask"] * (1 - completion),
         previous_counts=mask.roll(1, 1) * completion,
         next_counts=next_counts,
@@ -244,7 +262,10 @@ def other_mask(mask: Tensor, change: Change) -> Tensor:
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Compute the loss of each micro-batch as it went into backward, and its gradient (n, S)."""
+    """Recompute the loss of each micro-batch before backward, and its gradient (n, S).
+
+    The gradient is taken with respect to the log-probabilities and the entropies.
+    """
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     outputs = ("per_token_logps", "entropies")
@@ -252,17 +273,17 @@ def loss(d: Dump, change: Change) -> Answer:
     compute = LOSSES[d.about["kind"]]
     parts = [torch.stack(compute(part, *leaves, change)) for part in d.micro_batches]
     losses, units = torch.stack(parts, 1)
-    total = losses.sum() + 0 * leaves[0].sum()  # it has a gradient where a deviation leaves none
+    total = losses.sum() + 0 * leaves[0].sum()  # adds a graph in case a deviation removed it
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    rounding = 1e-3 / d["completion_mask"].sum().clamp(min=1)  # where all else cancels
+    rounding = 1e-3 / d["completion_mask"].sum().clamp(min=1)  # for a gradient whose terms cancel
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
             theirs = d[name]
-            # where the trainer has no log-probabilities it has no gradient
+            # the trainer has no gradient where it computed no log-probabilities
             slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
             unit = max(slope.abs().max(), theirs.abs().max()) + rounding
             answer[name] = theirs, slope, unit
@@ -270,7 +291,7 @@ def loss(d: Dump, change: Change) -> Answer:
 
 
 def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Take log-probabilities (n, S) of policy, old policy and reference as a deviation does."""
+    """Return log-probabilities (n, S) of policy, old policy and reference, with the deviation."""
     logps = change("logps", logps)
     detached = logps.detach()
     old = change.d.get("old_per_token_logps", detached)
@@ -290,13 +311,18 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count what the loss of the rows `part` divides by: the step, or M times the micro-batch."""
+    """Count the rows and tokens that normalise the loss of the rows `part`.
+
+    They are counted over the step; with mean_over = "micro_batch", over the micro-batch and multiplied
+    by the number of micro-batches.
+    """
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    is_ours = torch.equal(mask, d["completion_mask"].double())  # not another mask of a deviation
+    # False if a deviation changed the mask
+    is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
         tokens /= d.about.get("steps_per_rollout", 1)
@@ -306,7 +332,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
-    """Read the options of the step's loss, with those that a deviation names."""
+    """Return the options of the step's loss, with the options that a deviation replaces."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -316,23 +342,23 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
 
 
 class PolicyPieces(NamedTuple):
-    """What the terms of some rows (rows, S) are computed from; formulas have the same names."""
+    """Inputs of the loss terms of some rows, (rows, S) each; formulas use the same field names."""
 
-    part: Tensor  # the rows
+    part: Tensor  # indices of the rows
     options: PolicyOptions
-    mask: Tensor  # of the tokens that are in ratios
+    mask: Tensor  # tokens that enter the importance ratios
     per_token_logps: Tensor
     old_per_token_logps: Tensor
     ref_per_token_logps: Tensor
     advantages: Tensor  # (rows, 1) or (rows, S)
     entropies: Tensor
-    kept: Tensor  # of the tokens that have the policy's term
+    kept: Tensor  # mask of the tokens with a policy term, see tokens_kept
     log_ratio: Tensor
     ratio: Tensor
 
 
 def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute GRPO's family for the rows `part`: the loss, and the sum of its terms' sizes."""
+    """Compute the GRPO-type loss of the rows `part`, and the summed absolute size of its terms."""
     total = torch.zeros(2)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
@@ -347,7 +373,7 @@ def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tu
 def policy_pieces(
     part: Tensor, logps: Tensor, entropies: Tensor, options: PolicyOptions, change: Change
 ) -> PolicyPieces:
-    """Take what the terms of the rows `part` are computed from, as a deviation has it."""
+    """Compute the inputs of the loss terms of the rows `part`, with the deviation."""
     mask = mask_in(change, "the ratio")
     logps, old, reference = (x[part] for x in inputs(logps, mask, change))
     advantages = change.d["advantages"].view(len(mask), -1)
@@ -368,7 +394,7 @@ def policy_pieces(
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Average what the policy is to gain, and its size."""
+    """Compute the mean policy-gradient loss of some rows, and the mean absolute size of its terms."""
     options = pieces.options
     d = change.d
     sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
@@ -401,7 +427,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Average the KL."""
+    """Compute the mean KL penalty of some rows, and the mean absolute size of its terms."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     names = pieces._asdict()
@@ -412,12 +438,12 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
         estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
         kl = correct_kl(estimate, pieces.ratio, options)
     kl = change("KL", kl, selection=(pieces.part,), **names)
-    # float32 rounds the KL as it does what the KL is the difference of
+    # float32 rounds the KL as coarsely as the larger log-probabilities that it subtracts
     return averaged(pieces.part, kl, change, rounding=0.01)
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Average the entropies, which are to grow."""
+    """Compute the negative mean entropy, which is the entropy bonus, and the size of the mean."""
     selection = (pieces.part,)
     names = {"mask": pieces.kept, "per_token_logps": pieces.per_token_logps}
     entropies = change("entropies", pieces.entropies, selection=selection, **names)
@@ -426,20 +452,20 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     return -mean, mean.detach()
 
 
-# the terms of the loss, and which option is the weight of each; none: it is 1
+# terms of the policy loss, each with the option that is its weight; "" stands for weight 1
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
     "the mean entropy": (entropy_term, "entropy_coef"),
 }
-# of each loss_type, SFT's too
+# averaging function of each loss_type, including the loss types of SFT
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(
     part: Tensor, terms: Tensor, change: Change, rounding: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Average losses of tokens as the loss_type does, and their sizes."""
+    """Average per-token losses as the loss_type prescribes, and also their absolute sizes."""
     mask = mask_in(change, "the sum")
     divided = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
@@ -453,14 +479,17 @@ def averaged(
 
 
 def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change) -> Tensor:
-    """Keep the tokens of the rows `part` whose entropies are in the upper share `quantile`."""
+    """Return a mask of the tokens whose entropies are in the top fraction `quantile`."""
     mask = mask_in(change, "the sum")[part]
     names = {"entropies": entropies, "mask": mask, "quantile": quantile}
     return change("kept", kept_tokens(**names), completion=change.d.completion[part], **names)
 
 
 def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute DPO's family for the rows `part`: pairs by `pair`, `chosen` says which is."""
+    """Compute the DPO-type loss of the rows `part`, and the size of its terms.
+
+    The dumped tensors `pair` and `chosen` give each row's pair, and whether its answer was chosen.
+    """
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
@@ -478,7 +507,7 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
         ref_logps=policy_logps - log_ratio,
         normalizer=normalizer_of(
             part, mask * d["chosen"][:, None], change
-        ),  # TRL's sft counts these
+        ),  # TRL's sft term averages over the chosen answers
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
         **arguments(options),
     )
@@ -486,7 +515,7 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
 
 
 def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Sum the reference's log-probabilities of answers (pairs, 2)."""
+    """Sum the reference model's log-probabilities over each answer: (pairs, 2)."""
     mask = mask_in(change, "")
     _, _, reference = inputs(logps, mask, change)
     reference = change("references", reference[index], mask=mask[index])
@@ -494,7 +523,7 @@ def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
 
 
 def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute SFT for the rows `part`."""
+    """Compute the SFT loss of the rows `part`, and the size of its terms."""
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":

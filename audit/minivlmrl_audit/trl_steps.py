@@ -1,11 +1,11 @@
-"""Dump steps of TRL's trainers, 1.16 in one process, for `python -m minivlmrl audit`.
+"""Dump optimizer steps of TRL 1.16 trainers, run in one process, for `python -m minivlmrl audit`.
 
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl audit steps/0
 
-All is seen from outside of what is checked: log-probabilities at the model's forward and the
-gradient where it arrives there, the loss as training_step returns it, rewards as the functions gave
-them, the weights around optimizer.step.
+Every value is recorded outside of the code that the audit checks: log-probabilities and their
+gradient at the model's forward, the loss that training_step returns, the rewards that the reward
+functions return, and the weights before and after optimizer.step.
 """
 
 import pickle
@@ -28,12 +28,15 @@ from minivlmrl_audit import dump
 from minivlmrl_audit.options import options_of
 from minivlmrl_audit.step_checks import here_or_later
 
-# what transformers.Trainer documents
+# names of parameters without weight decay, as transformers.Trainer documents
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Dump an SFTTrainer's; a model that takes no num_items_in_batch is averaged by micro-batch."""
+    """Return a context manager that dumps the first steps of an SFTTrainer.
+
+    If the model takes no num_items_in_batch, the loss is a mean over each micro-batch.
+    """
     if trainer.args.label_smoothing_factor:
         raise ValueError("label_smoothing_factor: the audit has no definition of it; leave it 0")
     about = {
@@ -43,7 +46,8 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     }
 
     def rows(inputs: dict) -> dict:
-        predicted = inputs["attention_mask"].cumsum(1) > 1  # nothing predicts the first token
+        # without the first token, because no earlier token predicts it
+        predicted = inputs["attention_mask"].cumsum(1) > 1
         tensors = {"completion_mask": ((inputs["labels"] != -100) & predicted).long()}
         if trainer.completion_only_loss:
             return tensors | prompt_mask(trainer, inputs["input_ids"])
@@ -55,7 +59,10 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Dump a DPOTrainer's: first all chosen answers, then all rejected ones."""
+    """Return a context manager that dumps the first steps of a DPOTrainer.
+
+    The rows of a micro-batch are first all chosen answers, then all rejected answers.
+    """
     loss = options_of("dpo", vars(trainer.args))
     if not set(dump.NAMES["smoothed losses"]) & set(loss["loss_type"]):
         loss["label_smoothing"] = 0.0
@@ -74,12 +81,15 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Dump a GRPOTrainer's: rewards, groups and advantages of the rollout too."""
+    """Return a context manager that dumps the first steps of a GRPOTrainer.
+
+    The dump includes the rewards, groups and advantages of the rollout.
+    """
     return GRPOSteps(trainer, folder, steps)
 
 
 def grpo_options(trainer) -> dict:
-    """Read the options of GRPO as a step has them."""
+    """Return the options of a GRPOTrainer in the format of a dumped step."""
     config = dict(vars(trainer.args))
     config["epsilon_low"] = config["epsilon"]
     if config["epsilon_high"] is None:
@@ -87,7 +97,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # those of the step that drew a row
+        # models of the step that sampled a row; {} is the number of that step
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
@@ -98,9 +108,10 @@ def grpo_options(trainer) -> dict:
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Find where prompts of chats end: after the last generation prompt.
+    """Return {"prompt_mask": (n, S)}, which marks all tokens up to the last generation prompt.
 
-    {} where there is no template."""
+    Returns {} if the tokenizer has no chat template.
+    """
     processor = trainer.processing_class
     chat = [{"role": "user", "content": "x"}]
     if not processor.chat_template:
@@ -116,9 +127,9 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
 
 
 class Steps(ExitStack, TrainerCallback):
-    """Writes the first steps into folder/0, folder/1, ...
+    """Context manager that dumps the first steps of a trainer into folder/0, folder/1, ...
 
-    `rows` gives the tensors of a micro-batch.
+    `rows` is a function from the inputs of a micro-batch to its dumped tensors.
     """
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
@@ -128,8 +139,8 @@ class Steps(ExitStack, TrainerCallback):
         self.steps = steps
         self.rows = rows
         self.parts = []  # tensors of each micro-batch so far
-        self.tensors = {}  # of the step: rows, weights, gradients, the optimizer's state
-        self.rates = []  # of the steps so far
+        self.tensors = {}  # tensors of the step: rows, weights, gradients and optimizer state
+        self.rates = []  # learning rates of the steps so far
         self.models = {"model": trainer.model}
         if getattr(trainer, "ref_model", None):
             self.models["ref_model"] = trainer.ref_model
@@ -152,7 +163,7 @@ class Steps(ExitStack, TrainerCallback):
         self.tensors["grad_norm"] = torch.as_tensor(norm).view(1)
 
     def looked(self, inner, look):
-        """Wrap a function: look(result, *arguments) comes after it."""
+        """Wrap the function `inner` so that look(result, *arguments) follows each call in a dumped step."""
 
         @wraps(inner)
         def outer(*arguments, **options):
@@ -164,17 +175,17 @@ class Steps(ExitStack, TrainerCallback):
         return outer
 
     def wrap(self, name: str, look):
-        """Look at what a method of the trainer returns."""
+        """Call look(result, *arguments) after each call of a trainer method in a dumped step."""
         method = self.looked(getattr(self.trainer, name), look)
         self.enter_context(patch.object(self.trainer, name, method))
 
     @property
     def on(self) -> bool:
-        """Tell whether this step is written; evaluations are not."""
+        """Whether the current step is dumped. Evaluations are not dumped."""
         return self.trainer.state.global_step < self.steps and self.trainer.model.training
 
     def begin(self, inputs: dict, *_):
-        """Keep a micro-batch: its row tensors and pictures."""
+        """Record the row tensors and images of a micro-batch."""
         part = self.rows(inputs)
         names = {name: name for name in dump.BY_ROW} | dump.NAMES["inputs"]
         for their_name, name in names.items():
@@ -185,7 +196,10 @@ class Steps(ExitStack, TrainerCallback):
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
-        """Keep what a forward that trains takes and gives, later its gradient; DPO's reference."""
+        """Record inputs, outputs and the output gradient of a training forward.
+
+        In DPO, also record the log-probabilities of the reference model.
+        """
         if model is not self.trainer.model and model.training and any(noises(model)):
             self.about["training"] = ["ref_model"]
         logps = getattr(output, "log_probs", None)
@@ -195,13 +209,13 @@ class Steps(ExitStack, TrainerCallback):
         if logps.requires_grad:
             part["input_ids"] = options["input_ids"]
             part["attention_mask"] = options["attention_mask"]
-            # what is masked gets a gradient that goes nowhere
+            # the mask removes gradients of masked tokens, because they do not reach the weights
             keep_outputs(part, output, output.label_mask)
         elif "pair" in part:
             part.setdefault("ref_per_token_logps", logps.clone())
 
     def copy(self, *kinds: str):
-        """Clone weights, gradients or the optimizer's state."""
+        """Record copies of the weights, gradients or optimizer state, by kind, such as "before"."""
         for name, p in self.trainer.model.named_parameters():
             values = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
             values |= self.trainer.optimizer.state.get(p, {})
@@ -219,12 +233,12 @@ class Steps(ExitStack, TrainerCallback):
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the tensors of a step's rows, and of what they were taken from."""
+        """Return the row tensors of a step. GRPO adds the tensors of the rollouts."""
         return tensors
 
     def save_models(self, folder: Path):
-        """Save the models whose forwards can be computed again, and their tokenizer."""
-        if any(noises(self.trainer.model)):  # drawn once
+        """Save the models whose forwards the audit can recompute, each with the tokenizer."""
+        if any(noises(self.trainer.model)):  # a forward with random noise cannot be recomputed
             self.models.pop("model", None)
             self.about["model"] = None
             self.about["old_model"] = None
@@ -233,7 +247,7 @@ class Steps(ExitStack, TrainerCallback):
             self.trainer._tokenizer.save_pretrained(folder / name)
 
     def settings(self, args, state) -> dict:
-        """Read the settings of AdamW and of its learning rate as a step has them."""
+        """Return the settings of AdamW and of its schedule in the format of a dumped step."""
         model = self.trainer.model
         parameters = model.named_parameters()
         return {
@@ -267,28 +281,28 @@ class Steps(ExitStack, TrainerCallback):
 
 
 class GRPOSteps(Steps):
-    """Writes steps of a GRPOTrainer, with what their rollouts had."""
+    """Dump steps of a GRPOTrainer, together with the rollouts that the rows belong to."""
 
     def __init__(self, trainer, folder, steps: int):
         super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
-        self.rollouts = []  # tensors of each so far
-        self.num_rows = 0  # of these rollouts
-        self.conversations = []  # of all rows so far, where completions call tools
-        self.given_rewards = {}  # of a rollout, by the number of their function
+        self.rollouts = []  # tensors of each rollout so far
+        self.num_rows = 0  # number of completions in these rollouts
+        self.conversations = []  # one per completion so far, if the trainer has tools
+        self.given_rewards = {}  # rewards of the current rollout by index of the reward function
         self.wrap("_generate_and_score_completions", self.generated)
         self.wrap("_calculate_rewards", self.judged)
         if trainer.tools:
             self.wrap("_generate_single_turn", self.drew)
         functions = list(trainer.reward_funcs)
         for number, function in enumerate(functions):
-            # what a model gives is taken from the trainer
+            # rewards of models and async functions are taken from the trainer instead
             if not (isinstance(function, Module) or iscoroutinefunction(function)):
                 keep = partial(self.given_rewards.__setitem__, number)
                 functions[number] = self.looked(function, keep)
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
-        """Keep a turn of some rows, in their order: what the sampler was given, what it drew."""
+        """Record one turn of some rows, in row order: the given token ids and the sampled ids."""
         if len(self.conversations) == self.num_rows:  # the first turn
             self.conversations += map(Conversation, prompts)
         conversations = self.conversations[self.num_rows :]
@@ -301,9 +315,9 @@ class GRPOSteps(Steps):
             conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
     def generated(self, result: dict, examples: list):
-        """Keep a rollout: groups, advantages, and what the sampler had."""
+        """Record the groups, advantages and rewards of a rollout, and number its rows."""
         keys = [pickle.dumps(example) for example in examples]  # texts and pictures
-        # a prompt may return
+        # a prompt that occurs again after num_generations rows starts a new group
         groups = [
             (key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)
         ]
@@ -319,26 +333,26 @@ class GRPOSteps(Steps):
         self.rollouts.append(rollout)
         counted_mask = result["completion_mask"] * result.get("tool_mask", 1)
         drawn_mask = result["completion_ids"] != self.about["pad_token_id"]
-        # these go through the trainer's shuffle and split
+        # the trainer shuffles and splits these tensors along with its own
         result["row"] = rows
         result["rollout_step"] = rows * 0 + self.trainer.state.global_step
         result["rollout_tokens"] = rows * 0 + counted_mask.sum()
         result["rollout_drawn"] = rows * 0 + drawn_mask.sum()
 
     def judged(self, result, *_):
-        """Keep rewards (N, K) as the functions gave them; None is NaN."""
+        """Record the rewards (N, K) that the reward functions returned, with NaN for None."""
         self.rewards = result.clone().double()
         for number, rewards in self.given_rewards.items():
             self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Add the rollouts that the rows of a step are of, and number the rows among theirs."""
-        # from the first of theirs on: what was drawn after it is in this step too
+        """Add the rollouts that contain the rows of a step, and make the row numbers relative to them."""
+        # rollouts from the earliest one that this step uses
         rollouts = dump.join(self.rollouts)
         begin = rollouts["rollout"][tensors["row"]].min()
         tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
-            # a trainer that keeps no old ones takes the present ones
+            # a trainer without old log-probabilities uses the current ones
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
         # the last step of an epoch may have fewer parts
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
@@ -347,7 +361,7 @@ class GRPOSteps(Steps):
         return tensors | {name: x[begin:] for name, x in rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
-        """Take the tensors of a micro-batch; an adaptive entropy bonus may be off in this step."""
+        """Return the masks of a micro-batch, and record whether an adaptive entropy bonus is on."""
         trainer = self.trainer
         if trainer.args.use_adaptive_entropy:
             is_on = trainer._last_world_entropy <= trainer.args.entropy_target
@@ -360,7 +374,7 @@ class GRPOSteps(Steps):
 
 
 def keep_outputs(part: dict, output, mask=1):
-    """Keep what a forward gave of each token (n, T), and later its gradient times a mask."""
+    """Record the per-token outputs (n, T) of a forward, and in backward their masked gradient."""
     for output_name, (name, slope_name) in dump.NAMES["outputs"].items():
         x = output.get(output_name)
         if x is not None:
@@ -375,28 +389,28 @@ def keep_slope(part: dict, name: str, mask, gradient):
 
 
 def noises(model):
-    """Yield the sizes of the noise that a model draws in training, as its modules keep them."""
+    """Yield the noise sizes of a model's modules, such as the probability of each dropout."""
     for module in model.modules():
         for name, value in vars(module).items():
-            # of dropout, of attention, of NEFTune
+            # attributes of dropout, attention dropout and NEFTune
             if re.search("^p$|drop|noise", name) and type(value) in (int, float):
                 yield value
 
 
 class Conversation:
-    """What the sampler had of a completion."""
+    """Token ids of one completion with tool calls, as the sampler received and produced them."""
 
     def __init__(self, prompt: list[int]):
         self.prompt = prompt
-        self.tokens = []  # (id, 1: drawn or 0: given) of each after the prompt
-        self.forms = [prompt]  # what the last turn had, and that encoded again
+        self.tokens = []  # (id, flag) of each token after the prompt; 1 is sampled, 0 is given
+        self.forms = [prompt]  # ids after the last turn, and the same text encoded again
 
     def num_known(self, given_ids: list[int]) -> int:
-        """Count the first ids that are those of its last turn."""
+        """Return the length of the longest common prefix of given_ids and the ids of the last turn."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
-        """Add a turn: what was given, and what was drawn then."""
+        """Append one turn: the new given ids, then the sampled ids."""
         new_ids = given_ids[self.num_known(given_ids) :]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
         later_ids = given_ids[len(self.prompt) :] + drawn_ids
@@ -405,8 +419,11 @@ class Conversation:
 
 
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
-    """Lay out what the sampler had in a rollout; pictures of prompts, then of tools."""
-    longest = trainer.max_completion_length  # what is drawn beyond it is cut
+    """Return the sampler's token ids and images of a rollout as padded tensors.
+
+    The images of a completion are those of its prompt, followed by the images that tools returned.
+    """
+    longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     tensors = {
