@@ -18,7 +18,7 @@ import trl_fixtures
 from minivlmrl_audit.audit import audit
 from minivlmrl_audit.dump import read
 
-STEPS = 2  # of a setting
+STEPS = 2  # number of training steps per setting
 COMMON = {
     "learning_rate": [1e-2, 1e-3, 1e-5],
     "lr_scheduler_type": ["linear", "cosine", "constant", "constant_with_warmup"],
@@ -86,7 +86,7 @@ FIELDS["turns"] = FIELDS["grpo"] | {
 
 
 def draw(rng: random.Random) -> tuple[str, dict]:
-    """Draw a kind of trainer, and what it is told."""
+    """Sample a kind of trainer and its options."""
     kind = rng.choice(["grpo", "grpo", "turns", "dpo", "sft"])
     options = {name: rng.choice(values) for name, values in FIELDS[kind].items()}
     if kind in ("grpo", "turns") and not options["beta"]:
@@ -95,7 +95,7 @@ def draw(rng: random.Random) -> tuple[str, dict]:
 
 
 def findings_of(folder: Path, model: Path, kind: str, options: dict):
-    """Train, and yield what the audit finds in each step."""
+    """Train with TRL, and yield the audit's findings for each step."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = getattr(trl_fixtures, kind)(model, folder / "trainer", max_steps=STEPS, **options)
@@ -106,7 +106,7 @@ def findings_of(folder: Path, model: Path, kind: str, options: dict):
 
 
 def main(work: Path, steps: int = 200, seed: int = 0) -> int:
-    """Run until so many steps were audited; returns how many alarms and errors there were."""
+    """Audit at least `steps` training steps, and return the number of false alarms and audit errors."""
     work.mkdir(parents=True, exist_ok=True)
     model = trl_fixtures.write_model(work)
     rng = random.Random(seed)
@@ -124,7 +124,7 @@ def main(work: Path, steps: int = 200, seed: int = 0) -> int:
                     wrong = [finding.stage for finding in findings if not finding.ok]
                     faults += bool(wrong)
                     line.setdefault("wrong", []).append(wrong)
-            except Exception as error:  # of TRL, which refuses settings, or of the audit
+            except Exception as error:  # either TRL refuses the settings, or the audit fails
                 line["error"] = f"{type(error).__name__}: {error}"
                 is_audit = any("minivlmrl_audit" in text for text in frames(error))
                 faults += is_audit
@@ -138,7 +138,7 @@ def main(work: Path, steps: int = 200, seed: int = 0) -> int:
 
 
 def frames(error: Exception) -> list[str]:
-    """List the files that an error came through, less those that only look at TRL."""
+    """Return the file names of the last two frames of an error's traceback."""
     files = []
     trace = error.__traceback__
     while trace:

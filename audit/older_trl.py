@@ -1,6 +1,6 @@
-"""Steps of TRL's trainers of 0.15 to 1.15, for audit/history.py and whoever copies it: see trl_steps.py for 1.16.
+"""Dump optimizer steps of TRL 0.15 to 1.15, for audit/history.py; trl_steps.py supports TRL 1.16.
 
-These releases lack options, or a forward that gives log-probabilities: then they are taken from logits.
+Older releases lack some options. Where the forward returns no log-probabilities, they are computed from logits.
 """
 
 from unittest.mock import patch
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from minivlmrl_audit import trl_steps
 
-# what a release does that lacks an option; before 0.16 rows were averaged
+# values that describe releases without these options; before 0.16, GRPO's loss_type was "grpo", a mean over rows
 OPTIONS = {
     "sft": {"loss_type": "nll", "label_smoothing_factor": 0, "assistant_only_loss": False},
     "dpo": {},
@@ -25,12 +25,12 @@ OPTIONS = {
 }
 ATTRIBUTES = {"completion_only_loss": False, "tools": None, "_image_pad_token_id": None}
 SCALES = {True: "group", False: "none"}  # up to 0.21
-# of a trainer, the newest first: what gives log-probabilities
+# trainer methods that return log-probabilities, the newest first
 SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
 
 
 def prepare(trainer, kind: str):
-    """Give a trainer the options and attributes that its release lacks."""
+    """Set the options and attributes of TRL 1.16 that this release's trainer lacks."""
     config = trainer.args
     defaults = OPTIONS[kind]
     if kind == "grpo" and not hasattr(config, "epsilon"):
@@ -53,7 +53,7 @@ def prepare(trainer, kind: str):
 
 
 class OlderSteps(trl_steps.Steps):
-    """Takes what a release gives."""
+    """Dump steps of an older release."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -63,12 +63,12 @@ class OlderSteps(trl_steps.Steps):
             self.enter_context(patch.object(accelerator, "clip_grad_norm_", clip))
 
     def wrap(self, name: str, look):
-        """Look at a method if this release has it."""
+        """Wrap a trainer method if this release has it."""
         if hasattr(self.trainer, name):
             super().wrap(name, look)
 
     def forward(self, model, arguments, options, output):
-        """Take log-probabilities from logits where a forward gives these alone."""
+        """Compute log-probabilities from the logits if the forward returns only logits."""
         if not self.parts or getattr(output, "log_probs", None) is not None:
             super().forward(model, arguments, options, output)
         elif self.about["kind"] != "grpo":
@@ -76,7 +76,7 @@ class OlderSteps(trl_steps.Steps):
             self.from_logits(self.parts[-1], ids, options["attention_mask"], output.logits)
 
     def from_logits(self, part: dict, ids, attention_mask, logits):
-        """Keep log-probabilities of logits (n, S, V), and the gradient that comes through them."""
+        """Record log-probabilities computed from logits (n, S, V), and in backward their gradient."""
         labels = ids[:, 1:, None]
         logps = logits.detach()[:, :-1].log_softmax(-1)
         label_logps = pad(logps.gather(2, labels)[..., 0], (1, 0))
@@ -101,26 +101,26 @@ class OlderSteps(trl_steps.Steps):
 
 
 class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
-    """The same of GRPO."""
+    """Dump GRPO steps of an older release."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.wrap(next(name for name in SCORES if hasattr(self.trainer, name)), self.scored)
 
     def begin(self, inputs: dict, examples, *_):
-        """Keep a micro-batch, and its rollout where that is generated here."""
+        """Record a micro-batch, and its rollout if this release generates it in _prepare_inputs."""
         if not hasattr(self.trainer, "_generate_and_score_completions"):
             self.generated(inputs, examples)
         super().begin(inputs)
 
     def generated(self, result: dict, examples: list):
-        """Keep a rollout, and rewards where no method of their own computes them."""
+        """Record a rollout, and its rewards if this release has no _calculate_rewards."""
         if not hasattr(self.trainer, "_calculate_rewards"):
             self.judged(torch.zeros(len(examples), len(self.given_rewards)))
         super().generated(result, examples)
 
     def scored(self, result, model, input_ids, attention_mask, *_):
-        """Keep what a trainer's own method gives, where the model gives logits alone."""
+        """Record the log-probabilities that a trainer method returns, if the model returns only logits."""
         if isinstance(result, dict):
             result = (result["logps"], result.get("entropies"))
         outputs = (result, None) if isinstance(result, torch.Tensor) else result
@@ -133,21 +133,24 @@ class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
 
 
 def sft_steps(trainer, folder, steps: int = 1):
-    """Dump an SFTTrainer's."""
+    """Return a context manager that dumps the first steps of an SFTTrainer."""
     prepare(trainer, "sft")
     with patch.object(trl_steps, "Steps", OlderSteps):
         return trl_steps.sft_steps(trainer, folder, steps)
 
 
 def dpo_steps(trainer, folder, steps: int = 1):
-    """Dump a DPOTrainer's; up to 0.28 a forward joins prompts and answers."""
+    """Return a context manager that dumps the first steps of a DPOTrainer.
+
+    Up to TRL 0.28, prompts and answers are concatenated only in the forward.
+    """
     prepare(trainer, "dpo")
     with patch.object(trl_steps, "Steps", OlderSteps):
         result = trl_steps.dpo_steps(trainer, folder, steps)
     rows = result.rows
     result.about["loss"]["loss_type"] = list(trainer.loss_types)
     result.about["loss"]["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
-    result.about["loss"] = {name: getattr(x, "value", x) for name, x in result.about["loss"].items()}  # of enumerations
+    result.about["loss"] = {name: getattr(x, "value", x) for name, x in result.about["loss"].items()}  # enum members
 
     def joined_later(inputs: dict) -> dict:
         prompts = inputs.get("prompt_attention_mask")
@@ -162,7 +165,7 @@ def dpo_steps(trainer, folder, steps: int = 1):
 
 
 def grpo_steps(trainer, folder, steps: int = 1):
-    """Dump a GRPOTrainer's."""
+    """Return a context manager that dumps the first steps of a GRPOTrainer."""
     prepare(trainer, "grpo")
     result = OlderGRPOSteps(trainer, folder, steps)
     scale = result.about["scale_rewards"]

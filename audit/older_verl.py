@@ -1,9 +1,9 @@
-"""Two bugs of advantages that verl's releases had where tools answer, against ours: before a fix, and after it.
+"""Reproduce two bugs in verl's advantages with tool calls: compare releases before and after each fix with minivlmrl.
 
-    python audit/older_verl.py FOLDER  # wheels go there; verl itself need not run: a function is cut out of each
+    python audit/older_verl.py FOLDER  # downloads wheels into FOLDER, and extracts one function of each
 
-A row has turns of the policy and answers of tools between them, whose mask is 0. Ours knows no such tokens: it gets
-those of the policy alone.
+A row contains turns of the policy and, between them, tool responses with mask 0. The functions of minivlmrl do not
+support tool responses, so they receive only the tokens of the policy.
 """
 
 import ast
@@ -34,7 +34,7 @@ FILE = "verl/trainer/ppo/core_algos.py"
 
 
 def function_of(folder: Path, release: str, name: str):
-    """Cut a function out of a release's wheel; whitening, which comes last, is left out."""
+    """Extract a function from a release's wheel, with its final whitening replaced by the identity."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"verl=={release}"]
     subprocess.run(command, check=True)
     [wheel] = folder.glob(f"verl-{release}-*.whl")
@@ -49,7 +49,7 @@ def function_of(folder: Path, release: str, name: str):
 
 
 def rows(seed: int = 0, count: int = 6, width: int = 12):
-    """Draw rewards at the ends of rows, values, and a mask (count, width) with answers of tools and padding."""
+    """Sample rewards, values and a mask, (count, width) each; a row has one reward, at its last token of mask 1."""
     g = torch.Generator().manual_seed(seed)
     mask = (torch.rand(count, width, generator=g) < 0.6).double()
     mask[:, 0] = 1
@@ -59,7 +59,7 @@ def rows(seed: int = 0, count: int = 6, width: int = 12):
 
 
 def ours(rewards, values, mask, gamma: float, lam: float):
-    """Compute returns (count, width) by our function, from the policy's tokens alone."""
+    """Compute returns (count, width) with minivlmrl's GAE, which receives only the policy's tokens."""
     returns = torch.zeros_like(rewards)
     for row, of_policy in enumerate(mask.bool()):
         pair = [x[row, of_policy][None] for x in (rewards, values)]
@@ -68,7 +68,7 @@ def ours(rewards, values, mask, gamma: float, lam: float):
 
 
 def main(folder: Path):
-    """Print how far each release is from ours."""
+    """Print the largest difference between the returns of each verl release and of minivlmrl."""
     for name, fix, before, good, function, gamma, lam, has_values in CASES:
         rewards, values, mask = rows()
         right = ours(rewards, has_values * values, mask, gamma, lam)
