@@ -2,9 +2,9 @@
 
 python -m minivlmrl check RECIPE [--section.name=value ...]
 
-This command samples completions for 16 prompts, and scores the completions and several texts that
-are not answers. It prints each problem with its cause and a fix. The exit status is 1 if there is a
-problem, otherwise 0. No files are written.
+This command samples completions for 16 prompts. It scores these completions, and also several texts
+that are not answers, such as an empty text. It prints each problem with its cause and a fix. The
+exit status is 1 if there is a problem, otherwise 0. No files are written.
 """
 
 from collections import Counter
@@ -16,17 +16,17 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.diagnostics.check_completions import check_completions
 from minivlmrl.diagnostics.check_recipe import (
+    check_duplicates,
     check_sampling_options,
     check_template,
     check_tools,
     check_training,
-    check_twice,
 )
 from minivlmrl.diagnostics.check_rewards import (
     check_demonstrations,
     check_rewards,
+    make_trial,
     solutions_of,
-    trial_of,
 )
 from minivlmrl.diagnostics.check_rows import check_rows
 from minivlmrl.distributed import process_group
@@ -40,13 +40,14 @@ RERUN_OPTIONS = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint
 
 
 def main(arguments: list[str]) -> int:
-    """Run the `check` command, and return its exit status: 1 if there are problems, otherwise 0."""
+    """Run the `check` command; return its exit status, which is 1 if there are problems, else 0."""
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 0
-    sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))  # removes duplicates
+    # dict.fromkeys removes duplicate sentences and keeps their order
+    sentences = dict.fromkeys(check(load_config(arguments[0], arguments[1:])))
     lines = [f"- {sentence}" for sentence in sentences]
-    print("\n".join(lines) or "nothing found that will go wrong")
+    print("\n".join(lines) or "No problems were found.")
     return int(bool(lines))
 
 
@@ -54,7 +55,7 @@ def check(config: RunConfig) -> Iterator[str]:
     """Check the options, the rows, the rewards and the model of a recipe.
 
     Yields:
-        One sentence for each problem, with its cause and a fix.
+        A message for each problem, with its cause and a fix.
     """
     stages = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
@@ -72,23 +73,24 @@ def check(config: RunConfig) -> Iterator[str]:
     yield from check_tools(config.sampling.environment)
     rows_of = {trainer.needs: datasets[stage] for stage, trainer in reversed(stages.items())}
     if online and "demonstrations" in rows_of:
-        yield from check_demonstrations(trial_of(config, rows_of["demonstrations"], processor))
+        yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
-        trial = trial_of(config, rows_of["prompts"], processor)
-        yield from check_twice(trial.rewards)
+        trial = make_trial(config, rows_of["prompts"], processor)
+        yield from check_duplicates(trial.rewards)
         if (trial.weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
             yield from check_rewards(trial, solution_counts)
-        # A stage before the sampling stage would change the model, so its completions say nothing.
-        is_drawn_first = config.stage_names[0] in online
-        if config.model.path and is_drawn_first:
+        # If the first stage does not sample (for example SFT), it changes the model before a later
+        # stage samples from it. The completions of the untrained model are not checked then.
+        samples_first = config.stage_names[0] in online
+        if config.model.path and samples_first:
             gather_weights = config.rollout.gather_weights
             sampling = replace(config.sampling, engine="native")
             sample = make_sampler(model, processor, sampling, world, gather_weights)
             yield from check_completions(trial, sample, getattr(config, online[0]).num_generations)
         else:
             print(
-                "no completions were sampled, because this model does not know the answer format yet; "
-                f"after SFT, run check again with {RERUN_OPTIONS}"
+                "No completions were sampled, because this model does not know the answer format "
+                f"yet. After SFT, run check again with {RERUN_OPTIONS}"
             )
     process_group.shutdown(world)

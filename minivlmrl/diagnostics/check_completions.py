@@ -1,7 +1,7 @@
-"""Check completions of the untrained model.
+"""Check completions of the untrained model and their rewards.
 
-The checks find truncated completions, equal rewards within groups, missing answers, and rewards
-that do not depend on the image.
+The checks find truncated completions, groups whose rewards are all equal, completions without an
+answer, and rewards that do not depend on the image.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.messages import text_of
-from minivlmrl.diagnostics.check_rewards import Trial, unread_boxes
+from minivlmrl.diagnostics.check_rewards import Trial, unparsed_boxes
 from minivlmrl.diagnostics.warnings import FORMAT_ADVICE, RAISE_LIMIT_ADVICE
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import combine, group_std
@@ -25,33 +25,34 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     """Sample completions of the untrained model, and check the completions and their rewards.
 
     Args:
-        trial: rewards and rows.
+        trial: rewards to check, and rows from which the completions are sampled.
         sample: sampler of the model.
-        num_generations: completions per prompt.
+        num_generations: number of completions per prompt.
 
     Yields:
-        Sentences about truncated completions, groups with equal rewards, missing answers, boxes in
-        an unknown format, rewards that ignore the image, and solutions of the wrong rows.
+        A message for each problem: truncated completions, groups with equal rewards, completions
+        without an answer, boxes that cannot be parsed, rewards that do not depend on the image, and
+        solutions that belong to other rows.
     """
     rows = trial.rows
     rewards = trial.rewards
     processor = trial.processor
     values, groups = generate_and_score(sample, rows, num_generations, rewards)
     completions = [completion for group in groups for completion in group]
-    cut_share = sum(not completion.stopped for completion in completions) / len(completions)
-    if cut_share > 0.3:
+    truncated_share = sum(not completion.stopped for completion in completions) / len(completions)
+    if truncated_share > 0.3:
         yield (
-            f"{cut_share:.0%} of {len(completions)} completions are truncated at "
+            f"{truncated_share:.0%} of {len(completions)} completions are truncated at "
             f"sampling.max_new_tokens ({sample.sampling.max_new_tokens}). {RAISE_LIMIT_ADVICE}"
         )
     totals = combine(values, trial.weights)
-    stds = group_std(totals.double(), num_generations)  # NaN for groups of one
+    stds = group_std(totals.double(), num_generations)  # NaN for a group of one completion
     equal_groups = (stds < 1e-8).double().mean().item()
     if equal_groups > 0.9:
         yield (
             f"{equal_groups:.0%} of {len(rows)} groups have the same reward for all "
             f"{num_generations} completions, so they give no training signal. Use easier or harder "
-            "prompts, train the stage sft first, or compare the completions with the rewards."
+            "prompts, train the stage sft first, or check whether the rewards fit the completions."
         )
     reward_means = dict(zip([reward.name for reward in rewards], values.nanmean(0), strict=True))
     prompt_text = "".join(text_of(message) for row in rows for message in row.messages)
@@ -62,7 +63,7 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
         )
     texts = [processor.decode_assistant_turn(completion) for completion in completions]
     yield from check_answers_found(texts, processor.answer_format)
-    yield from unread_boxes(rewards, texts, processor)
+    yield from unparsed_boxes(rewards, texts, processor)
     if equal_groups < 1 and any(row.images for row in rows):
         grey_rows = [replace(row, images=IMAGE_ABLATIONS["gray_image"](row, rows)) for row in rows]
         grey_values, _ = generate_and_score(sample, grey_rows, num_generations, rewards)
@@ -71,29 +72,29 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     yield from check_labels(rewards, columns, num_generations)
 
 
-def check_answers_found(texts: Sequence[str], place: str) -> Iterator[str]:
-    """Check that most completions have an answer in the place that data.answer_format names.
+def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[str]:
+    """Check that at least half of the completions have an answer in the format data.answer_format.
 
     Args:
         texts: decoded completions.
-        place: value of data.answer_format: tags, whole or last_line.
+        answer_format: data.answer_format, which is tags, whole or last_line.
     """
-    answers = [find_answer(text, place) for text in texts]
+    answers = [find_answer(text, answer_format) for text in texts]
     unparsed_share = answers.count(None) / len(texts)
     if unparsed_share > 0.5:
         yield (
             f"{unparsed_share:.0%} of the completions have no answer that data.answer_format "
-            f"({place}) can find. Set data.answer_format to tags, whole or last_line. "
+            f"({answer_format}) can find. Set data.answer_format to tags, whole or last_line. "
             f"{FORMAT_ADVICE}"
         )
 
 
 def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
-    """Check that rewards fall when gray images replace the real ones.
+    """Check that the rewards are lower if the real images are replaced by gray images.
 
     Args:
-        totals: (n,) weighted rewards of the completions given the real images.
-        grey_totals: (n,) weighted rewards of the completions given gray images.
+        totals: (n,) weighted rewards of completions that were sampled with the real images.
+        grey_totals: (n,) weighted rewards of completions that were sampled with gray images.
     """
     real_mean = totals.nanmean()
     grey_mean = grey_totals.nanmean()
@@ -108,13 +109,13 @@ def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
 def check_labels(
     rewards: list[Reward], columns: dict[str, list], num_generations: int
 ) -> Iterator[str]:
-    """Check that completions score higher with the solution of their own row than with others'.
+    """Check that completions score higher with the solution of their own row than of other rows.
 
     Args:
         rewards: rewards to check.
         columns: {column name: one value per completion}, the arguments of the rewards.
-        num_generations: completions per prompt. The columns are rotated by multiples of it, so that
-            each completion is scored with the columns of another row.
+        num_generations: number of completions per prompt. The columns are rotated by multiples of
+            this number, so that each completion is scored with the solution of another row.
     """
     for reward in rewards:
         means = []
@@ -130,5 +131,5 @@ def check_labels(
             yield (
                 f"The mean of reward {reward.name} is {means[0]:.2f} with the solution of the "
                 f"same row, and {mean:.2f} with solutions of other rows. Check that the solutions "
-                "are not shuffled; if they are right, train the stage sft first."
+                "are not shuffled. If each solution belongs to its row, train the stage sft first."
             )

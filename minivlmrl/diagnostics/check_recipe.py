@@ -14,13 +14,14 @@ def check_sampling_options(sampling: SamplingOptions) -> Iterator[str]:
     """Check temperature, top_k and top_p for values that make all completions alike or random."""
     if not 0.2 <= sampling.temperature <= 2:
         yield (
-            f"sampling.temperature is {sampling.temperature:g}: "
-            "completions are all alike, or noise; take 1.0"
+            f"sampling.temperature is {sampling.temperature:g}. Below 0.2 all completions of a "
+            "prompt are alike, and above 2 they are random text. Set it to 1.0."
         )
     if sampling.top_k == 1 or sampling.top_p < 0.1:
         yield (
-            f"sampling.top_k is {sampling.top_k}, top_p {sampling.top_p:g}: "
-            "completions are all alike; take 0 and 1.0"
+            f"sampling.top_k is {sampling.top_k} and sampling.top_p is {sampling.top_p:g}, so all "
+            "completions of a prompt are alike. Set sampling.top_k to 0 and sampling.top_p to 1.0, "
+            "which disables both filters."
         )
 
 
@@ -42,32 +43,39 @@ def check_training(
     options = getattr(config, stage)
     if options.learning_rate > highest_rate:
         yield (
-            f"{stage}.learning_rate is {options.learning_rate:g}: "
-            f"over {highest_rate:g} such weights are lost in a few steps; lower it"
+            f"{stage}.learning_rate is {options.learning_rate:g}, but a rate above "
+            f"{highest_rate:g} ruins the weights of this model within a few steps. Lower it."
         )
     if 0 < options.max_steps <= options.warmup_steps:
         yield (
-            f"{stage}.warmup_steps is {options.warmup_steps}: "
-            f"all {options.max_steps} steps are warmup; lower it"
+            f"{stage}.warmup_steps is {options.warmup_steps}, so all {options.max_steps} steps of "
+            "the stage are warmup steps. Lower it."
         )
     if getattr(options, "beta", 0) > 1:
-        yield f"{stage}.beta is {options.beta:g}: the policy will not move; take 0.1"
+        yield (
+            f"{stage}.beta is {options.beta:g}, a KL weight so high that the policy will hardly "
+            "change. Set it to 0.1."
+        )
     if options.prompts_per_step >= 4 * num_rows:
-        yield f"a step repeats its {num_rows} rows several times: lower {stage}.prompts_per_step"
+        yield (
+            f"{stage}.prompts_per_step is {options.prompts_per_step}, but the dataset has only "
+            f"{num_rows} rows, so each step repeats every row several times. Lower it."
+        )
 
 
 def check_template(processor: Processor) -> Iterator[str]:
-    """Check that the chat template opens no tag at the end of the prompt except <think>.
+    """Check that the chat template ends the prompt with <think> or without an opening tag.
 
-    The parser of answers knows no other tag that the prompt opens.
+    Answers cannot be parsed if the prompt opens another tag, such as <reasoning>.
     """
     if processor.template:
         *_, last_piece = processor.template.render([{"role": "user", "content": "?"}])
         tag = re.search(r"<(\w+)>\s*$", last_piece)
         if tag and tag[1] != "think":
             yield (
-                f"prompts open the answer with <{tag[1]}>, and what reads answers knows <think> "
-                "alone: take a chat template that opens <think>, or nothing"
+                f"The chat template ends the prompt with the opening tag <{tag[1]}>, but answers "
+                "can be parsed only after <think> or after no tag. Use a chat template that ends "
+                "with <think> or without a tag."
             )
 
 
@@ -80,15 +88,21 @@ def check_tools(environment_name: str | None) -> Iterator[str]:
     environment = get_environment(environment_name)()
     for name, tool in tools_of(environment).items():
         if settings_of(environment).declare_tools and not inspect.getdoc(tool):
-            yield f"tool {name} has no docstring, which tells the model what it does: write one"
+            yield (
+                f"The tool {name} has no docstring. Write one, because the docstring tells the "
+                "model what the tool does."
+            )
 
 
-def check_twice(rewards: list[Reward]) -> Iterator[str]:
-    """Check that no reward function is listed twice with the same options under two names."""
+def check_duplicates(rewards: list[Reward]) -> Iterator[str]:
+    """Check that the recipe does not list a reward function twice with the same options."""
     names = {}  # (function, options) -> name of the first reward
     for reward in rewards:
         function = getattr(reward.function, "func", reward.function)
         options = getattr(reward.function, "keywords", {})
         first_name = names.setdefault((function, repr(options)), reward.name)
         if first_name != reward.name:
-            yield f"reward {reward.name} is {first_name} again: leave one out"
+            yield (
+                f"The rewards {first_name} and {reward.name} are the same function with the same "
+                "options. Remove one of them."
+            )

@@ -1,4 +1,4 @@
-"""Check the rewards with texts that no model wrote: right answers, empty texts and simple exploits."""
+"""Check which rewards a recipe gives to right answers, demonstrations, empty texts and exploits."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,35 +12,36 @@ from minivlmrl.data.boxes import parse_boxes, says_none
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
-from minivlmrl.diagnostics.check_rows import spread
+from minivlmrl.diagnostics.check_rows import sample_rows
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns, required_columns, training_rewards
 from minivlmrl.rewards.text import find_answer
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# Texts that are not answers. A policy would learn to write a text that a reward scores highly.
+# {description: text that is not an answer}. If a reward scores such a text highly, the policy would
+# learn to write this text instead of right answers.
 REWARD_HACK_PROBES = {
-    "nothing": "",
+    "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
-    "tags alone": ROLLOUT.format("", "") * 3,
+    "empty tags, three times": ROLLOUT.format("", "") * 3,
     "the question": "{question}",
     "a refusal": ROLLOUT.format("hm", "I cannot tell"),
-    "the same word again": "answer " * 60,
+    "the same word, 60 times": "answer " * 60,
 }
 
 
 @dataclass
 class Trial:
-    """K rewards, their weights (K,), and n rows on which the rewards are tested."""
+    """K rewards with their weights (K,), and the n rows on which the rewards are tested."""
 
     rewards: list[Reward]
     weights: Tensor
     rows: Sequence[Row]
     processor: Processor
 
-    def earned(self, texts: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) of one text per row, as if the text were its completion."""
+    def score_texts(self, texts: Iterable[str]) -> Tensor:
+        """Compute the rewards (n, K) of one text per row, as if the model had generated it."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -50,40 +51,42 @@ class Trial:
             self.rewards, recipe_columns(self.rows, prompts, groups, self.processor)
         )
 
-    def answered(self, answers: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) of one answer per row, written in the format of data.answer_format."""
-        return self.earned(as_rollout(answer, self.processor) for answer in answers)
+    def score_answers(self, answers: Iterable[str]) -> Tensor:
+        """Compute the rewards (n, K) of one answer per row, in the format of data.answer_format."""
+        return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
 
-def trial_of(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Return a Trial with at most 16 rows and all rewards of a recipe except the reward model."""
+def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
+    """Return a Trial of at most 16 rows and all rewards of a recipe except the reward model."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
-    rows = [replace(row, key=f"check/{index}") for index, row in enumerate(spread(all_rows))]
+    rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
     return Trial(rewards, torch.tensor(weights), rows, processor)
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that the demonstrations of SFT score well in the rewards of the later stage."""
+    """Check that the rewards of a later stage are high for the demonstrations of SFT."""
     processor = trial.processor
     texts = [text_of(as_turns(row.completion or "")[-1]) for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
     for reward in trial.rewards:
         if not reward.columns <= trial.rows[0].columns.keys():
             continue
-        mean = replace(trial, rewards=[reward]).earned(texts).nanmean().item()
+        mean = replace(trial, rewards=[reward]).score_texts(texts).nanmean().item()
         if mean < 0.2:
-            advice = "are the labels shuffled, or does the reward ask for another form?"
+            advice = "Check whether the labels are shuffled, or the reward expects another format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
-                advice = "set data.answer_format: whole, or write <answer>...</answer>"
+                advice = (
+                    "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
+                )
             yield (
-                f"demonstrations earn {mean:.2f} of reward {reward.name}: "
-                f"sft would teach what is not rewarded; {advice}"
+                f"The mean of reward {reward.name} is only {mean:.2f} for the demonstrations, so "
+                f"the stage sft would teach answers that are not rewarded later. {advice}"
             )
-    yield from unread_boxes(trial.rewards, texts, processor)
+    yield from unparsed_boxes(trial.rewards, texts, processor)
 
 
-def unread_boxes(
+def unparsed_boxes(
     rewards: list[Reward], texts: Sequence[str], processor: Processor
 ) -> Iterator[str]:
     """Check that the box rewards can parse the boxes in the answers.
@@ -93,41 +96,44 @@ def unread_boxes(
     """
     box_rewards = ("iou", "acc_0_5", "giou", "box_format")
     names = [reward.name for reward in rewards if reward.name in box_rewards]
-    unread = []
+    unparsed = []
     for text in texts:
         answer = find_answer(text, processor.answer_format)
         if answer and not parse_boxes(answer) and not says_none(answer):
-            unread.append(answer)
-    if names and len(unread) > 0.2 * len(texts):
+            unparsed.append(answer)
+    if names and len(unparsed) > 0.2 * len(texts):
         yield (
-            f"{len(unread)} of {len(texts)} answers, such as {unread[0]!r:.80}, hold nothing that "
-            f'{names[0]} reads; ask for {{"bbox_2d": [x1, y1, x2, y2]}}, '
-            "or write a reward that reads them"
+            f"{len(unparsed)} of {len(texts)} answers, for example {unparsed[0]!r:.80}, contain no "
+            f"box that reward {names[0]} can parse. Ask for boxes in the format "
+            '{"bbox_2d": [x1, y1, x2, y2]}, or write a reward that parses these answers.'
         )
 
 
 def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
-    """Check that right answers score higher than texts that can be written without the image.
+    """Check that right answers score higher than texts that do not depend on the image.
 
     Args:
         trial: rewards and rows to test.
-        solution_counts: number of rows with each solution, over the whole dataset.
+        solution_counts: {solution: number of rows of the whole dataset that have it}.
     """
     rows = trial.rows
-    right_values = trial.answered(solutions_of(rows))
+    right_values = trial.score_answers(solutions_of(rows))
     if any(row.columns.get("solution") is not None for row in rows):
         yield from check_empty(trial, solution_counts)
         yield from check_constant(trial, solution_counts, right_values)
-    values = []  # rewards (n, K) of each text; the right answers are appended last
+    values = []  # rewards (n, K) of each text; those of the right answers are appended last
     for text in REWARD_HACK_PROBES.values():
         texts = [text.replace("{question}", text_of(row.messages[-1])) for row in rows]
-        values.append(trial.earned(texts))
-    values = torch.stack([*values, right_values])  # (texts, n, K)
+        values.append(trial.score_texts(texts))
+    values = torch.stack([*values, right_values])  # (number of texts, n rows, K rewards)
     nothing_mean, *_, right_mean = [combine(x, trial.weights).nanmean() for x in values]
     if required_columns(trial.rewards) and right_mean <= nothing_mean:
-        yield "a right answer earns no more than nothing: see rewards' weights and what they read"
-    columns = values.nanmean(1).T.tolist()  # for each of K rewards, the mean of each text
-    for reward, weight, means in zip(trial.rewards, trial.weights, columns, strict=True):
+        yield (
+            "Right answers do not score higher than empty texts. Check the weights of the rewards, "
+            "and the columns that the rewards read."
+        )
+    reward_means = values.nanmean(1).T.tolist()  # for each of the K rewards, its mean for each text
+    for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
         if not reward.columns:
             yield from check_same(reward, means)
         elif weight > 0:
@@ -135,33 +141,33 @@ def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
 
 
 def check_empty(trial: Trial, solution_counts: Counter) -> Iterator[str]:
-    """Check for rows with an empty solution that a reward does not score.
+    """Check for rows with an empty solution for which a reward returns NaN.
 
-    Box rewards score an empty solution, because an image may contain no object. Other rewards may
-    return NaN.
+    Box rewards do score an empty solution, because an image may contain no object.
     """
     num_empty = sum(count for solution, count in solution_counts.items() if not solution.strip())
     if not num_empty:
         return
-    columns = trial.rows[0].columns | {"solution": "", "row_rewards": None}
-    values = replace(trial, rows=[replace(trial.rows[0], columns=columns)]).answered(["none"])[0]
+    empty = trial.rows[0].columns | {"solution": "", "row_rewards": None}
+    values = replace(trial, rows=[replace(trial.rows[0], columns=empty)]).score_answers(["none"])[0]
     for reward, is_unjudged in zip(trial.rewards, values.isnan(), strict=True):
         if is_unjudged and "solution" in reward.columns:
             yield (
                 f"{num_empty} of {solution_counts.total()} rows have an empty solution, which "
-                f"reward {reward.name} does not judge: write one, or leave the rows out"
+                f"reward {reward.name} does not score. Write a solution for these rows, or remove "
+                "the rows."
             )
 
 
 def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor) -> Iterator[str]:
-    """Check whether always giving the most frequent solution scores nearly as well as right answers.
+    """Check whether the most frequent solution, given for every row, scores like right answers.
 
     Only rewards that read a column of the dataset are considered. The expected reward of the
-    constant answer combines its mean reward on rows of the trial where it is right, and where it is
-    wrong, with the frequency of this solution in the whole dataset.
+    constant answer is the average of its mean rewards on those rows of the trial where it is right
+    and where it is wrong, weighted by the frequency of this solution in the whole dataset.
 
     Args:
-        solution_counts: number of rows with each solution, over the whole dataset.
+        solution_counts: {solution: number of rows of the whole dataset that have it}.
         right_values: (n, K) rewards of the right answers.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
@@ -171,49 +177,52 @@ def check_constant(trial: Trial, solution_counts: Counter, right_values: Tensor)
 
     [(solution, num_equal)] = solution_counts.most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    constant = totals(trial.answered([solution] * len(trial.rows)))  # (n,)
+    # (n,): total reward of the constant answer on each row of the trial
+    constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([truth == solution for truth in solutions_of(trial.rows)])
-    shard_evenly = num_equal / solution_counts.total()
-    constant_mean = shard_evenly * constant[is_equal].nanmean().nan_to_num(0.0).item()
-    constant_mean += (1 - shard_evenly) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # If the constant scores much higher, the rewards could not parse the right answers.
+    frequency = num_equal / solution_counts.total()
+    constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
+    constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
+    # If the constant answer scores much higher than right answers, the rewards cannot parse the
+    # right answers, which is another problem than unbalanced rows.
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
-            f"always writing {as_rollout(solution, trial.processor)!r:.80} earns "
-            f"{constant_mean / right_mean:.2f} of what right answers do: the rows hardly need "
-            "their pictures; balance them"
+            f"Always answering {format_completion(solution, trial.processor)!r:.80} scores "
+            f"{constant_mean / right_mean:.2f} times as much as right answers, so the policy "
+            "hardly needs the images. Balance the solutions of the rows."
         )
 
 
 def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads no column gives every text, even "", the same nonzero score.
+    """Check whether a reward that reads no column gives every text the same score other than 0.
 
     Args:
-        means: mean reward of each text in HACKS, and of the right answers.
+        means: mean reward of each text of REWARD_HACK_PROBES, followed by that of right answers.
     """
     if means[0] != 0 and len(set(means)) == 1:
         yield (
-            f"reward {reward.name} says {means[0]:.3g} of every text that was tried, "
-            "even of nothing: look at what it reads"
+            f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
+            "empty text. Check that the reward function reads the completions."
         )
 
 
 def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward that reads a column gives a high score to a text that is not an answer.
+    """Check whether a reward that reads a column scores a text without an answer highly.
 
     Args:
-        means: mean reward of each text in HACKS, and of the right answers.
+        means: mean reward of each text of REWARD_HACK_PROBES, followed by that of right answers.
     """
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
             yield (
-                f"reward {reward.name} gives {mean:.2f} to {name} ({text!r:.40}): "
-                "a policy finds this; make the reward ask for the answer itself"
+                f"Reward {reward.name} is {mean:.2f} for {name} ({text!r:.40}), so the policy "
+                "would learn to write this text. Change the reward so that it depends on the "
+                "answer."
             )
 
 
-def as_rollout(answer: str, processor: Processor) -> str:
-    """Format an answer as a completion in the format of data.answer_format: tags, whole or last_line."""
+def format_completion(answer: str, processor: Processor) -> str:
+    """Return a completion with the answer in the format of data.answer_format, such as tags."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format("hm", answer)

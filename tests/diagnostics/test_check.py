@@ -31,21 +31,21 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
         overrides.append("--distill.teacher=null")  # of a run before it
     assert check.main([str(RECIPES / f"{recipe}.yaml"), *overrides]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
-    assert "nothing found" in out and "output:" not in out
+    assert "No problems were found." in out and "output:" not in out
     asked = {"grpo", "ppo", "distill"} & set(load_config(RECIPES / f"{recipe}.yaml").stage_names)
-    assert ("no completions were sampled" in out) == bool(asked)
+    assert ("No completions were sampled" in out) == bool(asked)
 
 
 def test_boxes_in_a_notation_that_no_reward_reads_are_named():
     rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
     processor = SimpleNamespace(answer_format="tags")
     texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
-    [sentence] = check_rewards.unread_boxes(rewards, texts, processor)
+    [sentence] = check_rewards.unparsed_boxes(rewards, texts, processor)
     assert sentence.startswith(
-        "1 of 4 answers, such as '{\"point_2d\": [1, 2]}', hold nothing that box_format reads; ask"
+        "1 of 4 answers, for example '{\"point_2d\": [1, 2]}', contain no box that reward box_format can parse. Ask"
     )
-    assert not list(check_rewards.unread_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
-    assert not list(check_rewards.unread_boxes([SimpleNamespace(name="accuracy")], texts, processor))
+    assert not list(check_rewards.unparsed_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
+    assert not list(check_rewards.unparsed_boxes([SimpleNamespace(name="accuracy")], texts, processor))
 
 
 def yes_or_no(num_yes, num_rows, folder):
@@ -70,7 +70,9 @@ def test_balanced_rows_raise_no_alarm_however_they_are_drawn(tmp_path):
     """All 16 rows drawn say yes, of a file in which half do; and a file in which 9 of 10 do, with one no drawn."""
     assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
     [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
-    assert said.startswith("always writing '<think>hm</think><answer>yes</answer>' earns 0.90 of what right answers do")
+    assert said.startswith(
+        "Always answering '<think>hm</think><answer>yes</answer>' scores 0.90 times as much as right answers"
+    )
 
 
 def test_a_reward_without_bound_is_measured_by_what_right_answers_earn(tmp_path):
@@ -81,17 +83,17 @@ def test_a_reward_without_bound_is_measured_by_what_right_answers_earn(tmp_path)
     names = [f"{tmp_path}/long.py:points"]
     assert not constant_sentences(yes_or_no(30, 40, tmp_path), names, range(20, 36))
     [said] = constant_sentences(yes_or_no(38, 40, tmp_path), names, range(23, 39))
-    assert "earns 0.94 of what right answers do" in said  # (20 * 38 - 5 * 2) / 40 of 20
+    assert "scores 0.94 times as much as right answers" in said  # (20 * 38 - 5 * 2) / 40 of 20
 
 
 def test_one_long_demonstration_in_forty_is_found(tmp_path):
     lines = [{"problem": "?", "completion": "red" if number else "red " * 40} for number in range(40)]
     write_lines(tmp_path / "rows.jsonl", lines)
     rows = FileDataset(tmp_path / "rows.jsonl")
-    assert lines[0]["completion"] not in [row.completion for row in check_rows.spread(rows)]
+    assert lines[0]["completion"] not in [row.completion for row in check_rows.sample_rows(rows)]
     config = load_config(RECIPES / "shapes.yaml", ["--sampling.max_new_tokens=20"])
     [said] = check_rows.check_answers(config, ["completion"], rows, PROCESSOR)
-    assert said == "a completion has 42 tokens, sampling.max_new_tokens is 20: raise it"
+    assert said == "An answer in the field completion has 42 tokens, but sampling.max_new_tokens is 20. Raise it."
     config.sampling.max_new_tokens = 42
     assert not list(check_rows.check_answers(config, ["completion"], rows, PROCESSOR))
 
@@ -100,7 +102,7 @@ def test_one_long_demonstration_in_forty_is_found(tmp_path):
 def test_a_template_that_opens_another_tag_than_think(opened, said):
     template = ChatTemplate(f"{DEFAULT}{opened}", "t")
     sentences = list(check_recipe.check_template(replace(PROCESSOR, template=template)))
-    assert ["with <reasoning>" in sentence for sentence in sentences] == [True] * said
+    assert ["the opening tag <reasoning>" in sentence for sentence in sentences] == [True] * said
 
 
 def test_a_tool_without_a_docstring(tmp_path):
@@ -108,5 +110,5 @@ def test_a_tool_without_a_docstring(tmp_path):
     tools = "    def zoom(self, x: int):\n        'Zoom.'\n    def turn(self, x: int):\n        pass\n"
     (tmp_path / "own.py").write_text(f"class Told:\n{reset}{tools}class Quiet(Told):\n    declare_tools = False\n")
     [said] = check_recipe.check_tools(f"{tmp_path}/own.py:Told")
-    assert said.startswith("tool turn has no docstring")
+    assert said.startswith("The tool turn has no docstring")
     assert not list(check_recipe.check_tools(f"{tmp_path}/own.py:Quiet")) and not list(check_recipe.check_tools(None))

@@ -60,7 +60,7 @@ def test_check_draws_nothing_where_an_earlier_stage_teaches_the_form(home, plant
     rows = {"completion": "<think>hm</think><answer>cat</answer>"}
     check.main([str(home / "recipe.yaml"), *plant(rows), *fault.overrides, "--stages=[sft, grpo]"])
     out = capsys.readouterr().out
-    assert "no completions were sampled" in out and fault.check[0] not in out
+    assert "No completions were sampled" in out and fault.check[0] not in out
 
 
 @pytest.mark.parametrize("name", which("run"))

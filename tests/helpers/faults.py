@@ -39,12 +39,12 @@ IOU = ["--rewards={iou: 1, box_format: 1}"]
 FAULTS = {
     "a temperature near 0": Fault(
         ["--sampling.temperature=0.001", "--sampling.top_k=1"],
-        check=("sampling.temperature is 0.001", "take 1.0"),
+        check=("sampling.temperature is 0.001", "Set it to 1.0"),
         run=("the same text is sampled repeatedly", "set them to 1.0"),
     ),
     "a large learning rate": Fault(
         ["--grpo.learning_rate=1e6"],
-        check=("grpo.learning_rate is 1e+06: over 0.01", "lower it"),
+        check=("grpo.learning_rate is 1e+06, but a rate above 0.01", "Lower it"),
         run=("are zero", "lower grpo.learning_rate"),
     ),
     "max_new_tokens too small": Fault(
@@ -53,7 +53,7 @@ FAULTS = {
     ),
     "rows without pictures": Fault(
         change={"image": None},
-        check=("no row has an image or video", "name the column image or images"),
+        check=("has an image or a video", "Call the column with the images image or images"),
     ),
     "a template without the form that a reward asks for": Fault(
         ["--rewards={format: 1, accuracy: 1}"],
@@ -61,7 +61,7 @@ FAULTS = {
     ),
     "a reward that always says 1": Fault(
         ["--rewards={one.py:one: 1}"],
-        check=("reward one.py:one says 1 of every text that was tried", "look at what it reads"),
+        check=("Reward one.py:one is 1 for every text that was tried", "reads the completions"),
         run=("one.py:one is 1", "Compare completions.jsonl"),
     ),
     "no prompt is of the right difficulty": Fault(
@@ -74,19 +74,19 @@ FAULTS = {
     ),
     "all rows have one solution": Fault(
         change={"solution": "cat"},
-        check=("always writing '<think>hm</think><answer>cat</answer>' earns 1.00", "balance them"),
+        check=("Always answering '<think>hm</think><answer>cat</answer>' scores 1.00", "Balance the solutions"),
     ),
     "demonstrations that rewards contradict": Fault(
         ["--stages=[sft, grpo]"], {"completion": "<think>hm</think><answer>dog</answer>"},
-        check=("demonstrations earn 0.00 of reward accuracy", "are the labels shuffled"),
+        check=("The mean of reward accuracy is only 0.00", "whether the labels are shuffled"),
     ),
     "demonstrations without the tags in which answers are looked for": Fault(
         ["--stages=[sft, grpo]"], {"completion": "dog"},
-        check=("demonstrations earn 0.00 of reward accuracy", "set data.answer_format: whole"),
+        check=("The mean of reward accuracy is only 0.00", "Set data.answer_format: whole"),
     ),
     "a reward that likes what is no answer": Fault(
         ["--rewards={one.py:words: 1}"],
-        check=("reward one.py:words gives 1.00 to the same word again", "ask for the answer itself"),
+        check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer"),
     ),
     "a reward that needs no picture": Fault(
         ["--rewards={one.py:length: 1}"],
@@ -95,21 +95,22 @@ FAULTS = {
     # rows
     "all rows show one file": Fault(
         change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
-        check=("all rows show one picture", "look at what the column image"),
+        check=("have the same image", "Check which files the column image"),
     ),
     "all images are black": Fault(
-        change=lambda i, row: {"image": black(row["image"])}, check=("images have one colour", "look at the files"),
+        change=lambda i, row: {"image": black(row["image"])},
+        check=("images have only one colour", "the files are damaged"),
     ),
     "nearly half of the images are black": Fault(
         change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
-        check=("4 of 8 images have one colour", "look at the files"),
+        check=("4 of 8 images have only one colour", "the files are damaged"),
     ),
     "the prompt holds the answer": Fault(
         change=lambda i, row: {"problem": f"Name it ({row['solution']})."},
-        check=("8 of 8 questions hold their solution", "take it out of the prompt"),
+        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt"),
     ),
     "each image is one token": Fault(
-        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("each image is one token", "raise data.max_pixels"),
+        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels"),
     ),
     "evaluation rows are training rows": Fault(
         ["--data.eval_file=rows.jsonl", "--data.eval_rows=4"],
@@ -117,57 +118,60 @@ FAULTS = {
     ),
     "boxes in another unit": Fault(
         IOU, {"solution": [0.1, 0.2, 0.5, 0.6]},
-        check=("is outside", "in pixels of the file"),
+        check=("is not a box inside the image", "in pixels of the image file"),
     ),
     "thumbnails that were stretched": Fault(
-        change=stretched, check=("8 of 8 images are thumbnails", "take the files that they were made of"),
+        change=stretched, check=("8 of 8 images are thumbnails", "Use the original images"),
     ),
     "two system messages": Fault(
-        ["--data.system_prompt=Be kind."], asked_twice, check=("8 of 8 rows have two system messages", "leave one out"),
+        ["--data.system_prompt=Be kind."], asked_twice,
+        check=("8 of 8 rows have more than one system", "Keep only one"),
     ),
     "half of the images after the question": Fault(
         change=lambda i, row: {"problem": "Name it.<image>" if i % 2 else "<image>Name it."},
-        check=("4 questions have their image at the end, 4 at", "write all in one way"),
+        check=("4 questions have the image after the text, and 4", "Use the same order"),
     ),
     "the prompt spells the answer as a file": Fault(
         change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
-        check=("8 of 8 questions hold their solution", "take it out of the prompt"),
+        check=("8 of 8 questions contain their solution", "Remove the solution from the prompt"),
     ),
     "empty solutions": Fault(
         ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
-        check=("4 of 8 rows have an empty solution, which reward accuracy", "write one"),
+        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution"),
     ),
     "a reward under two names": Fault(
         ["--rewards={accuracy: 1, minivlmrl.rewards.text:accuracy: 1}"],
-        check=("reward minivlmrl.rewards.text:accuracy is accuracy again", "leave one out"),
+        check=("accuracy and minivlmrl.rewards.text:accuracy are the same function", "Remove one of them"),
     ),
     # answers to learn from
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
-        check=("a completion ends with", "name it in sampling.stop_token_ids, or none"),
+        check=("completion ends with the token id", "Add this id to sampling.stop_token_ids"),
     ),
     "demonstrations longer than max_new_tokens": Fault(
-        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "raise it"),
+        ["--stages=[sft, grpo]", "--sampling.max_new_tokens=2"], check=("sampling.max_new_tokens is 2", "Raise it"),
     ),
     # the recipe
     "top_k 1": Fault(
         ["--sampling.top_k=1"],
-        check=("sampling.top_k is 1", "take 0 and 1.0"),
+        check=("sampling.top_k is 1", "Set sampling.top_k to 0"),
     ),
     "beta of GRPO far too high": Fault(
-        ["--grpo.beta=10"], check=("grpo.beta is 10: the policy will not move", "take 0.1"),
+        ["--grpo.beta=10"], check=("grpo.beta is 10, a KL weight so high", "Set it to 0.1"),
     ),
     "a small learning rate in bfloat16": Fault(
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
         check=("updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005", "take model.dtype=float32"),
     ),
     "a warmup without an end": Fault(
-        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100: all 3 steps are warmup", "lower it"),
+        ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100, so all 3 steps", "Lower it"),
     ),
     "more prompts in a step than rows": Fault(
-        ["--grpo.prompts_per_step=64"], check=("a step repeats its 8 rows", "lower grpo.prompts_per_step"),
+        ["--grpo.prompts_per_step=64"],
+        check=("grpo.prompts_per_step is 64, but the dataset has only 8 rows", "Lower it"),
     ),
     "weights of rewards that cancel": Fault(
-        ["--rewards={accuracy: 1, format: -1}"], check=("earns no more than nothing", "see rewards' weights"),
+        ["--rewards={accuracy: 1, format: -1}"],
+        check=("Right answers do not score higher", "Check the weights of the rewards"),
     ),
 }  # fmt: skip
