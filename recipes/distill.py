@@ -99,10 +99,10 @@ class Distill(GRPOTrainer):
         # model that holds the teacher's config and head; for copied adapters this is the policy
         self.teacher_base = model if isinstance(self.teacher, SwappedParameters) else self.teacher
 
-    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[DistillBatch]]:
+    def prepare(self, rollout: Rollout, prompt_ranges: list[range]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
         rollout.metrics = self.rollout_metrics(rollout, rewards, combine(rewards, self.reward_weights))
-        steps = [self.pack_part(rollout, part, DistillBatch) for part in parts]
+        steps = [self.pack_part(rollout, prompt_range, DistillBatch) for prompt_range in prompt_ranges]
         for batch in chain(*steps):
             self.ask_teacher(batch, rollout)
         return steps

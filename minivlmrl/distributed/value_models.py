@@ -88,8 +88,9 @@ def load_critic(
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)
     if input_form(critic.backbone, load_processor(folder)) != input_form(policy, processor):
         raise ValueError(
-            f"{folder}: this model has another tokenizer or family than the policy, so it cannot "
-            "be its critic; use a critic or reward model with the policy's tokenizer and family"
+            f"{folder}: this model has another tokenizer or model family than the policy, so it "
+            "cannot be its critic; use a critic or reward model with the policy's tokenizer and "
+            "model family"
         )
     init_adapters(critic.backbone, run.seed)
     if run.model.activation_checkpointing and policy.sharding is None:

@@ -1,15 +1,16 @@
-"""GRPO from rows to a loss, in the order of execution (DeepSeekMath, arXiv 2402.03300):
+"""The GRPO trainer (DeepSeekMath, arXiv 2402.03300), written in the order of its computation:
 
-    rows -> prompts -> G completions each -> rewards (n, K) -> advantages (n,) -> batches -> loss
+    rows -> prompts -> G completions per prompt -> rewards (n, K) -> advantages (n,)
+         -> micro-batches -> loss
 
-Shapes: B is the number of prompts of this rank, n = B * G the number of completions, ordered by
-prompt, and K the number of rewards. A micro-batch has R completions with at most T tokens each, M
-tokens in total. The paper's outer loop (a new reference every few hundred steps) is not
-implemented.
+In shapes, B is the number of prompts on this rank, n = B * G is the number of completions, which
+are ordered by prompt, and K is the number of reward functions. A micro-batch has R completions of
+at most T tokens each, and M completion tokens in total. The paper's outer loop, which replaces the
+reference model every few hundred steps, is not implemented.
 
-DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are options of the section `grpo`, which select
-the ratio, the term and the average of the loss (losses/), the advantages (losses/advantages.py),
-and dynamic sampling (dynamic_sampling.py).
+DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options of the section `grpo`.
+They choose the ratio, the term and the average of the loss (losses/), the advantages
+(losses/advantages.py), and dynamic sampling (dynamic_sampling.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,17 +61,17 @@ from minivlmrl.trainers.rollout_metrics import (
     reward_metrics,
 )
 
-REWARD_MODEL = "reward_model"  # name of the reward that a trained model computes: reward_model.py
+REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model computes
 Batch = TypeVar("Batch", bound=SampledBatch)
 
 
 class GRPOTrainer(Trainer):
-    """Trainer of GRPO and its variants; PPOTrainer is a subclass with other advantages."""
+    """Trainer of GRPO and its variants; its subclass PPOTrainer takes advantages from a critic."""
 
     stage = "grpo"
     config_type = GRPOOptions
     config: GRPOOptions
-    compares_groups = True  # log the standard deviation of the rewards within a group
+    compares_groups = True  # True logs the standard deviation of the rewards within each group
 
     # -------------------------------------------------------------------------------- preparation
 
@@ -96,8 +97,8 @@ class GRPOTrainer(Trainer):
     ):
         super().__init__(run, model, processor, world, steps_done)
         has_reward_model = REWARD_MODEL in run.rewards
-        # Image embeddings can be reused only if all models share one frozen vision tower. A reward
-        # model and a reference loaded from a folder have their own towers.
+        # The sampler may keep image embeddings for training only if all models share one frozen
+        # vision tower. A reward model and a reference from a folder have their own vision towers.
         shares_tower = not trained_parameters(model.visual) and run.reference.path is None
         self.sample = make_sampler(
             model,
@@ -117,32 +118,33 @@ class GRPOTrainer(Trainer):
 
             self.reward_model = RewardModelScores(run, model, processor, world)
         self.steps_per_rollout = self.config.steps_per_generation
-        self.num_gen_batches = 1  # number of batches of rows sampled for the current rollout
+        # number of batches of rows that were sampled for the current rollout
+        self.num_gen_batches = 1
 
     # ------------------------------------------------------------------------ rollout and rewards
 
     def steps(self, batches: Batches) -> Iterator[Step]:
         """Sample a rollout for each batch of rows, and yield its optimizer steps.
 
-        Each of the num_iterations passes over a rollout takes steps_per_generation steps, which
-        train on equal parts of its prompts.
+        A rollout is trained on in num_iterations passes. Each pass has steps_per_generation
+        optimizer steps, and each step trains on an equal part of the prompts.
         """
         self.batches = batches
         for rows in batches:
             rollout = self.roll_out(rows)
             size = len(rollout.rows) // self.config.steps_per_generation
-            parts = [range(i, i + size) for i in range(0, len(rollout.rows), size)]
-            one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
+            prompt_ranges = [range(i, i + size) for i in range(0, len(rollout.rows), size)]
+            one_pass = list(zip(self.prepare(rollout, prompt_ranges), prompt_ranges, strict=True))
             all_passes = one_pass * self.config.num_iterations
-            for number, (micro_batches, part) in enumerate(all_passes, start=1):
+            for number, (micro_batches, prompt_range) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
-                yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, part)
+                yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, prompt_range)
                 self.reward_log.trainer_state.global_step += 1
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
-        """Sample completions of rows and compute their rewards.
+        """Sample completions for a batch of rows and compute their rewards.
 
-        Dynamic sampling may take further batches of rows.
+        If dynamic sampling is enabled, completions of further batches of rows may be sampled.
         """
         if self.config.max_num_gen_batches == 1:
             return self.sample_rollout(rows)
@@ -151,7 +153,7 @@ class GRPOTrainer(Trainer):
         return sample_until_groups_differ(self, rows)
 
     def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample G completions of each row and compute their rewards."""
+        """Sample G completions for each row and compute their rewards."""
         prompts = [row.prompt(self.processor) for row in rows]
         completions = self.sample(prompts, self.config.num_generations, [row.key for row in rows])
         rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
@@ -165,17 +167,19 @@ class GRPOTrainer(Trainer):
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Completion]],
     ) -> dict[str, list]:
-        """Collect the columns that reward functions take as arguments."""
+        """Collect the columns that are passed to reward functions as keyword arguments."""
         columns = recipe_columns(rows, prompts, completions, self.processor)
         if self.reward_model is not None:
             columns["reward_model_scores"] = self.reward_model(prompts, completions)
         return columns
 
     def total_rewards(self, rollout: Rollout) -> Tensor:
-        """Compute the weighted sum of rewards, minus the overlong penalty of soft_punish_cache.
+        """Compute the weighted sum of the rewards of each completion.
+
+        If the option soft_punish_cache is set, a penalty for overlong completions is included.
 
         Returns:
-            (n,), of the completions of this rank.
+            A tensor of shape (n,), with one value for each completion of this rank.
         """
         total = combine(rollout.rewards, self.reward_weights)
         cache = self.config.soft_punish_cache
@@ -190,7 +194,8 @@ class GRPOTrainer(Trainer):
         """Compute the metrics of a rollout over the completions of all ranks.
 
         Args:
-            rewards, total: (all n, K) rewards and (all n,) weighted sums, of all ranks.
+            rewards: rewards of all ranks, of shape (n * world.size, K).
+            total: weighted sums of these rewards, of shape (n * world.size,).
         """
         metrics = reward_metrics(rewards, total, list(self.run.rewards))
         has_tools = bool(self.run.sampling.environment)
@@ -201,50 +206,51 @@ class GRPOTrainer(Trainer):
 
     # --------------------------------------------------------------- advantages and micro-batches
 
-    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[SampledBatch]]:
+    def prepare(self, rollout: Rollout, prompt_ranges: list[range]) -> list[list[SampledBatch]]:
         """Compute advantages within groups, then pack the micro-batches of each optimizer step.
 
         Args:
-            parts: for each optimizer step, the range of its prompts.
+            prompt_ranges: the range of prompts that each optimizer step trains on.
         Returns:
-            for each optimizer step, its micro-batches.
+            The micro-batches of each optimizer step.
         """
         config = self.config
-        rewards = self.world.all_gather(rollout.rewards)  # (all n, K)
-        total = self.world.all_gather(self.total_rewards(rollout))  # (all n,)
+        rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
+        total = self.world.all_gather(self.total_rewards(rollout))  # (n * world.size,)
         rollout.metrics = self.rollout_metrics(rollout, rewards, total)
         if config.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
         if config.loss_type == "rloo" and config.beta:
-            return self.prepare_with_kl(rollout, parts, total)
+            return self.prepare_with_kl(rollout, prompt_ranges, total)
         if config.loss_type == "rloo":
             advantages = leave_one_out(total, config.num_generations)
         elif config.multi_objective_aggregation == "normalize_then_sum":
             advantages = normalize_then_sum(rewards, self.reward_weights, config.num_generations)
         else:
             advantages = group_advantages(total, config.num_generations, config.scale_rewards)
-        local = self.world.local(advantages)  # (n,)
-        return [self.micro_batches(rollout, part, local) for part in parts]
+        local = self.world.local(advantages)  # (n,): advantages of this rank's completions
+        return [self.micro_batches(rollout, prompt_range, local) for prompt_range in prompt_ranges]
 
     def prepare_with_kl(
-        self, rollout: Rollout, parts: list[range], rewards: Tensor
+        self, rollout: Rollout, prompt_ranges: list[range], rewards: Tensor
     ) -> list[list[SampledBatch]]:
-        """Prepare the steps of RLOO with a KL penalty, which is subtracted from the rewards.
+        """Prepare the optimizer steps of RLOO if a KL penalty is subtracted from the rewards.
 
-        The reward of a completion is reduced by beta times its KL, estimated by k1. The advantages
-        need the log-probabilities of the micro-batches, so they are computed after packing.
+        The penalty of a completion is beta times its KL from the reference, estimated with k1. The
+        advantages depend on the log-probabilities, so they are computed after the micro-batches
+        have been packed.
 
         Args:
-            rewards: (all n,) weighted sums, of all ranks.
+            rewards: weighted sums of the rewards of all ranks, of shape (n * world.size,).
         """
-        steps = [self.micro_batches(rollout, part) for part in parts]
+        steps = [self.micro_batches(rollout, prompt_range) for prompt_range in prompt_ranges]
         batches = list(chain(*steps))
         kl = []
         for batch in batches:
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # sort by index, because micro-batches may reorder the completions of a rollout
+        # restore the order of the rollout, because micro-batches may reorder its completions
         order = torch.cat([batch.completion_index for batch in batches]).argsort()
         rewards = rewards - self.config.beta * self.world.all_gather(torch.cat(kl)[order])
         local = self.world.local(leave_one_out(rewards, self.config.num_generations))
@@ -254,24 +260,26 @@ class GRPOTrainer(Trainer):
 
     @torch.no_grad()
     def micro_batches(
-        self, rollout: Rollout, part: range, advantages: Tensor | None = None
+        self, rollout: Rollout, prompt_range: range, advantages: Tensor | None = None
     ) -> list[SampledBatch]:
         """Pack the micro-batches of one optimizer step.
 
-        Log-probabilities, masks, corrections of the sampler and entropy thresholds are computed
-        here once, because they stay fixed while the rollout is trained on.
+        The log-probabilities before the update, the masks, the importance ratios that correct for
+        the sampler, and the entropy threshold are computed here once, because they stay fixed while
+        the rollout is trained on.
 
         Args:
-            part: range of the prompts of the step.
-            advantages: (n,), of this rank; None if the caller computes them after packing.
+            prompt_range: range of the prompts that the step trains on.
+            advantages: advantages of this rank's completions, of shape (n,); None if the caller
+                computes them after packing.
         """
         config = self.config
-        batches = self.pack_part(rollout, part, SampledBatch, advantages)
+        batches = self.pack_part(rollout, prompt_range, SampledBatch, advantages)
         for batch in batches:
             self.add_logps(batch)
         if config.mask_truncated_completions:
             stopped = [completion.stopped for completion in chain(*rollout.completions)]
-            mask_completions(torch.tensor(stopped), rollout, part, batches, self.world)
+            mask_completions(torch.tensor(stopped), rollout, prompt_range, batches, self.world)
         if config.rollout_correction:
             for batch in batches:
                 mode, bounds = config.rollout_correction, config.rollout_correction_bounds
@@ -283,20 +291,21 @@ class GRPOTrainer(Trainer):
     def pack_part(
         self,
         rollout: Rollout,
-        part: range,
+        prompt_range: range,
         batch_type: type[Batch],
         advantages: Tensor | None = None,
     ) -> list[Batch]:
-        """Pack prompts of a rollout into micro-batches, without log-probabilities.
+        """Pack some prompts of a rollout into micro-batches, without computing log-probabilities.
 
         Args:
-            part: range of the prompts of one optimizer step.
+            prompt_range: range of the prompts that one optimizer step trains on.
             batch_type: class of the micro-batches.
-            advantages: (n,), of this rank; with them, completions without signal are dropped.
+            advantages: advantages of this rank's completions, of shape (n,). If they are given,
+                completions that do not contribute to the gradient are dropped.
         """
         batches = []
-        normalizer = self.count_tokens(rollout, part)
-        for rows in self.split(rollout, part):
+        normalizer = self.count_tokens(rollout, prompt_range)
+        for rows in self.split(rollout, prompt_range):
             if advantages is not None:
                 rows = self.rows_with_signal(rows, advantages)
             batch = self.micro_batch(rollout, rows, batch_type)
@@ -306,13 +315,16 @@ class GRPOTrainer(Trainer):
             batches.append(batch)
         return batches
 
-    def count_tokens(self, rollout: Rollout, part: range) -> LossNormalizer:
+    def count_tokens(self, rollout: Rollout, prompt_range: range) -> LossNormalizer:
         """Count the completions and tokens of an optimizer step on all ranks.
 
-        The loss is normalised by all generated tokens, including those of rows that
+        The loss is normalised by all generated tokens, including the tokens of completions that
         rows_with_signal drops.
         """
-        masks = [c.policy_mask for c in chain(*rollout.completions[part.start : part.stop])]
+        masks = [
+            c.policy_mask
+            for c in chain(*rollout.completions[prompt_range.start : prompt_range.stop])
+        ]
         sequences, tokens = self.world.sum(len(masks), int(torch.cat(masks).sum()))
         return LossNormalizer(sequences, tokens, self.run.sampling.max_new_tokens)
 
@@ -320,7 +332,7 @@ class GRPOTrainer(Trainer):
         """Pack completions of a rollout, each after its prompt.
 
         Args:
-            rows: indices of the completions, below n.
+            rows: indices of the completions to pack, from 0 to n - 1.
         """
         device = self.world.device
         groups = rollout.by_prompt(rows)
@@ -339,31 +351,35 @@ class GRPOTrainer(Trainer):
             batch.sampler_routes = routing.join_routes(completions)
         return batch
 
-    def split(self, rollout: Rollout, part: range) -> list[list[int]]:
-        """Split prompts into micro-batches, and return the completion indices of each (below n).
+    def split(self, rollout: Rollout, prompt_range: range) -> list[list[int]]:
+        """Split a range of prompts into micro-batches, and return the completions of each.
 
-        max_tokens_per_micro_batch limits the tokens of a micro-batch; without it, a micro-batch has
-        micro_batch_size prompts.
+        If max_tokens_per_micro_batch is set, it limits the number of tokens in a micro-batch.
+        Otherwise, a micro-batch has micro_batch_size prompts.
+
+        Returns:
+            For each micro-batch, the indices of its completions, from 0 to n - 1.
         """
         config = self.config
         G = config.num_generations
         size = config.micro_batch_size
         max_tokens = config.max_tokens_per_micro_batch
         if max_tokens is None:
-            starts = range(part.start, part.stop, size)
-            return [list(range(i * G, min(i + size, part.stop) * G)) for i in starts]
+            starts = range(prompt_range.start, prompt_range.stop, size)
+            return [list(range(i * G, min(i + size, prompt_range.stop) * G)) for i in starts]
         lengths = []
-        for i in part:
+        for i in prompt_range:
             completion_lengths = [packed_length(c) for c in rollout.completions[i]]
             lengths.append((len(rollout.prompts[i].input_ids), completion_lengths))
         micro_batches = split_into_micro_batches(lengths, size, max_tokens, self.world)
-        return [[part[i] * G + j for i, j in rows] for rows in micro_batches]
+        return [[prompt_range[i] * G + j for i, j in rows] for rows in micro_batches]
 
     def rows_with_signal(self, rows: list[int], advantages: Tensor) -> list[int]:
-        """Drop rows with advantage 0, unless the loss needs them for another term.
+        """Drop completions whose advantage is 0, unless the loss needs them for another term.
 
-        The KL, the entropy term, bnpo's mean over a micro-batch and custom losses need all rows. At
-        least one row stays, because every rank of a sharded model must run a forward pass.
+        The KL, the entropy terms, bnpo's mean over a micro-batch and custom losses need all
+        completions. At least one completion is kept, because every rank of a sharded model must run
+        the forward pass.
         """
         config = self.config
         needs_all = (
@@ -378,10 +394,11 @@ class GRPOTrainer(Trainer):
         return [row for row in rows if advantages[row] != 0] or rows[:1]
 
     def add_logps(self, batch: SampledBatch):
-        """Add log-probabilities of the reference, and those of the policy before its update.
+        """Add log-probabilities of the reference and of the policy before its update to a batch.
 
-        The policy's are needed if a rollout is trained on in several steps, to correct the sampler,
-        for the KL in RLOO's reward, and to select tokens by entropy.
+        The log-probabilities of the policy are computed only if they are needed: to train on a
+        rollout in several steps, to correct for the sampler, to compute the KL in RLOO's reward, or
+        to select tokens by their entropy.
         """
         config = self.config
         kl_in_reward = config.loss_type == "rloo" and config.beta
@@ -399,28 +416,31 @@ class GRPOTrainer(Trainer):
 
     @property
     def policy_moves(self) -> bool:
-        """Return True if a rollout is trained on in more than one optimizer step."""
+        """Return True if each rollout is trained on in more than one optimizer step."""
         return self.config.num_iterations * self.config.steps_per_generation > 1
 
     # --------------------------------------------------------------------------------------- loss
 
     @cached_property
     def loss_function(self) -> Callable:
-        """Loss function that the option loss_type names."""
+        """The loss function that the option loss_type selects."""
         return find_loss(self.config)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities and entropies, (M,) each, at the sampling temperature."""
+        """Compute the log-probability and the entropy of each completion token: two (M,) tensors.
+
+        The policy's logits are divided by the sampling temperature.
+        """
         return per_token_logps(self.policy, group, self.temperature)
 
     def loss(self, batch: SampledBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of a micro-batch, divided by the totals of its step, and metrics."""
+        """Compute the metrics of a micro-batch, and its loss divided by the totals of the step."""
         options = self.config
         if options.loss_type == "rloo":
             options = replace(options, beta=0.0)  # the KL of RLOO is in the reward
         logps, entropies = self.logps(batch.group)
         padded_entropies = batch.group.pad(entropies)
-        # a custom loss gets neither the entropy term nor token weights
+        # a custom loss function is called without token weights and without an entropy bonus
         is_builtin = self.loss_function is grpo_loss
         loss, metrics = self.loss_function(
             batch.group.pad(logps),
@@ -440,12 +460,12 @@ class GRPOTrainer(Trainer):
         return loss, metrics | self.token_metrics(batch, logps, entropies)
 
     def kept_tokens(self, batch: SampledBatch, entropies: Tensor) -> Tensor:
-        """Return the mask (R, T) of trained tokens: all, or only those with high entropy."""
+        """Return a mask (R, T) of the tokens to train on: all, or only tokens with high entropy."""
         quantile = self.config.top_entropy_quantile
         return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
 
     def weights(self, batch: SampledBatch, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the token weights that the options require, as keyword arguments of grpo_loss."""
+        """Return the weights of the tokens in the loss, as keyword arguments for grpo_loss."""
         ratio = batch.importance_sampling_ratio
         weights = {}
         if self.config.top_entropy_quantile < 1:
@@ -459,13 +479,14 @@ class GRPOTrainer(Trainer):
     def token_metrics(
         self, batch: SampledBatch, logps: Tensor, entropies: Tensor
     ) -> dict[str, Tensor]:
-        """Compute the mean entropy, and the difference between trainer and sampler.
+        """Compute the mean entropy, and how much trainer and sampler differ.
 
-        The difference is the largest and the root mean square difference of log-probabilities, in
-        nats.
+        The difference of their log-probabilities is reported as the largest absolute difference of
+        a token, and as the root mean square over all tokens, both in nats.
 
         Args:
-            logps, entropies: (M,), of the current policy.
+            logps, entropies: log-probability and entropy of each token under the current policy, of
+                shape (M,).
         """
         old_logps = batch.old_per_token_logps
         if old_logps is None:
@@ -481,14 +502,17 @@ class GRPOTrainer(Trainer):
 
 
 def check_rollout_options(run: RunConfig, stage: str):
-    """Raise ValueError if the sampling options or the rewards of a recipe do not suit a stage."""
+    """Raise ValueError if the stage cannot use the sampling options or rewards of the recipe."""
     if run.sampling.temperature == 0:
         raise ValueError(
             "sampling.temperature is 0, so all completions of a group would be equal; "
-            "set it above 0"
+            "set it to a value greater than 0"
         )
     if not run.rewards:
-        raise ValueError(f"rewards is empty, but {stage} needs at least one reward")
+        raise ValueError(
+            f"the section rewards is empty, but the stage {stage} needs at least one reward; "
+            "add one, for example rewards: {accuracy: 1.0}"
+        )
     check_environment(run)
     find_engine(run.sampling).check(run)
     if REWARD_MODEL in run.rewards:
@@ -497,8 +521,8 @@ def check_rollout_options(run: RunConfig, stage: str):
         check_stage_order(run, stage)
         if samples_trajectories(run.sampling):
             raise ValueError(
-                "rewards: reward_model cannot score trajectories, whose turns have their own "
-                "context windows; remove reward_model"
+                "the reward reward_model cannot score trajectories, because each turn of a "
+                "trajectory has its own context window; remove reward_model from rewards"
             )
 
 
@@ -509,7 +533,7 @@ def find_loss(config: GRPOOptions) -> Callable:
     """Return the loss function that loss_type names: grpo_loss or a custom function.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: loss_type is not a known loss, and the custom function cannot be loaded.
     """
     with error_context(f"grpo.loss_type {config.loss_type}"):
         names = dict.fromkeys(AVERAGES, grpo_loss)
@@ -517,11 +541,11 @@ def find_loss(config: GRPOOptions) -> Callable:
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss on one completion of two tokens, so that its errors appear early.
+    """Call a custom loss function on a completion of two tokens, to find its errors early.
 
     Raises:
         ValueError: the loss does not depend on the log-probabilities.
-        Exception: any exception of the loss itself.
+        Exception: any exception that the loss function raises.
     """
     logps = torch.zeros(1, 2, requires_grad=True)
     value, metrics = loss(
@@ -537,19 +561,22 @@ def try_loss(loss: Callable, config: GRPOOptions):
     for metric in metrics.values():
         metric.item()
     if logps.grad is None:
-        raise ValueError("the loss does not depend on its first argument, the log-probabilities")
+        raise ValueError(
+            "the loss does not depend on its first argument, the log-probabilities, so it has no "
+            "gradient; compute the loss from them without detach()"
+        )
 
 
 def correct_sampler(
     batch: SampledBatch, mode: str, bounds: tuple[float | None, float | None]
 ) -> Tensor:
-    """Compute the importance ratio of trainer to sampler, (R, T) or (R, 1).
+    """Compute the ratio of the trainer's to the sampler's probabilities: (R, T) or (R, 1).
 
     Args:
-        mode: an option of grpo.rollout_correction, see rollout_importance_ratio.
-        bounds: lower and upper bound of the ratio; None for no bound.
+        mode: value of grpo.rollout_correction; rollout_importance_ratio explains the values.
+        bounds: lower and upper bound of the ratio; None disables a bound.
     """
-    assert batch.old_per_token_logps is not None, "call add_logps before this function"
+    assert batch.old_per_token_logps is not None, "add_logps must be called before correct_sampler"
     low, high = bounds
     return rollout_importance_ratio(
         batch.old_per_token_logps,
@@ -562,15 +589,16 @@ def correct_sampler(
 
 
 def find_entropy_threshold(batches: list[SampledBatch], quantile: float, world: World):
-    """Compute the lowest entropy of trained tokens, and store it in the micro-batches.
+    """Compute the entropy from which on tokens are trained on, and store it in the micro-batches.
 
     Args:
         batches: micro-batches of one optimizer step on this rank.
-        quantile: fraction of the step's tokens, on all ranks, that are trained on.
+        quantile: fraction of the step's tokens on all ranks to train on; these are the tokens with
+            the highest entropies.
     """
     local = []
     for batch in batches:
-        assert batch.old_entropies is not None, "call add_logps before this function"
+        assert batch.old_entropies is not None, "add_logps must be called before this function"
         local.append(batch.old_entropies[batch.loss_mask.bool()].cpu())
     entropies = torch.cat(world.gather_objects(torch.cat(local)))
     threshold = top_entropy_threshold(entropies, quantile)
@@ -580,22 +608,28 @@ def find_entropy_threshold(batches: list[SampledBatch], quantile: float, world: 
 
 
 def mask_completions(
-    is_trained: Tensor, rollout: Rollout, part: range, batches: Sequence[SampledBatch], world: World
+    is_trained: Tensor,
+    rollout: Rollout,
+    prompt_range: range,
+    batches: Sequence[SampledBatch],
+    world: World,
 ):
     """Exclude completions from the loss of an optimizer step.
 
     Excluded completions still count as sequences in the normalizer, but contribute no tokens. The
-    function changes loss_mask and normalizer of the micro-batches.
+    function changes the attributes loss_mask and normalizer of the micro-batches.
 
     Args:
-        is_trained: (n,) bool, False for completions to exclude.
-        part: range of the prompts of the step.
-        batches: micro-batches of these prompts.
+        is_trained: boolean tensor of shape (n,), False for the completions to exclude.
+        prompt_range: range of the prompts that the step trains on.
+        batches: micro-batches of the step.
     """
     lengths = torch.tensor(
         [[int(c.policy_mask.sum()) for c in group] for group in rollout.completions]
     )
-    tokens = (lengths * is_trained.view_as(lengths))[part.start : part.stop].sum().item()
+    tokens = (
+        (lengths * is_trained.view_as(lengths))[prompt_range.start : prompt_range.stop].sum().item()
+    )
     normalizer = replace(batches[0].normalizer, tokens=max(world.sum(tokens)[0], 1))
     for batch in batches:
         row_mask = is_trained[batch.completion_index].to(batch.loss_mask.device)
@@ -604,10 +638,10 @@ def mask_completions(
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """Compute the penalty for the length of a completion, from 0 to -1.
+    """Compute DAPO's penalty for an overlong completion, from 0 to -1.
 
-    The penalty is 0 up to max_completion_len - soft_punish_cache tokens, then falls linearly to -1
-    at max_completion_len.
+    The penalty is 0 up to max_completion_len - soft_punish_cache tokens. It then falls linearly, to
+    -1 at max_completion_len.
 
     Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 give 0, -0.5, -1
     and -1.

@@ -1,7 +1,8 @@
-"""Proximal policy optimization with a critic (arXiv 1707.06347, InstructGPT), for text and images.
+"""Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-The critic predicts the sum of future rewards before every token. It is a value head on the policy's
-backbone, or a separate model. An adaptive KL weight and an entropy bonus are not implemented.
+Before each token, the critic predicts the sum of the future rewards. It is either a value head on
+the policy's backbone or a separate model. An adaptive KL weight and an entropy bonus are not
+implemented.
 """
 
 from dataclasses import dataclass, field
@@ -28,18 +29,19 @@ from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options, mask_com
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """A micro-batch of completions, with values and returns of their tokens.
+    """A micro-batch of completions, with the values and returns of their tokens.
 
-    Values and log-probabilities are those before the first update on the rollout.
+    Values and log-probabilities are computed before the first update on the rollout.
     """
 
-    old_per_token_logps: Tensor = field(init=False)  # (R, T)
-    old_values: Tensor = field(init=False)  # (R, T) predictions of the critic
-    returns: Tensor = field(init=False)  # (R, T) targets of the critic
+    # (R, T) log-probabilities of the policy before the first update, in nats
+    old_per_token_logps: Tensor = field(init=False)
+    old_values: Tensor = field(init=False)  # (R, T) predictions of the critic before this update
+    returns: Tensor = field(init=False)  # (R, T) targets that the critic is trained to predict
 
 
 class PPOTrainer(GRPOTrainer):
-    """Trainer of PPO: rollouts as in GRPO, and token-level advantages from a critic."""
+    """Trainer of PPO, with the rollouts of GRPO and token-level advantages from a critic."""
 
     stage = "ppo"
     config_type = PPOOptions
@@ -51,8 +53,8 @@ class PPOTrainer(GRPOTrainer):
         check_rollout_options(run, cls.stage)
         if run.sampling.environment:
             raise ValueError(
-                "sampling.environment: ppo does not support tools, because its critic has no "
-                "values for the tokens that tools insert; use grpo"
+                "sampling.environment is set, but the stage ppo does not support tools, because "
+                "its critic has no values for the tokens that tools insert; use the stage grpo"
             )
         if run.ppo.critic_path is not None:
             check_value_model_folder(run.ppo.critic_path)
@@ -70,10 +72,10 @@ class PPOTrainer(GRPOTrainer):
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def build_critic(self) -> ValueHead | ValueModel:
-        """Build the critic: a value head on the policy's hidden states, or a separate model."""
+        """Build the critic: either a value head on the policy's hidden states or its own model."""
         if self.config.critic == "shared":
             return value_head(self.policy)
-        # a separate critic has its own vision tower, so it cannot reuse the policy's embeddings
+        # a separate critic has its own vision tower, so it cannot use the policy's image embeddings
         self.sample.keeps_vision = False
         path = self.config.critic_path
         if path is None:
@@ -89,37 +91,39 @@ class PPOTrainer(GRPOTrainer):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}
 
-    def value_batches(self, rollout: Rollout, part: range) -> list[PPOBatch]:
+    def value_batches(self, rollout: Rollout, prompt_range: range) -> list[PPOBatch]:
         """Pack the micro-batches of one optimizer step, with current values and log-probabilities.
 
-        Completions that no reward function scored are excluded from the loss.
+        Completions without a reward, because all reward functions returned None, are excluded from
+        the loss.
 
         Args:
-            part: range of the prompts of the step.
+            prompt_range: range of the prompts that the step trains on.
         """
-        batches = self.pack_part(rollout, part, PPOBatch)
+        batches = self.pack_part(rollout, prompt_range, PPOBatch)
         for batch in batches:
             logps, _, values = self.logps_and_values(batch.group)
             batch.old_per_token_logps = batch.group.pad(logps)
             batch.old_values = batch.group.pad(values)
             if self.reference is not None:
                 batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
-        has_reward = ~rollout.rewards.isnan().all(1)  # (n,)
-        mask_completions(has_reward, rollout, part, batches, self.world)
+        has_reward = ~rollout.rewards.isnan().all(1)  # (n,): one value for each completion
+        mask_completions(has_reward, rollout, prompt_range, batches, self.world)
         return batches
 
     @torch.no_grad()
-    def prepare(self, rollout: Rollout, parts: list[range]) -> list[list[PPOBatch]]:
+    def prepare(self, rollout: Rollout, prompt_ranges: list[range]) -> list[list[PPOBatch]]:
         """Pack the micro-batches of each optimizer step, with advantages and returns (R, T).
 
         Args:
-            parts: for each optimizer step, the range of its prompts.
+            prompt_ranges: the range of prompts that each optimizer step trains on.
         """
-        steps = [self.value_batches(rollout, part) for part in parts]
+        steps = [self.value_batches(rollout, prompt_range) for prompt_range in prompt_ranges]
         rewards = self.world.all_gather(rollout.rewards)
         total = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, total)
-        scores = self.world.local(total).nan_to_num(0.0)  # (n,)
+        # (n,): weighted sum of the rewards of each completion of this rank
+        scores = self.world.local(total).nan_to_num(0.0)
         if self.config.missing_eos_penalty is not None:
             is_truncated = torch.tensor([not c.stopped for c in chain(*rollout.completions)])
             scores = scores - self.config.missing_eos_penalty * is_truncated
@@ -133,10 +137,10 @@ class PPOTrainer(GRPOTrainer):
         return steps
 
     def estimate_advantages(self, batch: PPOBatch, scores: Tensor):
-        """Compute advantages and returns (R, T) of tokens by GAE, and store them in a micro-batch.
+        """Compute and store the advantages and returns (R, T) of a micro-batch, using GAE.
 
         Args:
-            scores: (R,), weighted sum of the rewards of each completion.
+            scores: weighted sum of the rewards of each completion, of shape (R,).
         """
         config = self.config
         old_logps = batch.old_per_token_logps
@@ -148,7 +152,7 @@ class PPOTrainer(GRPOTrainer):
         batch.advantages, batch.returns = gae(rewards, batch.old_values, config.gamma, config.lam)
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probabilities, entropies and values of the completion tokens, (M,) each."""
+        """Compute the log-probability, entropy and value of each completion token, each (M,)."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         if isinstance(self.critic, ValueModel):

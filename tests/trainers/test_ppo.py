@@ -138,5 +138,5 @@ def test_what_is_no_critic_of_this_policy_is_refused(folder, lively, tmp_path, s
         stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
     main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")
     path = tmp_path / "one" / "reward_model"
-    with pytest.raises(ValueError, match="has another tokenizer or family than the policy, so it cannot be its"):
+    with pytest.raises(ValueError, match="has another tokenizer or model family than the policy, so it cannot be its"):
         stage("ppo", SEPARATE, f"--ppo.critic_path={path}", model="qwen3_vl")
