@@ -1,6 +1,6 @@
-"""The base class Trainer, and the data classes of its batches, rollouts and optimizer steps.
+"""The base class Trainer, and the dataclasses of its micro-batches, rollouts and optimizer steps.
 
-Each stage of a recipe (sft, dpo, grpo, ...) has one subclass of Trainer.
+Each stage of a recipe (sft, dpo, grpo, ...) is implemented by a subclass of Trainer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,11 +31,13 @@ class MicroBatch:
     """
 
     group: GroupBatch
-    loss_mask: Tensor  # (R, T) float32, 1 for tokens that are trained on
-    # token and sequence counts of the whole optimizer step, by which the loss is divided; set once
-    # all micro-batches of the step are packed
+    # (R, T) float32 with one row for each completion, 1 for tokens that are trained on
+    loss_mask: Tensor
+    # numbers of sequences and tokens in the whole optimizer step, by which the loss is divided; it
+    # is set when all micro-batches of the step have been packed
     normalizer: LossNormalizer = field(init=False)
-    ref_per_token_logps: Tensor | None = None  # (R, T) nats; None without a reference model
+    # (R, T) log-probabilities of the reference in nats; None if there is no reference model
+    ref_per_token_logps: Tensor | None = None
 
     @property
     def weight(self) -> float:
@@ -43,7 +45,7 @@ class MicroBatch:
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average a flat (M,) tensor over the tokens that are trained on."""
+        """Average a value of each completion token, (M,), over the tokens that are trained on."""
         total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
         return total / self.loss_mask.sum().clamp(min=1)
 
@@ -52,38 +54,43 @@ class MicroBatch:
 class SampledBatch(MicroBatch):
     """A micro-batch of sampled completions, with the tensors that a policy-gradient loss needs."""
 
-    completion_index: Tensor  # (R,) index of each row among this rank's n completions
-    sampler_logps: Tensor  # (R, T) log-probabilities recorded while sampling
-    sampler_routes: Tensor | None = None  # (M,) experts chosen for the tokens while sampling
-    advantages: Tensor = field(init=False)  # (R,) or (R, T), set once all rewards are known
-    # (R, T) log-probabilities before the first update on the rollout; None if the current ones
-    # can be used, because the policy has not been updated since
+    completion_index: Tensor  # (R,) index of each completion among the n completions of this rank
+    sampler_logps: Tensor  # (R, T) log-probabilities that the sampler recorded
+    sampler_routes: Tensor | None = None  # (M,) experts that the router chose during sampling
+    advantages: Tensor = field(init=False)  # (R,) or (R, T), set when all rewards are known
+    # (R, T) log-probabilities before the first update on the rollout; None if the policy has not
+    # been updated since, because then its current log-probabilities are the same
     old_per_token_logps: Tensor | None = None
-    old_entropies: Tensor | None = None  # (R, T) entropies of the same forward pass
-    # (R, T) or (R, 1) ratio that corrects differences between the sampler and the trainer
+    # (R, T) entropies from the forward pass that computed old_per_token_logps
+    old_entropies: Tensor | None = None
+    # (R, T) or (R, 1) ratio that corrects for differences between the sampler and the trainer
     importance_sampling_ratio: Tensor | None = None
-    # lowest entropy of the tokens that are trained on, over the whole optimizer step
+    # lowest entropy of the tokens that the optimizer step trains on, over all its micro-batches
     entropy_threshold: float | None = None
-    num_entropy_tokens: float | None = None  # number of tokens of the step that reach the threshold
+    # number of tokens in the optimizer step whose entropy reaches entropy_threshold
+    num_entropy_tokens: float | None = None
 
 
 @dataclass
 class Rollout:
-    """Prompts of this rank, with their sampled completions and rewards."""
+    """B prompts of this rank with G sampled completions each, and the completions' rewards."""
 
-    rows: Sequence[Row]  # B rows of the dataset
-    prompts: list[Prompt]  # B prompts
-    completions: list[list[Completion]]  # B lists of G completions
-    rewards: Tensor  # (n, K) float32 on the CPU, NaN where a reward function returned None
-    metrics: dict[str, float] = field(default_factory=dict)  # over the completions of all ranks
+    rows: Sequence[Row]  # the B rows of the dataset from which the prompts were made
+    prompts: list[Prompt]  # the B prompts
+    completions: list[list[Completion]]  # a list of G completions for each prompt
+    # (n, K) float32 on the CPU: K rewards of each of the n = B * G completions; NaN where a reward
+    # function returned None
+    rewards: Tensor
+    # metrics of the rollout, computed over the completions of all ranks
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def by_prompt(self, indices: Iterable[int]) -> dict[int, list[Completion]]:
         """Group completions by prompt.
 
         Args:
-            indices: of completions, below n.
+            indices: indices of the completions, from 0 to n - 1.
         Returns:
-            {index of a prompt: its completions}.
+            A dictionary from the index of a prompt to the list of its completions.
         """
         groups = {}
         for index in indices:
@@ -97,33 +104,35 @@ class Step:
     """Micro-batches and metrics of one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # the same on all ranks
-    # True for the last step on a rollout; a checkpoint is only written after such a step
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics, which are equal on all ranks
+    # True for the last step on a rollout; checkpoints are saved only after such a step
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
-    prompts: range = range(0)  # indices of the rollout's prompts that this step trains on
+    prompts: range = range(0)  # range of the rollout's prompts that this step trains on
 
 
 class Trainer:
-    """Base class of all training stages, which run/loop.py runs.
+    """Base class of all training stages, which are run by the training loop in run/loop.py.
 
     A subclass defines `steps`, which yields optimizer steps, and `loss`, which returns the loss of
     one micro-batch, already divided by the totals of the step.
 
     Args:
-        run: the whole recipe; the options of the stage are its section `stage`.
+        run: the whole recipe. The options of the stage are in the section with the stage's name.
         model: the policy.
-        steps_done: optimizer steps that the stage has already made if the run is resumed, else 0.
+        steps_done: number of optimizer steps that the stage made before the run was resumed; 0 if
+            the stage starts.
     """
 
     stage: str  # name of the stage, and of its section in a recipe
-    config_type = TrainingOptions  # dataclass of that section
-    needs = "prompts"  # columns that the rows must have, as a key of NEEDS in run/datasets.py
-    # fields of Row that hold the answers to train on; empty if the stage samples completions
+    config_type = TrainingOptions  # dataclass with the options of the stage's section
+    needs = "prompts"  # key of NEEDS in run/datasets.py: the columns that each row must have
+    # fields of Row with the answers to train on; empty if the stage samples completions
     answers: tuple[str, ...] = ()
     # False if the stage trains a separate model and leaves the policy unchanged
     trains_policy = True
-    steps_per_rollout = 1  # optimizer steps per batch of rows, in one pass over its prompts
+    # number of optimizer steps in one pass over the prompts of a rollout
+    steps_per_rollout = 1
     trained: nn.Module  # module whose parameters the optimizer updates
 
     def __init__(
@@ -140,7 +149,8 @@ class Trainer:
         self.policy = model
         self.trained = model
         self.processor = processor
-        select_trained(model, run.model.freeze)  # unfreezes what an earlier stage froze
+        # this also unfreezes parameters that an earlier stage has frozen
+        select_trained(model, run.model.freeze)
         routing = family_of(model).routing
         self.router_log = None if routing is None else routing.log(model.config, world)
         self.reference = None
@@ -149,46 +159,57 @@ class Trainer:
 
     @staticmethod
     def check(run):
-        """Raise ValueError if the stage cannot run this recipe; called before models are loaded."""
+        """Raise ValueError if the stage cannot run a recipe.
+
+        This method is called before any model is loaded.
+        """
 
     @staticmethod
     def has_reference(config) -> bool:
-        """Return True if a stage with these options needs a reference model."""
+        """Return True if the stage needs a reference model with these options."""
         return False
 
     def on_stage_begin(self, batches, held_out, saved_state: dict | None) -> dict[str, list[float]]:
-        """Prepare the first optimizer step, and return values to save in every checkpoint.
+        """Prepare the stage before its first optimizer step.
 
         Args:
             batches: training rows of the stage.
-            held_out: rows for evaluation, or None.
+            held_out: held-out rows for evaluation; None if there are none.
             saved_state: values that this method returned before the run was resumed; None if the
                 stage starts.
+        Returns:
+            Values that are saved in every checkpoint of the stage.
         """
         return {}
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
-        """Yield optimizer steps on batches of rows."""
+        """Yield the optimizer steps to make on each batch of rows."""
         raise NotImplementedError
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of a micro-batch, divided by the totals of its step, and metrics."""
+        """Compute the metrics of a micro-batch, and its loss divided by the totals of the step."""
         raise NotImplementedError
 
     def dropout(self, step: int, micro_batch: int):
-        """Return a context in which adapters drop inputs, with a seed for this micro-batch."""
+        """Return a context manager that enables the dropout of adapters for one micro-batch.
+
+        The seed of the run, the stage, the step, the micro-batch and the rank determine which
+        inputs of the adapters are dropped.
+        """
         if not self.run.adapter.dropout:
             return nullcontext()
-        from minivlmrl.model.lora import dropout  # here, because few runs have adapters
+        # imported in this function, because most runs do not need adapters
+        from minivlmrl.model.lora import dropout
 
         key = f"{self.run.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
         return dropout(self.trained, self.run.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss(batch), plus the load-balancing loss if the model has experts.
+        """Compute the loss of a micro-batch, plus a load-balancing loss if the model has experts.
 
-        As in transformers, the load-balancing loss uses all tokens of a micro-batch. Over a step it
-        is averaged, weighted by the number of completions of each micro-batch.
+        As in transformers, the load-balancing loss uses all tokens of a micro-batch. The loss of an
+        optimizer step is the average over its micro-batches, weighted by their numbers of
+        completions.
         """
         if self.router_log is None:
             return self.loss(batch)
@@ -203,31 +224,31 @@ class Trainer:
                 )
                 metrics["rollout/route_mismatch"] = batch.mean(differs)
         if self.config.router_aux_loss_coef:
-            share = len(batch.loss_mask) / batch.normalizer.sequences
-            loss = loss + self.config.router_aux_loss_coef * share * metrics["aux_loss"]
+            fraction = len(batch.loss_mask) / batch.normalizer.sequences
+            loss = loss + self.config.router_aux_loss_coef * fraction * metrics["aux_loss"]
         return loss, metrics
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the modules whose weights a checkpoint must contain, by name."""
+        """Return a dictionary of the modules whose weights must be saved in a checkpoint."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model
         return modules
 
     def after_step(self, steps: int):
-        """Run after each optimizer step, for example to update the reference model.
+        """Update the reference model if it follows the policy; called after each optimizer step.
 
         Args:
-            steps: number of optimizer steps of this stage so far.
+            steps: number of optimizer steps that this stage has made.
         """
         if self.reference is not None:
             self.reference.after_step(steps)
 
     def save(self, folder: Path):
-        """Save the trained weights into the folder of the run; all ranks must call this."""
+        """Save the trained weights in the folder of the run; all ranks must call this method."""
         base = self.run.model.path
         gather_and_save_model(folder / "checkpoint", self.policy, self.processor, self.world, base)
 
     def evaluate(self, rows) -> dict[str, float]:
-        """Compute metrics of held-out rows that need no sampling, for example their loss."""
+        """Compute metrics of held-out rows without sampling, for example their loss."""
         return {}

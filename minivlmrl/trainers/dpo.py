@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv 2305.18290), with MPO, IPO and others as loss types."""
+"""Direct preference optimization (arXiv 2305.18290); MPO, IPO and other losses are options."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,28 +17,31 @@ from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
-# columns of a row with the reference's log-probabilities of both answers, summed over tokens (nats)
+# optional columns of a row: the reference's log-probabilities of both answers, summed over their
+# tokens, in nats
 REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 @dataclass(kw_only=True)
 class DPOBatch(AnswerBatch):
-    """Pairs of answers, with the reference's log-probability of each whole answer."""
+    """A micro-batch of pairs, with the reference's log-probability of each whole answer."""
 
-    ref_logps: Tensor  # (R / 2, 2) nats, the chosen and the rejected answer of each pair
+    # (R / 2, 2) log-probabilities of the chosen and the rejected answer of each pair, in nats
+    ref_logps: Tensor
 
 
 class DPOTrainer(PairTrainer):
-    """Trainer of DPO: compares pairs of answers with the reference model.
+    """Trainer of DPO, which trains the policy on pairs of a chosen and a rejected answer.
 
-    The reference is the policy at the start of the stage, unless the section `reference` names
-    another one.
+    The reference model is a copy of the policy at the start of the stage, unless the section
+    `reference` names another model.
     """
 
     stage = "dpo"
     config_type = DPOOptions
     config: DPOOptions
-    # only the tokens of chosen answers are counted, because the `sft` term averages over them
+    # even rows are chosen answers; only their tokens are counted, because only the loss `sft` uses
+    # this number, and it averages over the tokens of chosen answers
     counted_rows = slice(0, None, 2)
 
     @staticmethod
@@ -48,12 +51,14 @@ class DPOTrainer(PairTrainer):
     def on_stage_begin(
         self, batches: Batches, held_out: Dataset | None, saved_state: dict[str, list[float]] | None
     ) -> dict[str, list[float]]:
-        """Compute the reference's log-probabilities of all pairs if precompute_ref_log_probs is on.
+        """Compute the reference's log-probabilities of all pairs if the recipe precomputes them.
 
-        A resumed run takes the log-probabilities from its checkpoint.
+        The option dpo.precompute_ref_log_probs enables this. If the run is resumed, the
+        log-probabilities are taken from its checkpoint.
 
         Returns:
-            {pair_key of a pair: log-probabilities of the chosen and the rejected answer}.
+            A dictionary from the pair_key of each pair to the log-probabilities of its chosen and
+            its rejected answer.
         """
         self.precomputed = saved_state or {}
         if saved_state is None and self.config.precompute_ref_log_probs:
@@ -64,18 +69,18 @@ class DPOTrainer(PairTrainer):
 
     @torch.no_grad()
     def precompute_ref_logps(self, rows: Dataset, make_row: Callable[[int], Row]):
-        """Compute log-probabilities of pairs with the policy, and share them among all ranks.
+        """Compute the reference's log-probabilities of all pairs in a dataset, on all ranks.
 
-        Before its first update the policy is equal to the reference. Rows that already have the
-        columns REF_COLUMNS are skipped.
+        The policy computes them, because it is equal to the reference before its first update. Rows
+        that already have values in the columns REF_COLUMNS are skipped.
 
         Args:
-            make_row: returns the row of an index, as the stage trains on it.
+            make_row: function that returns the row with an index exactly as the stage trains on it.
         """
         indices = self.rows_with_answers(rows)
         missing = [index for index in indices if self.given_ref_logps(rows[index]) is None]
-        share, _ = self.world.shard_evenly(missing)
-        parts = split(share, self.config.micro_batch_size)
+        local_indices, _ = self.world.shard_evenly(missing)
+        parts = split(local_indices, self.config.micro_batch_size)
         ref_logps = {}
         for part in tqdm(parts, "reference", disable=None if self.world.is_main else True):
             self.world.stop_if_preempted()
@@ -85,14 +90,14 @@ class DPOTrainer(PairTrainer):
             sums = self.sum_logps(batch.loss_mask, batch.group.pad(logps)).tolist()
             ref_logps.update(zip(map(pair_key, prompts, answers), sums, strict=True))
         reshard(self.policy)
-        for of_rank in self.world.gather_objects(ref_logps):
-            self.precomputed.update(of_rank)
+        for logps_of_rank in self.world.gather_objects(ref_logps):
+            self.precomputed.update(logps_of_rank)
 
     def given_ref_logps(self, row: Row) -> list[float] | None:
-        """Return the values of REF_COLUMNS in a row, or None if the row has neither column.
+        """Return a row's values in the columns REF_COLUMNS, or None if both columns are empty.
 
         Raises:
-            ValueError: only one column has a value, or the options do not allow given values.
+            ValueError: only one column has a value, or the options do not support these columns.
         """
         values = [row.columns[name] for name in REF_COLUMNS if row.columns.get(name) is not None]
         if not values:
@@ -101,8 +106,9 @@ class DPOTrainer(PairTrainer):
         if len(values) < 2 or not config.precompute_ref_log_probs or config.ld_alpha is not None:
             raise ValueError(
                 f"{row.where}: the columns {' and '.join(REF_COLUMNS)} must both have values, and "
-                "they require dpo.precompute_ref_log_probs=true and no dpo.ld_alpha, because they "
-                "are sums over whole answers; change these options, or remove both columns"
+                "they can be used only with dpo.precompute_ref_log_probs=true and without "
+                "dpo.ld_alpha, because they are sums over whole answers; change these options, or "
+                "remove both columns"
             )
         return values
 
@@ -117,11 +123,11 @@ class DPOTrainer(PairTrainer):
         )
 
     def ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
-        """Return the reference's log-probabilities of a pair that are known without a model.
+        """Return the reference's log-probabilities of a pair if they are known without a model.
 
-        The values come from the row's columns or from precompute_ref_logps. Without
-        precompute_ref_log_probs they are 0: then the reference model computes them in `pack`, or
-        the loss is reference-free.
+        The values are taken from the columns of the row, or from precompute_ref_logps. If the
+        option precompute_ref_log_probs is off, the method returns zeros, because either the
+        reference model computes the log-probabilities in `pack`, or the loss is reference-free.
         """
         values = None
         if prompt.row is not None:
@@ -129,7 +135,7 @@ class DPOTrainer(PairTrainer):
         if values is None and self.config.precompute_ref_log_probs:
             values = self.precomputed.get(pair_key(prompt, pair))
             if values is None:
-                where = prompt.row.where if prompt.row else "a prompt"
+                where = prompt.row.where if prompt.row else "prompt without a row"
                 raise ValueError(
                     f"{where}: the reference's log-probabilities of this pair were not precomputed "
                     "when the stage began; resume the run with the same rows"
@@ -137,7 +143,7 @@ class DPOTrainer(PairTrainer):
         return values or [0.0, 0.0]
 
     def sum_logps(self, mask: Tensor, per_token_logps: Tensor) -> Tensor:
-        """Sum log-probabilities (R, T) over the tokens of each answer; returns (R / 2, 2)."""
+        """Sum log-probabilities (R, T) over the tokens of each answer, and return (R / 2, 2)."""
         return answer_logps(by_pair(per_token_logps), by_pair(mask), self.config.ld_alpha)
 
     def loss(self, batch: DPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -159,10 +165,10 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the implicit reward margins (B,) in nats.
+        """Compute the implicit reward margin of each pair, of shape (B,), in nats.
 
-        A margin is the log-ratio of policy to reference for the chosen answer, minus that for the
-        rejected answer.
+        The margin is the log-ratio of policy to reference for the chosen answer, minus the
+        log-ratio for the rejected answer.
         """
         batch = self.pack(*self.encode(rows))
         logps, _ = per_token_logps(self.policy, batch.group)
@@ -171,12 +177,12 @@ class DPOTrainer(PairTrainer):
 
 
 def by_pair(rows: Tensor) -> Tensor:
-    """Reshape (2B, T) to (B, 2, T), with the chosen answer of each pair first."""
+    """Reshape the rows of 2B answers, (2B, T), to B pairs, (B, 2, T); chosen answers come first."""
     return rows.unflatten(0, (-1, 2))
 
 
 def pair_key(prompt: Prompt, answers: list[Completion]) -> str:
-    """Compute a hash that identifies a pair, from its tokens, its images and their sizes."""
+    """Compute a hash of a pair from its token ids, its images and the sizes of these images."""
     tensors = [prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw]
     tensors += [answer.ids for answer in answers]
     return digest(tensor.numpy().tobytes() for tensor in tensors)

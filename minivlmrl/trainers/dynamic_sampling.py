@@ -1,4 +1,4 @@
-"""Dynamic sampling: replace groups whose rewards are all equal, because they give no gradient.
+"""Dynamic sampling: replace groups whose rewards are all equal, because their gradient is 0.
 
 Source: DAPO (arXiv 2503.14476), section 3.2.
 """
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class Group:
-    """The completions of one prompt with their rewards, in a form that ranks can exchange."""
+    """The completions of one prompt with their rewards, in a picklable form for other ranks."""
 
     index: int  # index of the row in the dataset
-    key: str  # key of the row, which seeds the sampling of its completions
-    completions: list[Completion]  # G completions
-    rewards: Tensor  # (G, K)
-    rewards_differ: bool  # False if all completions have the same reward
+    key: str  # key of the row, from which the seed for sampling its completions is derived
+    completions: list[Completion]  # the G completions of the prompt
+    rewards: Tensor  # (G, K): K rewards of each completion
+    rewards_differ: bool  # False if all completions of the group have the same reward
 
     @property
     def position(self) -> int:
-        """Position of the row in the order of sampling, which is the last part of its key."""
+        """Position of the row in the sampling order; it is the last part of the row's key."""
         return int(self.key.rpartition("/")[2])
 
 
 def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rollout:
-    """Sample batches of rows until enough groups have differing rewards, and return a rollout.
+    """Sample batches of rows until the rewards differ in enough groups, and build a rollout.
 
-    At most max_num_gen_batches batches are sampled. If too few groups differ by then, groups with
-    equal rewards fill the rollout, after the groups whose rewards differ.
+    At most max_num_gen_batches batches are sampled. If there are still too few groups whose rewards
+    differ, the rollout is filled up with groups whose rewards are equal.
     """
     rollout = trainer.sample_rollout(rows)
     most_batches = trainer.config.max_num_gen_batches
@@ -57,18 +57,19 @@ def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rol
 
 
 def gather_groups(trainer: GRPOTrainer, rollout: Rollout) -> list[Group]:
-    """Gather the groups of a rollout from all ranks, in the order in which rows were sampled."""
+    """Gather the groups of a rollout from all ranks, in the order in which they were sampled."""
     config = trainer.config
-    compared = trainer.total_rewards(rollout)[:, None]  # (n, 1)
+    compared = trainer.total_rewards(rollout)[:, None]  # (n, 1): one weighted sum per completion
     if config.multi_objective_aggregation == "normalize_then_sum":
-        compared = rollout.rewards  # (n, K)
+        compared = rollout.rewards  # (n, K): K rewards of each completion
     size = config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     columns = rollout.rows, rollout.completions, rollout.rewards.split(size), differs.tolist()
     local = []
     for row, completions, rewards, rewards_differ in zip(*columns, strict=True):
         for completion in completions:
-            # the environment has computed its reward, and may not be picklable
+            # The reward has been computed, so the environment is no longer needed. It is removed,
+            # because it may not be picklable.
             completion.environment = None
         local.append(Group(row.index, row.key, completions, rewards, rewards_differ))
     groups = chain(*trainer.world.gather_objects(local))
@@ -76,10 +77,10 @@ def gather_groups(trainer: GRPOTrainer, rollout: Rollout) -> list[Group]:
 
 
 def choose_groups(trainer: GRPOTrainer, groups: list[Group], count: int) -> Rollout:
-    """Build a rollout of `count` groups; groups whose rewards differ come first."""
+    """Build a rollout of `count` groups, and prefer groups whose rewards differ."""
     chosen = sorted(groups, key=lambda group: not group.rewards_differ)[:count]
     per_step = count // trainer.steps_per_rollout
-    local = []  # this rank's share of each optimizer step
+    local = []  # groups of this rank, one optimizer step after the other
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
     rows = [trainer.batches.row(group.index, group.key) for group in local]

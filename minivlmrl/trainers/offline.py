@@ -1,6 +1,6 @@
-"""Base classes of trainers for rows with given answers: SFT, DPO, KTO and the reward model.
+"""Base classes of trainers on given answers, such as SFT, DPO, KTO and the reward model.
 
-The answers of a row form a group: its prompt and images are computed once for all of them.
+All answers of a row form a group, so their common prompt and its images are computed only once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from minivlmrl.losses.grpo import LossNormalizer, row_mean
 from minivlmrl.model.packing import pack
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-EVAL_BATCH_SIZE = 64  # pairs per forward pass in evaluation
+EVAL_BATCH_SIZE = 64  # number of pairs in each forward pass of an evaluation
 Item = TypeVar("Item")
 
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """Given answers; pairs are ordered chosen, rejected, chosen, rejected, ..."""
+    """A micro-batch of given answers; pairs are ordered chosen, rejected, chosen, rejected, ..."""
 
     @property
     def weight(self) -> float:
@@ -32,16 +32,19 @@ class AnswerBatch(MicroBatch):
         return len(self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average a flat (M,) tensor over the tokens of each answer, then over answers."""
+        """Average a value of each token, (M,), over the tokens of an answer, then over answers."""
         return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
 
 
 class OfflineTrainer(Trainer):
-    """Base class of stages that train on given answers; each batch of rows is an optimizer step."""
+    """Base class of stages that train on given answers, with one optimizer step per batch of rows.
+
+    Subclasses implement `loss`, and set `answers` to the fields of Row that contain the answers.
+    """
 
     batch_type: type[MicroBatch] = AnswerBatch
-    answers = ("completion",)  # fields of Row that hold the answers
-    # rows of a micro-batch whose tokens are counted in LossNormalizer.tokens
+    answers = ("completion",)  # fields of Row that contain the answers
+    # answers of a micro-batch whose tokens are counted in LossNormalizer.tokens; by default all
     counted_rows = slice(None)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -53,7 +56,11 @@ class OfflineTrainer(Trainer):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Tokenize the prompts and the answers of rows; returns the prompts, and lists of answers."""
+        """Tokenize the prompts and the answers of rows.
+
+        Returns:
+            The prompts, and a list of the tokenized answers for each prompt.
+        """
         answers = []
         for row in rows:
             texts = [getattr(row, name) for name in self.answers]
@@ -61,7 +68,10 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, with the reference's log-probabilities."""
+        """Pack prompts and answers into a micro-batch.
+
+        If the stage has a reference model, its log-probabilities are added.
+        """
         group = pack(prompts, answers, self.policy.config, self.world.device)
         batch = self.batch_type(group, group.completion_mask)
         if self.reference is not None:
@@ -69,7 +79,7 @@ class OfflineTrainer(Trainer):
         return batch
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return the indices of rows that have all answers, the same list on all ranks."""
+        """Return the indices of the rows that have all answers; all ranks return the same list."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -78,20 +88,23 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Split the rows that have all answers among ranks.
+        """Split the rows that have all answers among the ranks.
 
-        All ranks get equally many rows, because sharded models must run in step. Some rows may
-        therefore be repeated.
+        Every rank gets the same number of rows, because all ranks must run a sharded model equally
+        often. Therefore some rows may be repeated at the end of a rank's list.
 
         Returns:
-            indices of this rank's rows (empty if no row has all answers), and the number of
-            leading indices that no other rank has.
+            The indices of this rank's rows, which are empty if no row has all answers, and the
+            number of indices at the start of the list that are not repeats.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step from micro-batches, normalised by the counts of all ranks."""
+        """Build an optimizer step whose loss is divided by the numbers of answers or tokens.
+
+        These numbers are summed over all micro-batches and ranks.
+        """
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
@@ -108,16 +121,16 @@ class PairTrainer(OfflineTrainer):
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the score of the chosen minus that of the rejected answer, (B,)."""
+        """Compute the score of the chosen answer minus the score of the rejected answer: (B,)."""
         raise NotImplementedError
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the pair accuracy: the fraction of pairs whose chosen answer scores higher."""
-        share, count = self.shard_rows_with_answers(rows)
-        if not share:
+        """Compute the pair accuracy: the share of pairs whose chosen answer scores higher."""
+        local_indices, count = self.shard_rows_with_answers(rows)
+        if not local_indices:
             return {}
-        parts = split([rows[index] for index in share], EVAL_BATCH_SIZE)
+        parts = split([rows[index] for index in local_indices], EVAL_BATCH_SIZE)
         margins = torch.cat([self.margins(part) for part in parts])[:count]
         reshard(self.trained)
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
@@ -125,5 +138,5 @@ class PairTrainer(OfflineTrainer):
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Split a sequence into parts of `size` items; the last part may be shorter."""
+    """Split a sequence into parts of `size` items each; the last part may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

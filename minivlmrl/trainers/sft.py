@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: raise the log-probability of demonstrations (InstructGPT, step 1)."""
+"""Supervised fine-tuning (InstructGPT, step 1), which raises the probability of demonstrations."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trainer of supervised fine-tuning on one demonstration per prompt.
+    """Trainer of supervised fine-tuning on one demonstration for each prompt.
 
-    If the demonstration is a conversation, only the assistant's turns are trained on.
+    If the demonstration is a conversation, the loss includes only the assistant's turns.
     """
 
     stage = "sft"
@@ -36,15 +36,16 @@ class SFTTrainer(OfflineTrainer):
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
         """Compute the loss of held-out demonstrations, averaged over all tokens in float64."""
-        share, count = self.shard_rows_with_answers(rows)
-        if not share:
+        local_indices, count = self.shard_rows_with_answers(rows)
+        if not local_indices:
             return {}
         size = self.config.micro_batch_size
-        sums = torch.zeros(2).double()  # sum of the loss, number of tokens
-        for start in range(0, len(share), size):
-            batch = self.micro_batch([rows[index] for index in share[start : start + size]])
+        sums = torch.zeros(2).double()  # sum of the loss over all tokens, and number of tokens
+        for start in range(0, len(local_indices), size):
+            batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             mask = batch.loss_mask
-            mask[max(0, count - start) :] = 0  # exclude repeated rows, which another rank has too
+            # rows from index `count` on are repeats of other ranks' rows, and must not count twice
+            mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
             total = sft_loss(padded, mask, self.config.loss_type, normalizer=LossNormalizer(1, 1))
