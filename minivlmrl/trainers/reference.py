@@ -1,4 +1,4 @@
-"""The reference model, from which the KL is measured: by default the policy at the stage's start."""
+"""The reference model of the KL penalty, by default a copy of the policy at the stage's start."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.model.trainable import trained_parameters
 
-# fields of ModelConfig that policy and reference must share, because the patches and positions of
-# prompts and the rows of the output head depend on them
+# fields of ModelConfig that must be equal in the policy and the reference, because both models get
+# the same patches, positions and token ids
 MATCHING_FIELDS = [
     "model_type",
     "vocab_size",
@@ -33,13 +33,13 @@ MATCHING_FIELDS = [
 
 
 class Reference:
-    """Reference model without gradients: a copy of the policy, or a model loaded from a folder.
+    """Reference model without gradients: either a copy of the policy or a model from a folder.
 
     If the policy has adapters or num_shared_layers is set, only its trained parameters are copied.
-    With sync_ref_model the reference moves towards the policy (TR-DPO, arXiv 2404.09656); of
-    adapters, A and B are averaged separately.
+    If sync_ref_model is set, the reference moves towards the policy (TR-DPO, arXiv 2404.09656). The
+    matrices A and B of adapters are then averaged separately.
 
-    Source: TRL 1.16's create_reference_model and SyncRefModelCallback.
+    Source: create_reference_model and SyncRefModelCallback of TRL 1.16.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reference:
         self.policy = policy
         self.config = config
         freeze_shared_layers(policy, config)
-        # a reference that is updated needs the precision of the policy's parameters
+        # a reference that is updated must have the precision of the policy's parameters
         in_compute_dtype = not config.sync_ref_model
         if config.path is not None:
             check_compatible(policy, config.path)
@@ -56,9 +56,10 @@ class Reference:
             same_shapes = shapes(model) == shapes(policy)
             if config.sync_ref_model and not same_shapes:
                 raise ValueError(
-                    f"reference.sync_ref_model: the model in {config.path} has other parameters "
-                    "than the policy, so it cannot be moved towards the policy; remove "
-                    "sync_ref_model or reference.path"
+                    "reference.sync_ref_model is set, but the parameters of the model in "
+                    f"{config.path} differ from the policy's in name or shape, so the reference "
+                    "cannot be moved towards the policy; remove reference.sync_ref_model or "
+                    "reference.path"
                 )
         elif has_adapters(policy) or config.num_shared_layers is not None:
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
@@ -69,7 +70,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Compute log-probabilities (R, T) of the completions of a batch, in nats."""
+        """Compute the reference's log-probabilities (R, T) of completion tokens, in nats."""
         with swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
@@ -77,10 +78,10 @@ class Reference:
 
     @torch.no_grad()
     def after_step(self, steps: int):
-        """Move the reference towards the policy every ref_model_sync_steps optimizer steps.
+        """Move the reference towards the policy once every ref_model_sync_steps optimizer steps.
 
         Args:
-            steps: number of optimizer steps of the stage so far.
+            steps: number of optimizer steps that the stage has made.
         """
         config = self.config
         if not config.sync_ref_model or steps % config.ref_model_sync_steps:
@@ -97,21 +98,25 @@ class Reference:
 class SwappedParameters(nn.Module):
     """Copies of some parameters, which can be swapped into a model for a forward pass.
 
-    All other parameters are shared with the model, so that a reference needs little memory.
+    All other parameters are shared with the model, so a reference model needs little memory.
 
     Args:
-        names: names of the copied parameters, for example of all adapters.
+        names: names of the parameters to copy, for example the parameters of all adapters.
     """
 
     def __init__(self, model: Qwen2_5_VL, names: list[str]):
         super().__init__()
-        self.models = [model]  # in a list, so that the model is not registered as a submodule
+        # the model is stored in a list, so that it is not registered as a submodule
+        self.models = [model]
         self.names = names
         copies = [parameter.detach().clone() for parameter in self.originals()]
         self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     def originals(self) -> list[nn.Parameter]:
-        """Return the parameters of the model that have copies; a sharded model must be resharded."""
+        """Return the parameters of the model that were copied.
+
+        If the model is sharded, it must be resharded before this method is called.
+        """
         parameters = dict(self.models[0].named_parameters())
         return [parameters[name] for name in self.names]
 
@@ -128,8 +133,8 @@ class SwappedParameters(nn.Module):
             self._exchange()
 
     def _exchange(self):
-        # Autograd does not track changes of .data. This is safe, because the values that an earlier
-        # graph has saved are restored before its backward.
+        # Autograd does not notice that .data changes. This is safe, because the original values are
+        # restored before the backward pass of a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             old_value = parameter.detach().clone()
             parameter.data.copy_(saved_copy)
@@ -138,7 +143,10 @@ class SwappedParameters(nn.Module):
 
 @contextmanager
 def swapped_in(model: Qwen2_5_VL | SwappedParameters, policy: Qwen2_5_VL) -> Iterator[Qwen2_5_VL]:
-    """Yield the reference as a complete model; SwappedParameters are swapped into the policy."""
+    """Yield a reference that can run a forward pass.
+
+    If `model` is a SwappedParameters, its copies are swapped into the policy meanwhile.
+    """
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model
@@ -149,10 +157,10 @@ def swapped_in(model: Qwen2_5_VL | SwappedParameters, policy: Qwen2_5_VL) -> Ite
 
 
 def freeze_shared_layers(policy: Qwen2_5_VL, config: ReferenceOptions):
-    """Freeze all parameters before layer num_shared_layers, which the reference shares.
+    """Freeze all parameters before layer num_shared_layers, because the reference shares them.
 
     Raises:
-        ValueError: no trainable parameter remains.
+        ValueError: no trainable parameter is left.
     """
     if config.num_shared_layers is None:
         return
@@ -163,14 +171,14 @@ def freeze_shared_layers(policy: Qwen2_5_VL, config: ReferenceOptions):
         parameter.requires_grad_(False)
     if not trained_parameters(policy):
         raise ValueError(
-            f"reference.num_shared_layers is {config.num_shared_layers}, so no parameter can be "
-            f"trained: no layer matches {layer_name!r}, or model.freeze covers all other "
-            "parameters; lower num_shared_layers"
+            f"reference.num_shared_layers is {config.num_shared_layers}, so no trainable parameter "
+            f"is left: either no layer matches {layer_name!r}, or model.freeze freezes all later "
+            "parameters; decrease reference.num_shared_layers"
         )
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of a model's parameters, by name."""
+    """Return a dictionary from the names of a model's parameters to their shapes."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -181,27 +189,28 @@ def check_compatible(policy: Qwen2_5_VL, path: str):
     for name in MATCHING_FIELDS:
         expected = attrgetter(name)(policy.config)
         value = attrgetter(name)(other)
-        check_field(value == expected, f"{file}: {name}", value, f"{expected!r}, as the policy's")
+        check_field(value == expected, f"{file}: {name}", value, f"{expected!r}, as in the policy")
 
 
 def load_frozen(
     path: str, policy: Qwen2_5_VL, processor: Processor, world: World, in_compute_dtype: bool = True
 ) -> Qwen2_5_VL:
-    """Load a model without gradients, sharded like the policy.
+    """Load a model from a folder without gradients; if the policy is sharded, the model is too.
 
     Args:
-        in_compute_dtype: load the weights in the dtype in which a sharded policy computes; False
-            takes the dtype of the policy's parameters.
+        in_compute_dtype: True loads the weights in the dtype in which a sharded policy computes;
+            False loads them in the dtype of the policy's parameters.
     Raises:
-        ValueError: the model has another tokenizer than the policy.
+        ValueError: the tokenizer of the model differs from the policy's tokenizer.
     """
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
     differing = [token for token in ids if other_ids.get(token) != ids[token]]
     if differing:
         raise ValueError(
-            f"{path}: {len(differing)} tokens of the policy have other ids in this model or are "
-            f"missing, for example {differing[0]!r}; use a model with the policy's tokenizer"
+            f"{path}: the tokenizer of this model does not match the policy's: {len(differing)} "
+            "tokens of the policy have other ids in this model or are missing, for example "
+            f"{differing[0]!r}; use a model with the policy's tokenizer"
         )
     dtype = policy.lm_head.weight.dtype
     sharding = policy.sharding

@@ -1,11 +1,11 @@
-"""Registry of the stages that a recipe can name, with the trainer class of each."""
+"""Registry of the training stages that a recipe can name, and their trainer classes."""
 
 from minivlmrl.config.import_utils import find_stage
 from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.config.validation import check_effects
 from minivlmrl.trainers.base import Trainer
 
-# {name of a stage: its trainer}; a class is only imported if the recipe's `stages` names it
+# trainer class of each stage, which is imported only if the recipe's `stages` names the stage
 TRAINERS = {
     "sft": "minivlmrl.trainers.sft:SFTTrainer",
     "dpo": "minivlmrl.trainers.dpo:DPOTrainer",
@@ -16,36 +16,41 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer class that an item of `stages` names: a key of TRAINERS, or file.py:Class.
+    """Import the trainer class of an item of `stages`.
 
+    Args:
+        stage: the item, which is a key of TRAINERS, or "file.py:Class" for a custom trainer.
     Raises:
-        ValueError: there is no such class, or it is not a Trainer with a stage name.
+        ValueError: there is no such class, or it is not a subclass of Trainer with a stage name.
     """
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
-        check_field(is_trainer, "it", trainer, "a Trainer of minivlmrl.trainers.base")
+        check_field(
+            is_trainer, "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer"
+        )
     return trainer
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return the trainer class of a stage, given the name of its section in the recipe.
+    """Return the trainer class of a stage, given the name of the stage's section in the recipe.
 
     Raises:
-        ValueError: there is no such stage.
+        ValueError: there is no stage with this name.
     """
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Return the trainer class of each stage of a recipe, after all checks of the recipe.
+    """Check a recipe, and return the trainer class of each of its stages.
 
     Raises:
-        ValueError: a stage does not exist, or the recipe does not suit it.
+        ValueError: a stage does not exist, or it cannot run the recipe.
     """
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    # a recipe without stages does not show whether it needs a reference, so reference options pass
+    # A recipe without stages may still need a reference model, so its reference options are not
+    # reported as unused.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
     check_effects(config, has_reference=any(references) or not trainers)
     for trainer in trainers.values():

@@ -1,6 +1,7 @@
-"""The reward model (InstructGPT, step 2): a copy of the policy learns to rank answers as people do.
+"""Train a reward model (InstructGPT, step 2), and score completions with it.
 
-Later stages, and other runs, use the trained model as the reward `reward_model`.
+The reward model is a copy of the policy that learns to rank answers as human annotators do. Later
+stages and other runs can use it as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -27,21 +28,24 @@ from minivlmrl.model.value_head import (
 )
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
-FOLDER = "reward_model"  # folder of the model in a run, and name of the stage and of the reward
-BATCH_SIZE = 16  # prompts per forward pass in scoring
+# folder of the reward model in the run's folder; the stage and the reward have the same name
+FOLDER = "reward_model"
+BATCH_SIZE = 16  # number of prompts in each forward pass that scores completions
 
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    """Pairs of answers for the reward model, packed with the last token, which is scored."""
+    """A micro-batch of pairs that includes the last token of each answer, which is scored."""
 
-    margin: Tensor  # (R / 2,) by how much the chosen answer should score higher
+    # (R / 2,) for each pair, by how much the score of the chosen answer should be higher
+    margin: Tensor
 
 
 class RewardTrainer(PairTrainer):
-    """Trainer of a reward model on pairs; the policy stays unchanged.
+    """Trainer of a reward model on pairs of answers; the policy is not changed.
 
-    The optional column `margin` of a row says by how much its chosen answer should score higher.
+    The optional column `margin` of a row is the amount by which the score of its chosen answer
+    should be higher.
     """
 
     stage = "reward_model"
@@ -76,7 +80,7 @@ class RewardTrainer(PairTrainer):
         return RewardBatch(group, group.completion_mask, margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
-        """Compute the scores of the chosen and the rejected answers, (B,) each."""
+        """Compute the scores of the chosen and of the rejected answers, each of shape (B,)."""
         chosen, rejected = self.trained.score_last_token(batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
@@ -95,10 +99,10 @@ class RewardTrainer(PairTrainer):
 class RewardModelScores:
     """Callable that scores completions with a reward model.
 
-    The model is loaded from reward_model.path, by default from the folder of this run. A reward
-    model with another tokenizer or family than the policy cannot read the policy's token ids. It
-    reads texts instead: messages, images and completion are encoded with its own processor and chat
-    template.
+    The model is loaded from reward_model.path, which defaults to the folder of this run. If its
+    tokenizer or its model family differs from the policy's, it cannot use the policy's token ids.
+    The messages, the images and the text of the completion are then encoded again with the
+    processor and the chat template of the reward model.
     """
 
     def __init__(self, run: RunConfig, policy: Qwen2_5_VL, processor: Processor, world: World):
@@ -113,18 +117,18 @@ class RewardModelScores:
         )
         if self.reads_texts and run.sampling.environment:
             raise ValueError(
-                f"{path}: this reward model has another tokenizer or family than the policy, so it "
-                "cannot score completions with tool calls; remove sampling.environment, or use a "
-                "reward model with the policy's tokenizer and family"
+                f"{path}: this reward model has another tokenizer or model family than the policy, "
+                "so it cannot score completions with tool calls; remove sampling.environment, or "
+                "use a reward model with the policy's tokenizer and model family"
             )
 
     @torch.no_grad()
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> list[float]:
-        """Compute the scores of completions, in their order.
+        """Compute one score for each completion, in the order of the completions.
 
-        All ranks must call this with equally many prompts.
+        All ranks must call this method with the same number of prompts.
         """
         if self.reads_texts:
             prompts, completions = self.encode_texts(prompts, completions)
@@ -146,7 +150,7 @@ class RewardModelScores:
         own_prompts = []
         answers = []
         for prompt, group in zip(prompts, completions, strict=True):
-            assert prompt.row is not None, "every prompt of a rollout has its row"
+            assert prompt.row is not None, "every prompt of a rollout must have the attribute row"
             own_prompts.append(prompt.row.prompt(self.processor))
             answers.append([self.encode(prompt.row, completion) for completion in group])
         return own_prompts, answers
@@ -154,15 +158,16 @@ class RewardModelScores:
     def encode(self, row: Row, completion: Completion) -> Completion:
         """Encode a completion of the policy like the answers that the reward model was trained on.
 
-        A truncated completion gets no end token. Texts that look like control tokens are removed,
-        because the chat template of the reward model would read them as tokens.
+        If the completion is truncated, no end token is added. Texts that look like control tokens
+        are removed, because the reward model's chat template would turn them into such tokens.
         """
         text = self.policy_processor.decode_assistant_turn(completion)
         template = self.processor.template
         if template is not None:
             text = template.control.sub("", text)
         answer = encode_completion(self.processor, row.messages, text)
-        if completion.stopped or len(answer.ids) == 1:  # at least one token is needed for a score
+        # at least one token must remain, because the score is computed at the last token
+        if completion.stopped or len(answer.ids) == 1:
             return answer
         return Completion(answer.ids[:-1], policy_mask=answer.policy_mask[:-1])
 
@@ -170,23 +175,25 @@ class RewardModelScores:
 def reward_model(
     completions: list[str], reward_model_scores: list[float], **columns
 ) -> list[float]:
-    """Return the scores of the reward model, which have neither bounds nor a unit.
+    """Return the scores of the reward model, which are unbounded and have no unit.
 
-    This is the reward function `reward_model`; RewardModelScores computes its argument.
+    This is the reward function `reward_model`. RewardModelScores computes its argument
+    `reward_model_scores`.
     """
     return reward_model_scores
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if the reward model of a recipe does not exist when a stage starts.
+    """Raise ValueError if the reward model of a recipe will not exist when a stage starts.
 
     Args:
-        stage: name of a stage that uses the reward `reward_model`.
+        stage: name of the stage, which uses the reward `reward_model`.
     """
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)
     elif FOLDER not in run.stage_names[: run.stage_names.index(stage)]:
         raise ValueError(
-            f"rewards.reward_model: there is no reward model for {stage}; set reward_model.path to "
-            f"the folder of a reward model, or add the stage reward_model before {stage}"
+            f"the stage {stage} uses the reward reward_model, but there is no reward model yet; "
+            "set reward_model.path to the folder of a reward model, or add the stage reward_model "
+            f"before {stage}"
         )

@@ -1,4 +1,4 @@
-"""Compute metrics of rollouts over the completions of all ranks; metrics have TRL's names."""
+"""Metrics of rollouts, computed over the completions of all ranks and named as in TRL."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,20 +12,23 @@ from minivlmrl.rewards.registry import RewardLog
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the mean and the standard deviation of rewards.
+    """Compute the mean and the standard deviation of each reward, and the mean weighted sum.
 
     Args:
-        rewards, total: (n, K) rewards and (n,) weighted sums, over all ranks; NaN for None.
+        rewards: rewards of the completions of all ranks, of shape (n, K); NaN where a reward
+            function returned None.
+        total: weighted sum of the rewards of each completion, of shape (n,).
+        names: names of the K rewards.
     Raises:
-        ValueError: no reward function scored any completion.
+        ValueError: all reward functions returned None for all completions.
     """
     if rewards.isnan().all():
         raise ValueError(
             f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a "
-            "rollout; check that the rows have values in the columns that these rewards read, for "
-            "example solution"
+            "rollout; check that the rows have values in the columns that these rewards use, for "
+            "example in the column solution"
         )
-    # in float64, because sums must not depend on the order of the ranks
+    # computed in float64, because the result must not depend on the order of the ranks
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()
@@ -36,7 +39,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 def completion_metrics(
     completions: Sequence[Sequence[Completion]], has_tools: bool, world: World
 ) -> dict[str, float]:
-    """Compute metrics of the lengths, tool calls and turns of completions, over all ranks."""
+    """Compute the metrics of completion lengths, tool calls and turns over all ranks."""
     flat = chain(*completions)
     local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in flat]
     sampled = list(chain(*world.gather_objects(local)))
@@ -53,11 +56,13 @@ def completion_metrics(
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Compute how much rewards differ within groups, from the weighted sums (n,) of all ranks.
+    """Compute how much the rewards differ within groups of completions of the same prompt.
 
+    Args:
+        total: weighted sum of the rewards of each completion on all ranks, of shape (n,).
     Returns:
-        `reward_std`, the mean standard deviation of a group, and `frac_reward_zero_std`, the
-        fraction of groups whose rewards are all equal.
+        The metrics `reward_std`, which is the mean standard deviation within a group, and
+        `frac_reward_zero_std`, which is the fraction of groups whose rewards are all equal.
     """
     std = group_std(total.double(), num_generations)
     return {
@@ -67,14 +72,14 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Average the metrics that reward functions logged during a rollout, over all ranks.
+    """Average the metrics that reward functions logged during a rollout, and clear the log.
 
-    The log is emptied.
+    The average is taken over all values that were logged on all ranks.
 
     Args:
-        metrics: the metrics of the rollout itself.
+        metrics: metrics of the rollout that the trainer itself has computed.
     Raises:
-        ValueError: a reward function logged a metric under a name in `metrics`.
+        ValueError: a reward function logged a metric whose name is already in `metrics`.
     """
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
@@ -82,7 +87,8 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
     for name in sorted(set(chain(*metrics_of_ranks))):
         if name in metrics:
             raise ValueError(
-                f"log_metric: {name!r} is a metric of the trainer itself; use another name"
+                f"log_metric was called with the name {name!r}, which is a metric of the trainer "
+                "itself; use another name"
             )
         values = list(chain(*(logged.get(name, ()) for logged in metrics_of_ranks)))
         means[name] = sum(values) / len(values)
@@ -90,11 +96,13 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
 
 
 def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
-    """Compute mean, minimum and maximum length of all completions and of untruncated completions.
+    """Compute the mean, minimum and maximum length of all and of terminated completions.
+
+    A completion is terminated if it was not truncated.
 
     Args:
-        lengths: tokens of each completion.
-        terminated: tokens of each completion that ended by itself.
+        lengths: number of tokens of each completion.
+        terminated: number of tokens of each terminated completion.
     """
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
@@ -106,11 +114,11 @@ def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    """Compute how often tools are called, how often calls fail, and how often results are cut.
+    """Compute how often tools are called, calls fail, and results of calls are truncated.
 
     Args:
-        calls: for each completion (number of calls, number of failed calls, True if a result was
-            truncated).
+        calls: a tuple for each completion: the number of tool calls, the number of failed calls,
+            and whether a result was truncated.
     """
     num_calls, num_failed, num_cut = (sum(values) for values in zip(*calls, strict=True))
     return {

@@ -117,7 +117,7 @@ def test_it_shares_what_trls_does(stage, layers, pattern, model):
 @pytest.mark.parametrize("option", ["num_shared_layers=2", "pattern=layer.{layer}"])
 def test_where_no_layer_matches_nothing_could_be_trained(stage, option):
     with pytest.raises(
-        ValueError, match=r"num_shared_layers is \d, so no parameter can be trained: no layer matches '\S+\d'"
+        ValueError, match=r"num_shared_layers is \d, so no trainable parameter is left: either no layer matches '\S+\d'"
     ):
         stage("dpo", "--reference.num_shared_layers=1", f"--reference.{option}")
 
@@ -172,11 +172,13 @@ def test_a_reference_of_a_folder_scores_as_transformers_does(stage, other, name,
 
 def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
     folder, option = other(vocab_size=400)
-    with pytest.raises(ValueError, match=r"other/config\.json: vocab_size is 400, it must be 360, as the policy's"):
+    with pytest.raises(ValueError, match=r"other/config\.json: vocab_size is 400, it must be 360, as in the policy"):
         stage("dpo", option)
     shutil.rmtree(folder)
     _, option = other(num_hidden_layers=3)
-    with pytest.raises(ValueError, match=r"sync_ref_model: the model in .*other has other parameters than the policy"):
+    with pytest.raises(
+        ValueError, match=r"sync_ref_model is set, but the parameters of the model in .*other differ from the policy's"
+    ):
         stage("dpo", option, "--reference.sync_ref_model")
     content = json.loads((folder / "tokenizer.json").read_text())
     words = content["model"]["vocab"]

@@ -61,7 +61,9 @@ def test_it_must_be_there_before_its_stage_begins(judge):
     check_stage_order(run(["grpo"], judge), "grpo")
     check_stage_order(run(["reward_model", "sft", "grpo"]), "grpo")
     for stages in (["grpo"], ["grpo", "reward_model"]):
-        with pytest.raises(ValueError, match=r"rewards\.reward_model: there is no reward model for grpo; set reward_"):
+        with pytest.raises(
+            ValueError, match=r"the stage grpo uses the reward reward_model, but there is no reward model yet; set"
+        ):
             check_stage_order(run(stages), "grpo")
     with pytest.raises(ValueError, match="/gone: there is no score"):
         check_stage_order(run(["grpo"], "/gone"), "grpo")
@@ -142,6 +144,6 @@ def test_control_tokens_are_no_part_of_a_text_for_a_jinja_template(folder, tmp_p
 
 def test_turns_of_an_environment_are_no_text(folder, tmp_path, judge):
     stranger(folder, tmp_path / "judge", "model")
-    with pytest.raises(ValueError, match="another tokenizer or family than the policy, so it cannot score"):
+    with pytest.raises(ValueError, match="another tokenizer or model family than the policy, so it cannot score"):
         scores_of(folder, tmp_path / "judge", "tools.py:Eye")
     scores_of(folder, judge, "tools.py:Eye")
