@@ -247,7 +247,7 @@ def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
 def test_the_changelog_names_what_a_recipe_could_once_set():
     """Every option since 0.1.0 (recorded) is there, is back, or has a row that says what to do instead."""
     page = PAGES["docs/changelog.md"]
-    gone = [name for names, _ in rows_of(page, "Options that went") for name in re.findall("`([^`]+)`", names)]
+    gone = [name for names, _ in rows_of(page, "Removed options") for name in re.findall("`([^`]+)`", names)]
     back = re.findall("`([^`]+)`", page.split("\nBack")[1].split("\n\n")[0])
     recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
     assert {*recorded} - ALL_OPTIONS - {*back} == {*gone}
