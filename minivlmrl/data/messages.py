@@ -8,27 +8,30 @@ message of the assistant may have "tool_calls" instead of content. A turn is a m
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-MARK = re.compile("<(image|video)>")  # marks where an image or video goes in a text
+MARK = re.compile("<(image|video)>")  # tag in a text that an image or video replaces
 KINDS = ("image", "video")
 MAX_MEDIA = 1000  # maximum number of images and videos in a row
-# maximum number of characters in a message; `tokenizers` needs a second for these, and fails on ten
-# million
+# maximum number of characters in a message, which the library `tokenizers` encodes in a second; it
+# fails on ten million characters
 MAX_TEXT = 2**20
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return the content of a message as a list of parts, also if it is a text or missing."""
+    """Return the content of a message as a list of parts.
+
+    A content that is a text becomes a single part, and a missing content an empty list.
+    """
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def part_kind(part: dict) -> str | None:
-    """Return the kind of a part of a message: "image", "video" or "text"; None if it is unclear.
+    """Return "image", "video" or "text", or None if the kind of a message part is unclear.
 
     Args:
-        part: {"type": "image"}, or any part with the key image or image_url. Video parts follow the
-            same rule. A text part is {"type": "text", "text": str}, where the type may be missing.
-            A None counts as missing.
+        part: an image part is {"type": "image"}, or any dict with the key image or image_url. The
+            same rule applies to video parts. A text part is {"type": "text", "text": str}, where
+            the type may be missing. A key whose value is None counts as missing.
     """
     if not isinstance(part, dict):
         return None
@@ -41,24 +44,24 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Return a list of turns as it is, and convert a text to one turn of the given role."""
+    """Convert a text to a list of one turn with the given role; return a list of turns unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
 
 
 def parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the parts of several turns. A turn with only tool_calls has no parts."""
+    """Return the parts of all turns in one list. A turn that only has tool_calls has no parts."""
     return [part for turn in turns for part in content_parts(turn)]
 
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the image and video parts of several turns."""
+    """Return the image parts and video parts of all turns in one list."""
     return [part for part in parts_of(turns) if part_kind(part) != "text"]
 
 
 def text_of(message: dict) -> str:
-    """Join the text of a message, without its images and videos."""
+    """Return the joined text of a message, without its images and videos."""
     return "".join(part.get("text") or "" for part in parts_of([message]))
 
 
@@ -71,12 +74,13 @@ def conversation(
     """Build the messages of a prompt that asks a question about images and videos.
 
     Example: ("What is it?", {"image": 1}) gives one user message, whose parts are the image and
-    the text. In "Is <image> left of <image>?" image parts replace the marks.
+    the text. In "Is <image> left of <image>?" image parts replace the two tags.
 
     Args:
-        media: "image", "video" -> number of images or videos that the prompt shows.
-        prompt_template: text around the question, which replaces {problem}.
-        system_prompt: text of a first message with the role system; None adds no message.
+        problem: text of the question.
+        media: number of images and of videos in the prompt, such as {"image": 2, "video": 1}.
+        prompt_template: text in which the question replaces {problem}.
+        system_prompt: text of a system message that is put first; None adds no message.
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":
@@ -91,16 +95,18 @@ def conversation(
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """Insert the question, which is the text of the last user turn, into a template.
 
-    The template has {problem} in place of the question. ValueError unless the last user turn has
-    exactly one text part.
+    In the template, {problem} marks the place of the question.
+
+    Raises:
+        ValueError: the last user turn does not have exactly one text part.
     """
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=-1)
     parts = list(content_parts(turns[last_user])) if last_user >= 0 else []
     text_indices = [i for i, part in enumerate(parts) if part_kind(part) == "text"]
     if len(text_indices) != 1:
         raise ValueError(
-            "data.prompt_template is put around one text, but the last user turn of this prompt "
-            f"has {len(text_indices)}; make it one"
+            "data.prompt_template is inserted around one text, but the last user turn of this "
+            f"prompt has {len(text_indices)} texts; give the question as a single text"
         )
     question = parts[text_indices[0]]["text"]
     parts[text_indices[0]] = {"type": "text", "text": template.replace("{problem}", question)}
@@ -110,10 +116,11 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """Replace <image> and <video> in texts by image and video parts.
 
-    If the texts have neither, the parts are inserted before the first user text.
+    If the texts contain neither tag, the parts are inserted before the text of the first user turn.
 
     Args:
-        media: "image", "video" -> number of images or videos that come with the turns.
+        turns: messages whose parts are texts.
+        media: number of images and of videos, such as {"image": 2, "video": 1}.
     """
     turns = [{**turn, "content": _cut_at_marks(content_parts(turn))} for turn in turns]
     if shown_parts_of(turns):
@@ -129,17 +136,21 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
 
 
 def _cut_at_marks(parts: list[dict]) -> list[dict]:
-    """Split texts at <image> and <video>. "<image>What?" gives an empty text, an image, "What?"."""
+    """Split texts at <image> and <video>.
+
+    For example, "<image>What?" gives an empty text part, an image part and the text part "What?".
+    """
     cut_parts = []
     for part in parts:
-        for number, piece in enumerate(MARK.split(part["text"])):  # text, kind, text, ..., text
+        # the pieces alternate between texts and kinds: text, kind, text, ..., text
+        for number, piece in enumerate(MARK.split(part["text"])):
             is_kind = number % 2 == 1
             cut_parts.append({"type": piece} if is_kind else {"type": "text", "text": piece})
     return cut_parts
 
 
 def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[dict]:
-    """Prepend a system prompt, unless the conversation has one or the prompt is None."""
+    """Prepend a system message, unless the prompt is None or the conversation already has one."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
@@ -149,30 +160,36 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
     """Raise ValueError if the number of placeholders differs from the number of images or videos.
 
     Args:
-        kinds: kind of each placeholder.
-        media: "image", "video" -> number of images or videos.
+        kinds: kind of each placeholder, "image" or "video".
+        media: number of images and of videos, such as {"image": 2, "video": 1}.
     """
     for kind in KINDS:
         placeholders = kinds.count(kind)
-        given = media.get(kind, 0)
-        if placeholders != given:
+        num_media = media.get(kind, 0)
+        if placeholders != num_media:
             raise ValueError(
-                f"the prompt has {placeholders} {kind} placeholder(s) but {given} {kind}(s) came "
-                f"with it; put one where each {kind} belongs and name as many {kind}s"
+                f"the prompt has {placeholders} {kind} placeholder(s), but {num_media} {kind}(s) "
+                f"were given; the prompt must have one placeholder for each {kind}"
             )
 
 
 def check_total(num_media: int):
     """Raise ValueError if a row has too many images and videos."""
     if num_media > MAX_MEDIA:
-        raise ValueError(f"{num_media} images and videos are over {MAX_MEDIA}; split the row")
+        raise ValueError(
+            f"the row has {num_media} images and videos, but at most {MAX_MEDIA} are supported; "
+            "split the row"
+        )
 
 
 def check_ends(turns: list[dict]):
-    """Raise ValueError if turns do not begin and end with a turn of the assistant."""
+    """Raise ValueError unless the first and the last turn are assistant turns."""
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
-        raise ValueError(f"turns must begin and end with an assistant turn; their roles: {roles}")
+        raise ValueError(
+            f"the turns of an answer must begin and end with an assistant turn, but their roles are "
+            f"{roles}"
+        )
 
 
 def check_messages(messages: list[dict]):
@@ -180,16 +197,19 @@ def check_messages(messages: list[dict]):
     for number, message in enumerate(messages):
         if not _has_fields(message):
             raise ValueError(
-                f"message {number} needs a role, and content that is text or a list of parts: "
-                f"{message!r:.80}"
+                f"message {number} must have a role, and content that is a text or a list of parts, "
+                f"but it is {message!r:.80}"
             )
         for part in content_parts(message):
             if part_kind(part) is None:
                 raise ValueError(
-                    f"message {number} has a part that is not text, image or video: {part!r:.80}"
+                    f"message {number} has a part that is neither text, image nor video: "
+                    f"{part!r:.80}"
                 )
         if len(text_of(message)) > MAX_TEXT:
-            raise ValueError(f"message {number} has over {MAX_TEXT} characters; cut it")
+            raise ValueError(
+                f"message {number} has more than {MAX_TEXT} characters of text; shorten the text"
+            )
 
 
 def _has_fields(message: object) -> bool:

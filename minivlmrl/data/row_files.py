@@ -1,6 +1,6 @@
-"""Read rows of JSON lines, JSON lists, CSV, parquet and Hugging Face dataset folders.
+"""Read the rows of JSON Lines, JSON, CSV and parquet files, and of Hugging Face dataset folders.
 
-The text of each row stays in memory (200,000 rows of 500 bytes take 100 MB), and is parsed each
+The text of each row stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each
 time the row is read. Rows of parquet files are read from disk.
 """
 
@@ -20,19 +20,21 @@ from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.formats import map_nested
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
-# types of parquet values that JSON lacks; they are converted to text, as in a CSV file
+# Parquet values of these types are converted to text, because JSON does not support the types.
 NO_JSON_TYPES = date, time, timedelta, Decimal
 LIST_ITEM = re.compile(r"[^\s,]")
-HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
-# columns that are JSON in a CSV file
+# columns of a CSV file whose cells can contain JSON
 JSON_COLUMNS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
 
 
 def open_rows(path: str | Path) -> "Lines | Arrow":
     """Open the rows of a file, a folder or a dataset split on the Hugging Face hub.
 
-    ValueError if there is no such file, folder or split, or if it holds no rows.
+    Raises:
+        ValueError: the file, folder or split does not exist or cannot be read, or it is not clear
+            which file of the folder contains the rows.
     """
     path = Path(path)
     if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
@@ -41,8 +43,8 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         split_files = find_split(str(path))
         if split_files is None:
             raise ValueError(
-                f"{path}: no such file of rows; "
-                "data.train_file and data.eval_file (null: none) name them"
+                f"{path}: this file of rows does not exist; correct the path in data.train_file or "
+                "data.eval_file (null disables the option)"
             )
         return Arrow(split_files, is_downloaded=True)
     if path.suffix == ".parquet":
@@ -51,16 +53,19 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open a folder with parquet files, one file of rows, or one folder of images per class."""
+    """Open a folder that has parquet files, a single file of rows, or a subfolder per class."""
     if [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise ValueError(
-            f"{folder}: a folder of save_to_disk; "
-            'save it by datasets.load_from_disk(...).to_parquet("rows.parquet")'
+            f"{folder}: folders written by save_to_disk of the datasets library are not supported; "
+            'convert the folder with datasets.load_from_disk(...).to_parquet("rows.parquet")'
         )
     parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     split_names = sorted({split_of(path.name) for path in parquet_files})
     if len(split_names) > 1:
-        raise ValueError(f"{folder}: has parquet files of {', '.join(split_names)}; one a folder")
+        raise ValueError(
+            f"{folder}: the folder has parquet files of several splits ({', '.join(split_names)}); "
+            "put each split into its own folder"
+        )
     if parquet_files:
         return Arrow(parquet_files)
     row_files = [*folder.glob("*.jsonl"), *folder.glob("*.csv"), *folder.glob("*.json")]
@@ -74,17 +79,18 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
         return Images(folder, image_files)
     names = ", ".join(path.name for path in sorted(row_files)[:5]) or "none"
     raise ValueError(
-        f"{folder}: a folder must hold a dataset or one file of rows; its files of rows: {names}"
+        f"{folder}: a folder of rows must contain parquet files, exactly one .jsonl, .json or .csv "
+        f"file, or a subfolder of images per class. Files of rows that were found here: {names}."
     )
 
 
 class Lines:
-    """Rows of a JSON lines file or a JSON list.
+    """Rows of a JSON Lines file or a JSON list.
 
-    `texts` has the line number and the text of each row.
+    `texts` contains one pair per row: its line number and its text.
     """
 
-    # True for a dataset that was downloaded by its id, so that its paths are not trusted
+    # True for a data set from the hub, whose rows may not use files outside of its own folder
     is_downloaded = False
 
     def __init__(self, path: Path):
@@ -95,7 +101,9 @@ class Lines:
             self.texts = self.split(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             line = 1 + content.count(b"\n", 0, error.start)
-            raise ValueError(f"{path}:{line}: not UTF-8 ({error}); save it as UTF-8") from error
+            raise ValueError(
+                f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8"
+            ) from error
 
     def split(self, content: str) -> list[tuple[int, str]]:
         """Return the line number and the text of each row."""
@@ -105,7 +113,10 @@ class Lines:
         return [(number, line) for number, line in lines if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Split a JSON list, with line breaks anywhere, into line number and text of each row."""
+        """Return the line number and the text of each item of a JSON list.
+
+        The list may have line breaks anywhere.
+        """
         rows = []
         decode = json.JSONDecoder().raw_decode
         start = _next_item(content, content.index("[") + 1)
@@ -119,7 +130,8 @@ class Lines:
             start = next_start
         if content[start:].strip() != "]":
             raise ValueError(
-                f"{self.path}: not JSON (the list has no end, or something comes after it)"
+                f"{self.path}: not JSON: the list must end with ], and nothing may follow it; "
+                "correct the end of the file"
             )
         return rows
 
@@ -127,22 +139,27 @@ class Lines:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Return the file and the line number of a row, for error messages."""
+        """Return the file and the line number of a row, such as "rows.jsonl:3"."""
         return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
         text = self.texts[index][1]
         with error_context(self.where(index)):
             columns = parse_json(text)
-            # half a surrogate pair is valid JSON, but cannot be tokenized
-            if HALF_PAIR.search(text):
+            # A lone surrogate is valid JSON, but it cannot be encoded in UTF-8 and tokenized.
+            if SURROGATE.search(text):
                 parse_json(json.dumps(columns, ensure_ascii=False), str.encode)
-            check_field(isinstance(columns, dict), "a row", columns, "an object with columns")
+            check_field(
+                isinstance(columns, dict),
+                "the row",
+                columns,
+                "a JSON object that maps columns to values",
+            )
             return columns
 
 
 class Cells(Lines):
-    """Rows of a CSV or TSV file, whose first line has the column names.
+    """Rows of a CSV or TSV file, whose first line contains the names of the columns.
 
     An empty cell counts as a missing column.
     """
@@ -156,7 +173,7 @@ class Cells(Lines):
         numbered_rows = []
         for cells in reader:
             if cells:
-                # number of the first line of the row, because a quoted cell may have line breaks
+                # number of the row's first line, because a quoted cell can contain line breaks
                 numbered_rows.append((reader.line_num - "".join(cells).count("\n"), cells))
         return numbered_rows
 
@@ -165,8 +182,9 @@ class Cells(Lines):
         with error_context(self.where(index)):
             if len(cells) > len(self.names):
                 raise ValueError(
-                    f"has {len(cells)} cells, the first line {len(self.names)} names; "
-                    "quote a cell that has a comma"
+                    f"the row has {len(cells)} cells, but the first line of the file has "
+                    f"{len(self.names)} column names; put cells that contain a comma or a tab in "
+                    "double quotes"
                 )
             columns = {name: cell for name, cell in zip(self.names, cells, strict=False) if cell}
             for name, cell in columns.items():
@@ -179,9 +197,10 @@ class Cells(Lines):
 
 
 class Images(Lines):
-    """Images in one folder per class. The name of the folder is the solution of the row.
+    """Rows of a folder that has one subfolder of images per class.
 
-    For example, the solution of train/cat/1.png is "cat".
+    Each image is a row, whose solution is the name of the subfolder. For example, the solution of
+    train/cat/1.png is "cat".
     """
 
     def __init__(self, folder: Path, paths: list[Path]):
@@ -200,17 +219,18 @@ class Images(Lines):
 class Arrow:
     """Rows of one or more parquet files, in order.
 
-    Reading a row reads its whole row group, so the 4 latest row groups are cached.
+    Reading a row loads its whole row group, so the 4 most recently used row groups are cached.
     """
 
     def __init__(self, paths: list[Path], is_downloaded: bool = False):
         self.is_downloaded = is_downloaded
-        with optional_dependency("parquet", f"{paths[0]}: needs pyarrow"):
+        with optional_dependency("parquet", f"{paths[0]}: reading parquet files requires pyarrow"):
             import pyarrow as pa
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # for each row group: path, index of the file's first row, open file, number in the file
+        # a tuple per row group: path, index of the first row of the file in the dataset, open file,
+        # index of the row group in the file
         self.groups = []
         self.starts = [0]  # index of the first row of each group, then the total number of rows
         for path in paths:
@@ -219,7 +239,7 @@ class Arrow:
                 file = pq.ParquetFile(path)
                 column_names = file.schema_arrow.names
             except (OSError, pa.ArrowException) as error:
-                raise ValueError(f"{path}: cannot be read ({error})") from error
+                raise ValueError(f"{path}: the parquet file cannot be read ({error})") from error
             _check_names(path, column_names)
             for group in range(file.num_row_groups):
                 self.groups.append((path, file_start, file, group))
@@ -230,7 +250,7 @@ class Arrow:
         return self.starts[-1]
 
     def where(self, index: int) -> str:
-        """Return the file of a row and its index in that file, from 0, for error messages."""
+        """Return the file of a row and its index in the file, such as "a.parquet: row 0"."""
         path, file_start, *_ = self.groups[bisect.bisect_right(self.starts, index) - 1]
         return f"{path}: row {index - file_start}"
 
@@ -243,13 +263,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # for example a date out of Python's range
-                raise ValueError(f"cannot be read ({error})") from error
+            except (OverflowError, OSError) as error:  # e.g. a date that Python does not support
+                raise ValueError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 
 def _next_item(content: str, start: int) -> int:
-    """Return the position of the next item of a JSON list, after whitespace and commas."""
+    """Return the position of the next item or the end of a JSON list, after spaces and commas."""
     letter = LIST_ITEM.search(content, start)
     return letter.start() if letter else len(content)
 
@@ -257,4 +277,4 @@ def _next_item(content: str, start: int) -> int:
 def _check_names(path: Path, names: list[str]):
     for name in names:
         if name and names.count(name) > 1:
-            raise ValueError(f"{path}: has two columns {name!r:.60}; rename one")
+            raise ValueError(f"{path}: two columns have the name {name!r:.60}; rename one of them")

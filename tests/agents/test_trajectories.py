@@ -367,7 +367,7 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
 BAD = {
     "turn 1: observe returned None; it must be a list of messages": lambda self, rounds: None,
     r"turn 1: observe returned \[\]; it must be": lambda self, rounds: [],
-    "turn 1: message 0 needs a role": lambda self, rounds: ["look"],
+    "turn 1: message 0 must have a role": lambda self, rounds: ["look"],
     "turn 1: observe shows None; a part names its picture": lambda self, rounds: [user([IMAGE_PART])],
     "turn 1: observe raised KeyError": lambda self, rounds: {}["a"],
     "turn 1: its window has 1[0-9]+ tokens; with sampling.max_new_tokens that is over the model's 128": (

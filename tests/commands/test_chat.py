@@ -164,8 +164,8 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
     (["--temperature", "-1"], "temperature is -1.0, it must be 0 or more"),
-    (["--prompt", "<image>"], "the prompt has 1 image placeholder(s) but 0 image(s) came with it; put one where "
-     "each image belongs and name as many images\n"),
+    (["--prompt", "<image>"], "the prompt has 1 image placeholder(s), but 0 image(s) were given; the prompt must "
+     "have one placeholder for each image\n"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):
     status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))

@@ -47,9 +47,9 @@ def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
 @pytest.mark.parametrize(("row", "says"), [
     ('{"problem": "a", "x": ' + "[" * 10**4 + "]" * 10**4 + "}", "not JSON that can be read: it is nested too deep"),
     ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is 0\.0, it must be over 0"),
-    ({"problem": " " * 10**7}, "column 'problem': message 0 has over 1048576 characters; cut it"),
+    ({"problem": " " * 10**7}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
     ({"problem": "a", "images": ["red.png"] * 1001},
-     "column 'problem': 1001 images and videos are over 1000; split the row"),
+     "column 'problem': the row has 1001 images and videos, but at most 1000 are supported; split"),
     ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
@@ -157,7 +157,7 @@ def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
         assert "".join(part.get("text", "") for part in said) == "Look: three Think." and IMAGE_PART in said
     for turns in ([], [user([text("th"), text("ree")])]):
         file = write_rows({"messages": [*turns, assistant("four")]})
-        message = r"rows\.jsonl:1: column 'messages': data\.prompt_template is put around one"
+        message = r"rows\.jsonl:1: column 'messages': data\.prompt_template is inserted around one"
         with pytest.raises(ValueError, match=message):
             FileDataset(file, prompt_template="Look: {problem}")
 
@@ -248,22 +248,22 @@ MISTAKES = [
     ({"problem": 3}, "column 'problem': must be text, it is 3"),
     ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
     ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': the roles of its turns must be system, user"),
-    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is not text, image or v"),
-    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s) but 0 video"),
+    ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is neither text, image nor"),
+    ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s), but 0 vid"),
     ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move this turn into the answers"),
     ({"problem": "a", "prompt": "a"}, "the columns 'problem' and 'prompt' exclude each other; keep one"),
     ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
-    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': the prompt has 1 image placeholder(s) but"),
+    ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': the prompt has 1 image placeholder(s), but"),
     ({"messages": [HI, YES, user("<video>?"), YES], "video": "a.mp4"},
      "column 'messages': a video after the first as"),
     ({"chosen": [HI, YES], "rejected": [user("ho"), YES]}, "column 'problem' is missing; the row has ['chosen', 'rej"),
-    ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen': turns must begin and end with an"),
+    ({"chosen": [HI, YES], "rejected": [HI, YES, HI, YES]}, "column 'chosen': the turns of an answer must begin"),
     ({"prompt": "a", "chosen": [YES], "rejected": [assistant([text("y"), text("es")])]},
      "the columns 'chosen' and 'rejected' are equal; remove the row"),
     ({"prompt": [user([IMAGE_PART]), YES, HI], "images": ["red.png"] * 2},
-     "column 'prompt': the prompt has 1 image placeholder(s) but 2 image(s) came with it; put one where"),
+     "column 'prompt': the prompt has 1 image placeholder(s), but 2 image(s) were given; the prompt"),
     ({"messages": [system("s"), YES], "image": "red.png"},
-     "column 'messages': the prompt has 0 image placeholder(s) but 1 image(s) came with it"),
+     "column 'messages': the prompt has 0 image placeholder(s), but 1 image(s) were given"),
     ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, it is 3"),
     ({"problem": "a", "video": []}, "column 'video': each video must be a path or data URI, or a list with a path"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "the row has both columns 'image' and 'images'; use only one"),
@@ -277,9 +277,9 @@ BAD_ANSWERS = [
     (3, "must be text or a list of turns, it is 3"),
     ("", "an answer is empty or blank; add its text or remove the row"),
     ([], "the roles of its turns must be system, user, assistant, tool; they are []"),
-    ([HI, YES], "turns must begin and end with an assistant turn; their roles: ['user', 'assistant']"),
-    ([YES, {"content": "hi"}, YES], "message 1 needs a role, and content that is text or a list of parts"),
-    ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image placeholder(s) but 0 image(s) came with it"),
+    ([HI, YES], "must begin and end with an assistant turn, but their roles are ['user', 'assistant']"),
+    ([YES, {"content": "hi"}, YES], "message 1 must have a role, and content that is a text or a list"),
+    ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image placeholder(s), but 0 image(s) were given"),
 ]
 
 MISTAKES += [

@@ -199,7 +199,7 @@ def test_what_a_template_would_leave_out_is_refused():
 def test_messages_are_checked_as_in_chat_py():
     template = ChatTemplate(CHATML, "t")
     for message in ({"role": "user"}, "hi", {"role": "user", "content": [{"type": "audio"}]}):
-        with pytest.raises(ValueError, match=r"message 1 (needs a role|has a part that)"):
+        with pytest.raises(ValueError, match=r"message 1 (must have a role|has a part that)"):
             template.render([*HI, message])
 
 

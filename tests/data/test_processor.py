@@ -149,7 +149,7 @@ def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
     [assistant("ho"), {"role": "user", "content": "hi"}],
 ])  # fmt: skip
 def test_a_completion_begins_and_ends_with_the_assistant(turns):
-    with pytest.raises(ValueError, match="turns must begin and end with an assistant turn; their roles"):
+    with pytest.raises(ValueError, match="turns of an answer must begin and end with an assistant turn, but their roles"):
         encode_completion(None, [], turns)
 
 
@@ -157,7 +157,7 @@ def test_a_completion_begins_and_ends_with_the_assistant(turns):
 def test_an_image_that_did_not_come_or_a_video_in_a_completion_is_refused(part):
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     for turns in ([assistant([part])], [assistant("a"), {"role": "user", "content": [part]}, assistant("b")]):
-        with pytest.raises(ValueError, match=r"the prompt has 1 .* placeholder.s. but 0 .* came with it"):
+        with pytest.raises(ValueError, match=r"the prompt has 1 .* placeholder.s., but 0 .* were given"):
             encode_completion(processor, [], turns)
 
 

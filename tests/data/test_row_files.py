@@ -1,4 +1,4 @@
-"""Files of rows: every format gives the same rows, and what is wrong with one is named."""
+"""Files of rows: every format gives the same rows, and an error names the file and the line."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ def save_csv(path, delimiter=","):
 
 
 def save_tables(folder):
-    """The same rows as a parquet file of two groups and a parquet repository."""
+    """Save ROWS as a parquet file with two row groups, and as a folder with two parquet files."""
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     import pyarrow.parquet as pq
 
@@ -70,10 +70,10 @@ def test_a_row_is_named_by_its_line(files):
 
 
 DEEP = "[" * 100_000
-WRONG = {  # content: what its error says after the file's name
+WRONG = {  # {content of a file: error message after the name of the file}
     '{"problem": "a"}\n{"problem": ': r":2: not JSON \(Expecting value",
     '[{"problem": "a"}, {"problem"}]': r":1: not JSON \(Expecting ':'",
-    '[\n{"problem": "a"},\n3]': r":3: a row is 3, it must be an object with columns",
+    '[\n{"problem": "a"},\n3]': r":3: the row is 3, .* a JSON object that maps columns to values",
     '[{"problem": ' + DEEP: r":1: not JSON that can be read: it is nested too deep",
     "[]": " has no rows",
 }
@@ -89,7 +89,7 @@ def test_a_wrong_file_is_named(tmp_path, content):
 def test_text_that_is_not_utf8_is_named(tmp_path):
     for name in ("rows.jsonl", "rows.csv"):
         (tmp_path / name).write_bytes('problem\n{"problem": "é"}\n'.encode("latin-1")[8 * name.endswith("l") :])
-        with pytest.raises(ValueError, match=rf"{name}:\d: not UTF-8 \(.*\); save it as UTF-8"):
+        with pytest.raises(ValueError, match=rf"{name}:\d: the file is not encoded in UTF-8 \(.*\); save it"):
             FileDataset(tmp_path / name)
 
 
@@ -98,15 +98,15 @@ def test_a_csv_row_with_too_many_cells_or_a_deep_one_is_named(tmp_path):
     assert open_rows(tmp_path / "rows.csv")[0] == {"problem": "a", "label": True, "margin": 1.5}
     (tmp_path / "deep.csv").write_text(f'problem,images\na,"{DEEP}"\n')
     for name, says in (
-        ("rows", r"3: has 4 cells, the first line 3 names; quote a cell that has"),
+        ("rows", r"3: the row has 4 cells, but the first line of the file has 3 column names; put cells"),
         ("deep", "2: column 'images': not JSON that can be read: .* too deep"),
     ):
         with pytest.raises(ValueError, match=rf"{name}\.csv:{says}"):
             FileDataset(tmp_path / f"{name}.csv")
 
 
-def test_a_line_separator_inside_a_text_ends_no_row(tmp_path):
-    """JSON allows U+2028 as it is, and csv a line break in quotes; str.splitlines would cut both."""
+def test_a_line_separator_inside_a_text_does_not_end_the_row(tmp_path):
+    """JSON texts may contain U+2028, and quoted CSV cells a line break. str.splitlines would split both."""
     (tmp_path / "rows.jsonl").write_text('{"problem": "a\u2028b"}\r\n\r\n{"problem": "c"}\n', encoding="utf-8")
     (tmp_path / "rows.csv").write_text('problem\n"a\u2028b"\n"c\nd"\ne\n', encoding="utf-8")
     lines, cells = open_rows(tmp_path / "rows.jsonl"), open_rows(tmp_path / "rows.csv")
@@ -114,23 +114,23 @@ def test_a_line_separator_inside_a_text_ends_no_row(tmp_path):
     assert [row["problem"] for row in cells] == ["a\u2028b", "c\nd", "e"] and cells.where(2).endswith(":5")
 
 
-def test_a_folder_that_is_no_dataset_is_named(files):
+def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
     (files / "imagefolder" / "more.csv").write_text("")
     (files / "dict" / "train").mkdir(parents=True)
     (files / "dict" / "train" / "state.json").write_text("{}")
     (files / "repository" / "data" / "test-0.parquet").write_bytes(b"")
     for name, says in {
-        "imagefolder": "a folder must hold a dataset or one file of rows; its files of rows: metadata.jsonl, more.csv",
-        "dict": r"dict: a folder of save_to_disk; save it by datasets.load_from_disk\(...\).to_parquet",
-        "repository": "repository: has parquet files of test, train; one a folder",
-        "repository/data/test-0.parquet": "test-0.parquet: cannot be read .Parquet file size is 0 bytes",
+        "imagefolder": r"Files of rows that were found here: metadata\.jsonl, more\.csv\.$",
+        "dict": r"dict: folders written by save_to_disk .* datasets.load_from_disk\(...\).to_parquet",
+        "repository": r"repository: the folder has parquet files of several splits \(test, train\); put each",
+        "repository/data/test-0.parquet": "test-0.parquet: the parquet file cannot be read .Parquet file size is 0",
     }.items():
         with pytest.raises(ValueError, match=says):
             open_rows(files / name)
 
 
-def test_a_number_that_is_none_is_missing(tmp_path):
-    """pandas writes NaN where there is nothing, also into tables: no model is asked to answer nan."""
+def test_nan_counts_as_a_missing_value(tmp_path):
+    """pandas writes NaN for missing values, which must not become the solution "nan"."""
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     import pyarrow.parquet as pq
 
@@ -150,8 +150,8 @@ def test_a_number_that_is_none_is_missing(tmp_path):
     assert FileDataset(tmp_path / "rows.jsonl")[1].columns["more"] == [None]
 
 
-def test_what_json_does_not_have_is_text(tmp_path):
-    """A date as a solution would end a run where its first completions are logged."""
+def test_values_that_json_does_not_support_become_text(tmp_path):
+    """A date as a solution would stop a run when the first completions are logged as JSON."""
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     import pyarrow.parquet as pq
 
@@ -160,25 +160,25 @@ def test_what_json_does_not_have_is_text(tmp_path):
     plain = {"date": "2020-01-02", "inside": [{"at": "03:04:00"}], "price": "1.50", "image": b"bytes"}
     assert list(open_rows(tmp_path / "rows.parquet")) == [plain]
     pq.write_table(pa.table({"date": pa.array([10**8], pa.date32())}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"rows\.parquet: row 0: cannot be read \(date value out of range\)"):
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 0: the row cannot be read \(date value out"):
         list(open_rows(tmp_path / "rows.parquet"))
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path):
+def test_two_columns_with_the_same_name_raise_an_error(tmp_path):
     pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table([[1], [2]], ["a", "a"]), tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("a,b, a,,\n1,2,3\n")
     for name in ("rows.parquet", "rows.csv"):
-        with pytest.raises(ValueError, match=rf"{name}: has two columns 'a'; rename one"):
+        with pytest.raises(ValueError, match=rf"{name}: two columns have the name 'a'; rename one"):
             open_rows(tmp_path / name)
 
 
-def test_a_path_that_no_file_system_takes_is_no_file(home):
+def test_a_path_that_is_too_long_counts_as_missing(home):
     for name in ("image_root", "train_file"):
         path = load_config(home / "recipe.yaml", [f"--data.{name}={'x' * 3000}"]).data
-        with pytest.raises(ValueError, match="no such file of rows"):
+        with pytest.raises(ValueError, match="this file of rows does not exist"):
             open_rows(getattr(path, name))
     with pytest.raises(ValueError, match="no such folder"):
         find_folder("x" * 3000)
