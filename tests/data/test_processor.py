@@ -149,7 +149,7 @@ def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
     [assistant("ho"), {"role": "user", "content": "hi"}],
 ])  # fmt: skip
 def test_a_completion_begins_and_ends_with_the_assistant(turns):
-    with pytest.raises(ValueError, match="turns of an answer must begin and end with an assistant turn, but their roles"):
+    with pytest.raises(ValueError, match="must begin and end with an assistant turn, but their roles are"):
         encode_completion(None, [], turns)
 
 
