@@ -85,7 +85,7 @@ ip -n "$two" link set cable-two up
 start "$folder/cut" "${by_rank[@]}"
 wait $first
 wait $second
-grep -h "resumes from" "$folder/cut-0.log"
+grep -h "resuming from" "$folder/cut-0.log"
 same "$folder/cut"
 
 echo "== two hosts under --max-restarts=1, the second rank is killed after 34 steps"
@@ -96,5 +96,5 @@ ip netns pids "$two" | while read -r process; do
 done
 wait $first
 wait $second
-grep -h "resumes from" "$folder"/dead-?.log
+grep -h "resuming from" "$folder"/dead-?.log
 same "$folder/dead"

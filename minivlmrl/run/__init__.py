@@ -1,1 +1,4 @@
-"""The training run around the trainers: setup, loop, optimizer, checkpoints, metrics, evaluation."""
+"""Carry out a training run: set it up, run the training loop, evaluate, log and save checkpoints.
+
+The losses and rollouts of each training stage are in trainers/.
+"""

@@ -20,9 +20,11 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # vectors and tensors with fewer values keep their moments in float32
+# Moments of vectors, and of tensors with fewer values than this, stay in float32.
+SMALLEST = 4096
 PIECE = 2**24  # maximum number of values that are dequantized to float32 at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # name of each moment -> whether it has a sign
+# name of each moment -> True if its values can be negative
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -47,7 +49,10 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its state in place, in chunks of rows of PIECE values."""
+        """Update a parameter and its optimizer state in place, in chunks of rows.
+
+        A chunk has at most PIECE values, so that float32 copies of the moments need little memory.
+        """
         weight = _rows(parameter)
         gradient = _rows(parameter_gradient)
         state = self.state[parameter]
@@ -67,7 +72,7 @@ class AdamW8bit(torch.optim.Optimizer):
         num_steps: int,
         group: dict,
     ):
-        """Apply AdamW's update (arXiv 1711.05101, algorithm 2) to some rows, in place."""
+        """Apply the AdamW update (arXiv 1711.05101, algorithm 2) to a chunk of rows, in place."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]
@@ -88,7 +93,10 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Dequantize a moment; a float32 moment is returned as the state's own tensor."""
+        """Return a moment, dequantized if it is stored in 8 bits.
+
+        A float32 moment is returned without a copy, so the caller updates it in place.
+        """
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
@@ -98,14 +106,15 @@ class AdamW8bit(torch.optim.Optimizer):
         if f"{name}_scale" not in state:  # a float32 moment was already updated in place
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
-        if name == "exp_avg_sq":  # must not round to 0, because the update divides by its root
+        # The second moment must not round to 0, because the update divides by its square root.
+        if name == "exp_avg_sq":
             indices.clamp_(min=1)
         state[name].copy_(indices)
         state[f"{name}_scale"].copy_(scales)
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create zero moments that are sharded like the parameter."""
+    """Create the initial optimizer state of a parameter, sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -115,12 +124,13 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            block_starts = parameter.flatten(1)[:, ::GROUP]  # one value for each block of GROUP
+            # The scales have one value for each block of GROUP values of a row.
+            block_starts = parameter.flatten(1)[:, ::GROUP]
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """View this rank's shard of a tensor as a (rows, n) matrix, which may have 0 rows."""
+    """View this rank's shard of a tensor as a matrix (rows, n); an empty shard has 0 rows."""
     local_rows = tensor.to_local() if is_part(tensor) else tensor.detach()
     return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))

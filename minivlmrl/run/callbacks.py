@@ -18,43 +18,43 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class of all callbacks, whose methods do nothing."""
+    """Base class of all callbacks. Its methods do nothing; a subclass overrides some of them."""
 
     def on_setup(self, config: RunConfig, world: World):
-        """Check the recipe before rows and weights are loaded; raise ValueError to stop the run."""
+        """Called before rows and weights are loaded; may raise ValueError to reject the recipe."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
-        """Called once before training, when the run's folder has config.yaml and log files."""
+        """Called once before training, after config.yaml and the log files have been created."""
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        """Called before a stage starts, or before it resumes if state.step is over 0."""
+        """Called before a stage starts, or before it resumes if state.step is greater than 0."""
 
     def on_step_begin(
         self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
     ):
-        """Called before the update of optimizer step `number`, whose rollout is already sampled."""
+        """Called before the update of optimizer step `number`, after its rollout was sampled."""
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Called after an optimizer step; `values` are its metrics, as in metrics.jsonl."""
+        """Called after optimizer step `number`, with its metrics as metrics.jsonl contains them."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
-        """Called after an evaluation on held-out rows, which wrote a line of evaluations.jsonl."""
+        """Called after an evaluation on held-out rows has been added to evaluations.jsonl."""
 
     def on_run_end(self):
-        """Called at the end of the run, also if an error or a signal ends it."""
+        """Called when the run ends, also if it ends with an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return name -> text to save in checkpoints.
+        """Return texts to save in checkpoints, by name.
 
-        A resumed run passes these texts to on_stage_begin, in state.logs.
+        After a resume, on_stage_begin receives these texts in state.logs.
         """
         return {}
 
 
 def default_callbacks(config: RunConfig) -> list[Callback]:
-    """Build the default callbacks.
+    """Build the default callbacks: the memory check, the training warnings and the report page.
 
-    They are imported by name here, so that run/ does not depend on diagnostics/.
+    The classes are imported by name, so that modules of run/ do not depend on diagnostics/.
     """
     names = ["warnings:TrainingWarnings", "report:ReportPage"]
     if config.check_memory and config.model.path:

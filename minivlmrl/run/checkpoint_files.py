@@ -1,8 +1,9 @@
 """Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
 
-Each rank writes the rows of its own shards. A checkpoint can be read with another number of
-ranks, because each rank then reads only the rows that it needs. For example, the entry
-"128:policy.model.norm.weight" of a file holds rows of policy.model.norm.weight from row 128 on.
+Each rank writes the rows of its own shards. A checkpoint can be loaded with a different number of
+ranks, because each rank reads only the rows that it needs. For example, the entry
+"128:policy.model.norm.weight" of a file contains rows of policy.model.norm.weight, starting with
+row 128.
 """
 
 from collections.abc import Iterator
@@ -18,16 +19,17 @@ from minivlmrl.distributed.weights import is_part, shard_rows
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # bytes that `sampled_blocks` reads at once
-FILE_SIZE = 2**30  # bytes per file; limits the host memory that holds tensors of the GPU
+BLOCK = 2**16  # number of bytes that `sampled_blocks` reads at a time
+# Approximate size of a file in bytes. GPU tensors are copied to host memory for one file at a time.
+FILE_SIZE = 2**30
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks of weight files for a fingerprint of the weights.
+    """Yield blocks of weight files, from which a fingerprint of the weights is computed.
 
-    Files up to 64 MiB are read completely; larger ones are sampled in 1,024 blocks. Another model,
-    or the same model after more training, differs in all blocks. A change of a few bytes between
-    the blocks is not detected.
+    Files up to 64 MiB are read completely. From larger files, 1,024 evenly spaced blocks are read.
+    This is enough to recognise another model, or the same model after more training, because their
+    weights differ in all blocks. A change of a few bytes between two blocks is not detected.
     """
     for file in files:
         size = file.stat().st_size
@@ -38,7 +40,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor as a view, and the index of the first row.
+    """Return a view of this rank's rows of a tensor, and the index of the first of these rows.
 
     A tensor without dimensions counts as one row.
     """
@@ -49,10 +51,10 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes its rows of the number-th tensor.
+    """Return True if this rank writes its rows of the tensor with this index.
 
-    Every row is written by exactly one rank: sharded rows by the first replica, and tensors that
-    all ranks hold in turn.
+    Exactly one rank writes each row. The ranks of the first replica write sharded tensors. All
+    ranks hold the other tensors, which are therefore divided among the ranks by their index.
     """
     if is_part(tensor):
         mesh = tensor.device_mesh
@@ -62,7 +64,11 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's rows of all tensors to files of about FILE_SIZE; return the file names."""
+    """Write this rank's rows of all tensors to files of about FILE_SIZE bytes.
+
+    Returns:
+        The names of the files.
+    """
     names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
     content = {}
@@ -81,9 +87,10 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Map the name of each tensor to its pieces: (first row, number of rows, file).
+    """Map the name of each saved tensor to its pieces, as tuples (first row, number of rows, file).
 
-    Pieces are sorted by rank, and therefore by row. A tensor without dimensions has one row.
+    The pieces are sorted by the rank that wrote them, and therefore by row. A tensor without
+    dimensions counts as one row.
     """
     pieces = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -102,7 +109,8 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # Reopened for each read, because an open file keeps everything it has read in memory.
+            # Open the file anew for each read, because an open file keeps all data that was read
+            # from it in memory.
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)
@@ -110,10 +118,15 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Copy this rank's rows of a saved tensor into `tensor` (ValueError if shape or dtype differ)."""
+    """Copy this rank's rows of a saved tensor into `tensor`.
+
+    Raises:
+        ValueError: if the saved tensor has another shape or dtype than `tensor`.
+    """
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
-    check_field(saved_rows == tensor_rows, name, f"{saved_rows} rows", f"{tensor_rows} rows")
+    same_length = saved_rows == tensor_rows
+    check_field(same_length, f"the number of rows of {name}", saved_rows, str(tensor_rows))
     local, start = local_rows(tensor)
     if len(local):
         rows = read_rows(name, pieces, start, start + len(local))

@@ -1,12 +1,13 @@
-"""The states of a run on the disk: all that a killed run needs to go on as if it had never stopped.
+"""Save and load the checkpoints of a run, from which a run continues as if it had never stopped.
 
-output_dir/states/000120/    after 120 optimizer steps of all stages
-    *.safetensors            weights and moments, see run/checkpoint_files.py
-    run.json                 TrainerState
+output_dir/states/000120/    checkpoint after 120 optimizer steps of all stages
+    *.safetensors            weights and optimizer moments, see run/checkpoint_files.py
+    run.json                 TrainerState, the progress of the run
     complete.json            checksums of the other files; written last
 
-A state is written between rollouts and has nothing of one; every draw depends on a key, so it has
-no random generator. While it is written its folder is called 000120.partial.
+Checkpoints are saved between rollouts, so they do not contain rollouts. They do not contain the
+state of a random generator either, because every random choice depends only on a key. The folder
+is called 000120.partial until all of its files have been written.
 """
 
 import re
@@ -41,21 +42,26 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-NUM_KEPT_STATES = 2  # states of a run, in case the newest is damaged
-# fields of a stage's section that say how many rows a draw has
+NUM_KEPT_STATES = 2  # number of checkpoints that a run keeps: two, in case the newest is damaged
+# options of a stage that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# names under which a state holds hashes of files that a recipe only names
+# Keys of TrainerState.recipe for hashes of files. The recipe itself contains only their paths, so
+# the hashes show whether a file has changed since the checkpoint.
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Name what a recipe says, "grpo.beta", the threads it takes, and hashes of its files."""
+    """Return the options of a recipe by name, such as "grpo.beta", to compare them at a resume.
+
+    The result also contains the number of threads, a hash of data.train_file and, for a run with
+    adapters, a hash of the base weights.
+    """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
         del sections[name]
     values = flat(sections)
-    if config.adapter.r:  # a state does not hold what is below adapters
+    if config.adapter.r:  # a checkpoint with adapters does not contain the base weights
         model = config.model
         files = [Path(model.config)] if model.config else []
         if model.path:
@@ -67,10 +73,14 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name all tensors of a state; a parameter that never had a gradient has no moments."""
+    """Return all tensors of a checkpoint by name: weights and optimizer moments.
+
+    A parameter that never had a gradient has no moments.
+    """
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    base_ids = shared_base(trainer.policy)  # of parameters that model.path has
+    # The base weights of adapters are not saved, because setup loads or initialises them again.
+    base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
         if id(parameter) not in base_ids:
@@ -82,13 +92,18 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Folders of states, the oldest first."""
+    """Return the folders of all complete checkpoints in a folder, the oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """List a run's states (ValueError: it would overwrite them, or there is none to go on from)."""
+    """Return the folders of the checkpoints in output_dir, the oldest first.
+
+    Raises:
+        ValueError: if the run would overwrite these checkpoints, or if config.resume names a folder
+            that is not a checkpoint.
+    """
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -96,21 +111,22 @@ def check_resume(config: RunConfig) -> list[Path]:
         state = Path(resume).resolve()
         if not state.is_dir() or (state / "states").is_dir():
             raise ValueError(
-                f"resume: {resume}: no such state; "
-                "give 'auto', 'never' or the folder of a state, RUN/states/000120"
+                f"resume: {resume} is not the folder of a checkpoint; "
+                "use auto, never, or a folder such as RUN/states/000120"
             )
         is_allowed = state.parent == folder.resolve()
     states = state_folders(folder)
     if states and not is_allowed:
         raise ValueError(
-            f"{folder} holds checkpoints of an earlier run, the newest {states[-1].name}; "
-            "--resume=auto continues from the newest, --resume=never removes all and starts again"
+            f"{folder} contains checkpoints of an earlier run, of which {states[-1].name} is the "
+            "newest; use --resume=auto to continue from the newest one, or --resume=never to "
+            "delete all of them and start again"
         )
     return states
 
 
 class CheckpointManager:
-    """Save and restore the checkpoints of one run, in states/ in its folder."""
+    """Save and restore the checkpoints of one run, in the folder states/ of its output_dir."""
 
     def __init__(
         self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]
@@ -123,12 +139,12 @@ class CheckpointManager:
         self.resumed = None  # folder of the checkpoint that the next stage loads
         self.saved_steps = 0  # number of optimizer steps at the last checkpoint
         self.saved_time = clock()  # time of the last checkpoint
-        self.between_rollouts = True  # a checkpoint can be saved now, as no rollout is in use
+        self.between_rollouts = True  # True if no rollout is in use, so a checkpoint can be saved
 
     def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
         """Save a checkpoint if one is due and the rollout has ended.
 
-        After a signal this raises Preempted, once the checkpoint is saved.
+        After a signal, the method saves a checkpoint and then raises Preempted.
         """
         stage = progress.stages[progress.stage]
         stage_ends = progress.step == getattr(self.config, stage).max_steps
@@ -167,10 +183,11 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
-        """Save a checkpoint if the rollout or evaluation in the block raises ValueError.
+        """Save a checkpoint if the rollout or evaluation in the `with` block raises ValueError.
 
-        A model that has diverged is not saved. With several ranks only RewardFailed leads to a
-        checkpoint, because saving needs all ranks and only this error is raised on all of them.
+        A model that has diverged is not saved. With several ranks, a checkpoint is only saved after
+        a RewardFailed, because all ranks must save together and only this error is raised on all
+        ranks.
         """
         try:
             yield
@@ -182,7 +199,7 @@ class CheckpointManager:
                 raise
             folder = self.ensure_saved(progress, log)
             raise ValueError(
-                f"{error}; the checkpoint before this error is {folder}: fix the cause, then "
+                f"{error}; the steps before this error are saved in {folder}: fix the cause, then "
                 "continue with --resume=auto"
             ) from error
 
@@ -192,11 +209,11 @@ class CheckpointManager:
         config.resume selects the checkpoint; its folder is stored in `resumed`.
 
         Raises:
-            ValueError: if no checkpoint can be read, or if it does not fit the recipe.
+            ValueError: if no checkpoint can be read, or if the checkpoint does not fit the recipe.
         """
         config = self.config
         new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config))
-        progress = self.choose()
+        progress = self.select_checkpoint()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # from an interrupted save
                 shutil.rmtree(leftover)
@@ -207,12 +224,12 @@ class CheckpointManager:
         if not same_stages or progress.seed != config.seed:
             raise ValueError(
                 f"resume: {self.resumed} belongs to a run with stages {progress.stages} "
-                f"and seed {progress.seed}; resume it with the same stages and seed"
+                f"and seed {progress.seed}; use the same stages and seed to resume it"
             )
         if self.world.is_main:
             stage = config.stage_names[progress.stage]
             print(
-                f"resumes from {self.resumed}: {progress.step} steps of {stage} are done",
+                f"resuming from {self.resumed}: {progress.step} steps of {stage} are done",
                 flush=True,
             )
         self.compare(progress, new_progress.recipe)
@@ -221,17 +238,19 @@ class CheckpointManager:
         return progress
 
     def compare(self, progress: TrainerState, recipe: dict[str, object]):
-        """Print the options that changed since the checkpoint; raise if a change is incompatible.
+        """Print the options that changed since the checkpoint, and reject incompatible changes.
 
         Args:
             progress: TrainerState of the checkpoint.
-            recipe: options of the current recipe, see recipe_values.
+            recipe: options of the current recipe, as recipe_values returns them.
 
         Raises:
-            ValueError: if the base weights changed, or if rows would be skipped or repeated.
+            ValueError: if the base weights of the adapter changed, or if the changes would make the
+                run skip or repeat rows.
         """
         stage = self.config.stage_names[progress.stage]
-        same_rows = self.config.resume == "auto"  # other rows are allowed if resume names a folder
+        # A user who names the folder of a checkpoint may continue with other rows.
+        same_rows = self.config.resume == "auto"
         if not same_rows:
             progress.rows = 0
         draw_sizes = [f"{stage}.{size}" for size in DRAW_SIZES] if progress.rows else []
@@ -242,29 +261,30 @@ class CheckpointManager:
                 continue
             if name in (BASE, "adapter.quantize"):
                 raise ValueError(
-                    f"resume: {self.resumed}: the base weights of its adapter "
-                    "(model.path, adapter.quantize) have changed; restore the earlier ones"
+                    f"resume: the base weights of the adapter have changed since {self.resumed} "
+                    "was saved; restore the earlier weights (model.path) and adapter.quantize"
                 )
-            change = f"{name} was {old_value!r:.80}, from here on {new_value!r:.80}"
+            change = f"{name} was {old_value!r:.80} and is now {new_value!r:.80}"
             is_about_rows = name == ROWS or re.match(r"data\.(?!eval_)", name)
             if name in draw_sizes or (same_rows and is_about_rows):
                 raise ValueError(
-                    f"resume: {change}: rows would be skipped or repeated; keep the earlier "
+                    f"resume: {change}, so rows would be skipped or repeated; restore the earlier "
                     f"value, or accept this with --resume={self.resumed}"
                 )
             if self.world.is_main:
                 print(change, flush=True)
 
     def restore(self, trainer: Trainer, optimizer: Optimizer):
-        """Load the checkpoint to resume, if any, into the stage's weights and optimizer.
+        """Load the checkpoint to resume, if there is one, into the stage's weights and optimizer.
 
         Raises:
-            ValueError: if the checkpoint has other tensors, shapes or dtypes than the stage.
+            ValueError: if names, shapes or dtypes of the checkpoint's tensors differ from those of
+                the stage.
         """
         self.trainer, self.optimizer = trainer, optimizer
         self.between_rollouts = True
         folder = self.resumed
-        self.resumed = None  # because later stages do not start from this checkpoint
+        self.resumed = None  # only the first stage after a resume starts from the checkpoint
         if folder is None:
             return
         try:
@@ -277,22 +297,24 @@ class CheckpointManager:
             targets = tensors(trainer, optimizer)
             unmatched = sorted(targets.keys() ^ pieces.keys())
             if unmatched:
-                raise ValueError(f"only one of checkpoint and run has the tensor {unmatched[0]}")
+                raise ValueError(f"{unmatched[0]} is only in the checkpoint or only in the run")
             for name, tensor in targets.items():
                 read_into(tensor, name, pieces[name])
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"{folder}: this checkpoint belongs to another model or recipe; {error}"
+                f"{folder}: this checkpoint was saved with another model or recipe ({error}); "
+                "resume it with the recipe that saved it"
             ) from error
 
-    def choose(self) -> TrainerState | None:
-        """Read the checkpoint that config.resume selects, and remove all newer ones of the run.
+    def select_checkpoint(self) -> TrainerState | None:
+        """Read the checkpoint that config.resume selects, and delete all newer ones of the run.
 
-        With `auto` this is the newest checkpoint that is not damaged. Returns None for a new run,
-        which removes all checkpoints.
+        With `auto` this is the newest checkpoint that is not damaged. For a new run, the method
+        deletes all checkpoints and returns None.
         """
         resume = self.config.resume
-        # Rank 0's list is used, because a shared file system may show an older one elsewhere.
+        # All ranks use the list of rank 0, because a shared file system may show other ranks an
+        # outdated list.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
         if resume == "auto":
@@ -305,10 +327,11 @@ class CheckpointManager:
                 break
         if candidates and progress is None:
             raise ValueError(
-                f"resume: {resume}: all checkpoints are damaged; "
-                "--resume=never removes them and starts again"
+                f"resume is {resume}, but every checkpoint that it selects is damaged; "
+                "--resume=never deletes all checkpoints and starts again"
             )
-        if folders and progress is not None:  # without folders, another output_dir is resumed
+        # Without folders, the checkpoint is in another output_dir, so this run has saved none yet.
+        if folders and progress is not None:
             self.saved_steps = progress.steps
         if self.world.is_main:
             for folder in folders:
@@ -319,13 +342,13 @@ class CheckpointManager:
     def read(self, folder: Path) -> TrainerState | None:
         """Read a checkpoint's TrainerState, and verify the checksums of its files.
 
-        Returns None, and prints the reason, if the checkpoint is damaged.
+        If the checkpoint is damaged, the method prints the reason and returns None.
         """
 
         def check() -> TrainerState:
             checksums = read_json(folder / COMPLETE)
             if {file.name for file in folder.iterdir()} != {COMPLETE, RUN, *checksums}:
-                raise ValueError(f"{folder} does not have the files that {COMPLETE} lists")
+                raise ValueError(f"{folder} does not have exactly the files listed in {COMPLETE}")
             for name in sorted(checksums)[self.world.rank :: self.world.size]:
                 if _checksum(folder / name) != checksums[name]:
                     raise ValueError(f"the contents of {name} do not match its checksum")
@@ -335,11 +358,14 @@ class CheckpointManager:
             return self.world.run_on_all_ranks(check)
         except (OSError, ValueError) as error:
             if self.world.is_main:
-                print(f"checkpoint {folder} is damaged and not used: {error}", flush=True)
+                print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
             return None
 
     def save(self, folder: Path, progress: TrainerState):
-        """Write a checkpoint, on all ranks together, and remove all but the NUM_KEPT_STATES newest ones."""
+        """Write a checkpoint, on all ranks together, and delete old checkpoints.
+
+        The NUM_KEPT_STATES newest checkpoints are kept.
+        """
         draft = folder.with_name(folder.name + ".partial")
         named_tensors = tensors(self.trainer, self.optimizer)
         checksums = {}
@@ -378,13 +404,14 @@ class CheckpointManager:
 
 
 def _checksum(path: Path) -> str:
-    """Return a checksum of a file's contents, or of the names and sizes of a folder's files.
+    """Return a checksum of the contents of a file, or of the names and sizes of a folder's files.
 
-    A path that does not exist names a dataset on the Hugging Face hub; its files are hashed.
+    A path that does not exist is the name of a dataset on the Hugging Face Hub, whose downloaded
+    files are hashed.
     """
     if path.is_dir():
         sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
         return digest([json_text(sizes)])
     if path.is_file():
         return digest([path])
-    return digest(find_split(str(path)) or [])  # a data set of the hub
+    return digest(find_split(str(path)) or [])  # dataset on the Hub

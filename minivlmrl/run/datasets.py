@@ -1,4 +1,4 @@
-"""Open the rows of a run: one dataset for each stage, and the held-out rows."""
+"""Open the datasets of a run: one for each training stage, and one with the held-out rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -12,7 +12,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.rewards.registry import required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 
-# kind of rows that a stage needs -> columns that such rows have besides the prompt
+# kind of rows that a stage needs -> columns that such rows must have in addition to the prompt
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -32,12 +32,13 @@ def load_datasets(
     Args:
         run: the recipe.
         stages: name of each stage -> kind of rows that the stage needs, a key of NEEDS.
-        reward_columns: columns that the rewards of training need. A file of `data.train` that
-            lists its own rewards only needs the columns of these rewards.
-        eval_columns: columns that the rewards of held-out rows need.
+        reward_columns: columns that the training rewards need. A file of `data.train` that lists
+            its own rewards only needs the columns of these rewards.
+        eval_columns: columns that the rewards of the held-out rows need.
 
     Raises:
-        ValueError: if the recipe has no source of rows or several, or if a column is missing.
+        ValueError: if the recipe does not have exactly one source of rows, or if a column is
+            missing.
     """
     config = run.data
     files = config.files
@@ -46,8 +47,9 @@ def load_datasets(
     is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
     if not is_clear or (sources == ["task"] and files):
         raise ValueError(
-            "data: set exactly one of data.task, data.train_file, data.train, or data.files of "
-            f"every stage; the recipe sets: {', '.join(sources) or 'none'}"
+            "data: set exactly one of data.task, data.train_file and data.train, or set data.files "
+            "for every stage (not together with data.task); the options that the recipe sets are: "
+            f"{', '.join(sources) or 'none'}"
         )
     if config.task is not None:
         return load_task(run, stages)
@@ -56,8 +58,8 @@ def load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
     if config.eval_file and config.eval_rows:
-        # The policy answers held-out rows, unless all training rows are pairs: then the held-out
-        # rows are pairs too, and only their log-probabilities are compared.
+        # If all training rows are pairs, the held-out rows are pairs too, and only log-probabilities
+        # of their answers are compared. Otherwise the policy generates answers to them.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = _file_rows(config, config.eval_file, eval_columns, config.eval_rows)
@@ -65,15 +67,15 @@ def load_datasets(
 
 
 def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
-    """Generate the rows of the built-in task that `data.task` names."""
+    """Generate the training rows and the held-out rows of the built-in task `data.task`."""
     assert run.data.task is not None
     training, held_out = get_task(run.data.task).datasets(run.data, run.seed)
     datasets = {}
     for stage, needs in stages.items():
         if needs not in training:
             raise ValueError(
-                f"stages: {stage} needs {needs}, and data.task {run.data.task} has no such rows; "
-                "remove the stage, or use a file of rows"
+                f"stages: {stage} needs {needs}, but data.task {run.data.task} does not generate "
+                "such rows; remove the stage, or use a file of rows (data.train_file)"
             )
         datasets[stage] = training[needs]
     if run.data.eval_rows:
@@ -82,22 +84,22 @@ def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
-    """Raise ValueError if the prompts of a step cannot be divided equally among the ranks."""
+    """Raise ValueError unless the prompts of a step can be divided equally among the ranks."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
     check_field(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
 
 
 def _training_rows(
-    run: RunConfig, file: str | None, columns: Sequence[str], is_judged: bool
+    run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool
 ) -> Dataset:
-    """Open the training rows of a stage: its own file, or the recipe's file or files.
+    """Open the training rows of a stage, from its own file or from the file or files of all stages.
 
     Args:
-        file: entry of the stage in `data.files`, if there is one.
+        file: entry of the stage in `data.files`, or None.
         columns: columns that every row must have.
-        is_judged: True if rewards judge completions of these rows; then a file with rewards of
-            its own needs the columns of these rewards only.
+        is_judged: True if rewards score completions of these rows. A file that lists its own
+            rewards then needs only the columns of these rewards.
     """
     from minivlmrl.data.mixture import mix, read_mix  # imported here, because tasks do not need it
 
@@ -112,7 +114,7 @@ def _training_rows(
     for section in sections:
         needed_columns = columns
         if section.rewards:
-            needed_columns = _columns_of_file(run, section, columns, is_judged)
+            needed_columns = _columns_of_file(run, section, columns, is_scored)
         changed_options = {}
         for name in ("image_root", "prompt_template"):
             if getattr(section, name) is not None:
@@ -126,16 +128,16 @@ def _training_rows(
 
 
 def _columns_of_file(
-    run: RunConfig, section: FileOptions, columns: Sequence[str], is_judged: bool
+    run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool
 ) -> Sequence[str]:
-    """Return the columns that a file with rewards of its own needs."""
+    """Return the columns that a file of `data.train` needs if it lists its own rewards."""
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
-                f"data.train: {section.file}: the recipe has no reward {name!r}; its rewards are: "
-                f"{', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
+                f"data.train: {section.file}: unknown reward {name!r}; the rewards of the recipe "
+                f"are: {', '.join(run.rewards)}{did_you_mean(name, run.rewards)}"
             )
-    if not is_judged:
+    if not is_scored:
         return columns
     return required_columns([r for r in training_rewards(run) if r.name in section.rewards])
 
@@ -148,8 +150,15 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a file of rows with these columns; `changed_options` replace fields of RowOptions."""
-    from minivlmrl.data.file_dataset import FileDataset  # here, because tasks do not need it
+    """Open a file of rows that must have these columns.
+
+    Args:
+        limit: number of rows to read; None reads all rows.
+        constants: values of additional columns that are the same in all rows.
+        changed_options: fields of RowOptions that replace the options of the recipe.
+    """
+    # imported here, because tasks do not need it
+    from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
     return FileDataset(path, ("problem", *columns), limit, constants, **options | changed_options)

@@ -1,4 +1,4 @@
-"""Progress of a run: the part of a training state that is not a tensor, stored as run.json."""
+"""The progress of a run: the part of a checkpoint that is not a tensor, stored as run.json."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,30 +13,33 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """Progress of a run. All ranks hold the same, except for rank 0's `seconds` and `logs`.
+    """Progress of a run, stored in run.json under the same field names.
 
-    The names of the fields are those of run.json.
+    All ranks have the same values, except for `seconds` and `logs`, of which those of rank 0 count.
     """
 
     seed: int  # seed of the run
     stages: list[str]  # stages of the recipe, in order
-    stage: Annotated[int, ">= 0"] = 0  # index of the present stage
-    step: Annotated[int, ">= 0"] = 0  # optimizer steps done in the present stage
-    steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
-    draws: Annotated[int, ">= 0"] = 0  # batches of rows that the present stage has taken
-    rows: Annotated[int, ">= 0"] = 0  # size of the present stage's dataset, 0 before it begins
-    # state of the trainer besides tensors, None before the stage begins
+    stage: Annotated[int, ">= 0"] = 0  # index of the current stage
+    step: Annotated[int, ">= 0"] = 0  # number of optimizer steps done in the current stage
+    steps: Annotated[int, ">= 0"] = 0  # number of optimizer steps done in all stages
+    draws: Annotated[int, ">= 0"] = 0  # number of batches of rows that the current stage has taken
+    # number of rows in the dataset of the current stage; 0 before the stage begins
+    rows: Annotated[int, ">= 0"] = 0
+    # state of the trainer that is not in tensors; None before the stage begins
     kept: dict[str, list[float]] | None = None
-    # results of the evaluations between stages, for the summary
+    # metrics of the evaluations between stages, by the name of the evaluation
     results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: float | None = None  # best value of best_metric so far, with a minus for a loss
-    seconds: dict[str, float] = field(default_factory=dict)  # training time of each stage
-    recipe: dict = field(default_factory=dict)  # options of the run, see recipe_values
-    # contents of the log files so far, and what callbacks need to go on
+    best: float | None = None  # best value of best_metric so far; eval/loss is negated
+    # training time of each stage in seconds
+    seconds: dict[str, float] = field(default_factory=dict)
+    # options of the run by name, see recipe_values in run/checkpoints.py
+    recipe: dict = field(default_factory=dict)
+    # contents of the log files so far, and texts from which callbacks continue after a resume
     logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):
-        """Move on to the stage with this index."""
+        """Begin the stage with this index, of which no step is done yet."""
         self.stage = number
         self.step = 0
         self.draws = 0
@@ -44,9 +47,13 @@ class TrainerState:
         self.kept = None
 
     def check_rows(self, rows: int):
-        """Raise ValueError if the number of rows has changed, because their order would change."""
+        """Raise ValueError if the number of rows has changed, because their order depends on it."""
         if self.rows not in (0, rows):
-            raise ValueError(f"resume: the state is of a run with {self.rows} rows, not {rows}")
+            raise ValueError(
+                f"resume: the checkpoint was saved with {self.rows} rows, but the dataset now has "
+                f"{rows}; restore the earlier rows, or accept the change with --resume=FOLDER, the "
+                "folder of the checkpoint"
+            )
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
@@ -58,12 +65,13 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """Read run.json in the folder of a state.
+    """Read the run.json of a checkpoint.
 
-    A state of minivlmrl 0.3 gets the new names of options and evaluation metrics.
+    If the checkpoint was saved by minivlmrl 0.3, its options and evaluation metrics are renamed to
+    their current names.
 
     Raises:
-        ValueError: a field is missing or not valid.
+        ValueError: if a field is missing or not valid.
     """
     state = build(TrainerState, read_json(folder / RUN), str(folder / RUN), json=True)
     options = nested(state.recipe)

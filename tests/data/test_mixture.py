@@ -66,7 +66,7 @@ def test_files_have_weights_image_roots_and_rewards(files):
     assert [row.columns.get("row_rewards") for row in rows][3:5] == [None, ["format"]]
     assert rows[4].images[0].size == (8, 8)
     with pytest.raises(
-        ValueError, match=r"b\.jsonl: the recipe has no reward 'iou'; its rewards are: accuracy, format"
+        ValueError, match=r"b\.jsonl: unknown reward 'iou'; the rewards of the recipe are: accuracy, format"
     ):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["iou"])])
     with pytest.raises(ValueError, match=r"b\.jsonl: 2 file\(s\) of its rows are missing in .* Set data.image_root"):

@@ -194,7 +194,7 @@ def test_what_a_new_user_does_first(python, tmp_path):
     # resumed before the last step, it ends with the same bytes
     written = {name: (folder / name).read_bytes() for name in ("checkpoint/model.safetensors", "completions.jsonl")}
     shutil.rmtree(folder / "states" / "000004")
-    assert "resumes from runs/shapes/states/000002: 1 steps of grpo are done" in minivlmrl(
+    assert "resuming from runs/shapes/states/000002: 1 steps of grpo are done" in minivlmrl(
         "train", *short, "--checkpoint_steps=2", "--resume=auto"
     )
     assert {name: (folder / name).read_bytes() for name in written} == written

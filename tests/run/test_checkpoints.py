@@ -348,8 +348,8 @@ def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, copy, ca
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto")
     said = capsys.readouterr().out
-    assert "states/000003 is damaged and not used" in said
-    assert "resumes from" in said and "states/000002: 2 steps of grpo are done" in said
+    assert "states/000003 is damaged and is ignored" in said
+    assert "resuming from" in said and "states/000002: 2 steps of grpo are done" in said
     assert states(copy) == ["000002"]
 
 
@@ -397,7 +397,7 @@ def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, caps
 def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
     for path in (copy / "states").iterdir():
         flip(path / "run.json")
-    with pytest.raises(ValueError, match="all checkpoints are damaged; --resume=never"):
+    with pytest.raises(ValueError, match="every checkpoint that it selects is damaged; --resume=never"):
         resume(recipe, copy, "--resume=auto")
 
 
@@ -419,7 +419,7 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
 
 def test_states_are_never_overwritten_unasked(recipe, copy):
     before = (copy / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="holds checkpoints of an earlier run, the newest 000003; --resume=auto"):
+    with pytest.raises(ValueError, match="contains checkpoints of an earlier run, of which 000003 is the newest"):
         resume(recipe, copy)
     assert (copy / "metrics.jsonl").read_bytes() == before
     resume(recipe, copy, "--resume=never")
@@ -452,7 +452,7 @@ def test_a_failure_before_the_first_state_in_a_new_folder_leaves_one_there(recip
     with monkeypatch.context() as patch:
         patch.setattr(generate, "inverse_cdf", broken)
         with pytest.raises(
-            ValueError, match=r"broken; the checkpoint before this error is .*/new/states/000002: fix the cause, then"
+            ValueError, match=r"broken; the steps before this error are saved in .*/new/states/000002: fix the cause,"
         ):
             resume(recipe, tmp_path / "new", f"--resume={copy / 'states' / '000002'}")
     resume(recipe, tmp_path / "new", "--resume=auto")
@@ -460,9 +460,9 @@ def test_a_failure_before_the_first_state_in_a_new_folder_leaves_one_there(recip
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--resume=/gone"], "/gone: no such state; give 'auto', 'never' or the folder of a state, RUN"),
-    (["--resume=auto", "--seed=1"], r"to a run with stages \['grpo'\] and seed 0; resume it with the same"),
-    (["--resume=auto", "--grpo.beta=0"], "another model or recipe; only one of checkpoint and run has the tensor "),
+    (["--resume=/gone"], "/gone is not the folder of a checkpoint; use auto, never, or a folder such as RUN"),
+    (["--resume=auto", "--seed=1"], r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
+    (["--resume=auto", "--grpo.beta=0"], r"another model or recipe \(.* is only in the checkpoint or only in the run"),
 ])  # fmt: skip
 def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):
     with pytest.raises(ValueError, match=message):
@@ -493,7 +493,7 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
 
 def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)"]
-    said = r"data\.task was .*, from here on 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"
+    said = r"data\.task was .* and is now 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"
     with pytest.raises(ValueError, match=said):
         resume(recipe, copy, "--resume=auto", *options)
     resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", *options)
@@ -510,25 +510,25 @@ def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
     before, weights = file.read_bytes(), load_file(file)
     save_file({name: 1.3 * value for name, value in weights.items()}, file, {"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"000003: the base weights of its adapter .* have changed; restore the earlier ones"
+        ValueError, match=r"the base weights of the adapter have changed since .*000003 was saved; restore the earlier"
     ):
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
     file.write_bytes(before)
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    with pytest.raises(ValueError, match="the base weights of its adapter"):
+    with pytest.raises(ValueError, match="the base weights of the adapter have changed"):
         resume(recipe, tmp_path / "run", *options, "--resume=auto", "--adapter.quantize=nf4")
 
 
 def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys):
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
-    assert " from here on " not in capsys.readouterr().out
+    assert " and is now " not in capsys.readouterr().out
     resume(
         recipe, copy, "--resume=auto", "--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"
     )
-    said = ["grpo.learning_rate was 0.003, from here on 1e-05", "rewards.letters was 1.0, from here on 2.0"]
-    assert [line for line in capsys.readouterr().out.splitlines() if " from here on " in line] == said
-    with pytest.raises(ValueError, match=r"grpo.prompts_per_step was 4, from here on 2: rows would be skipped or"):
+    said = ["grpo.learning_rate was 0.003 and is now 1e-05", "rewards.letters was 1.0 and is now 2.0"]
+    assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == said
+    with pytest.raises(ValueError, match=r"grpo.prompts_per_step was 4 and is now 2, so rows would be skipped or"):
         resume(recipe, copy, "--resume=auto", "--grpo.prompts_per_step=2")
     resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", "--grpo.prompts_per_step=2")
 
@@ -568,7 +568,7 @@ def test_another_number_of_rows_is_refused():
     progress = TrainerState(0, ["sft", "grpo"])
     progress.check_rows(8)
     progress.check_rows(8)
-    with pytest.raises(ValueError, match="the state is of a run with 8 rows, not 9"):
+    with pytest.raises(ValueError, match="the checkpoint was saved with 8 rows, but the dataset now has 9"):
         progress.check_rows(9)
     progress.begin_stage(1)
     progress.check_rows(9)
