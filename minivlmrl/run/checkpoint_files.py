@@ -125,8 +125,9 @@ def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
     """
     saved_rows = sum(num_rows for _, num_rows, _ in pieces)
     tensor_rows = len(tensor) if tensor.dim() else 1
-    same_length = saved_rows == tensor_rows
-    check_field(same_length, f"the number of rows of {name}", saved_rows, str(tensor_rows))
+    check_field(
+        saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows)
+    )
     local, start = local_rows(tensor)
     if len(local):
         rows = read_rows(name, pieces, start, start + len(local))

@@ -58,8 +58,8 @@ def load_datasets(
     for stage, needs in stages.items():
         datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
     if config.eval_file and config.eval_rows:
-        # If all training rows are pairs, the held-out rows are pairs too, and only log-probabilities
-        # of their answers are compared. Otherwise the policy generates answers to them.
+        # If all training rows are pairs, the held-out rows are pairs too, and only the
+        # log-probabilities of their answers are compared. Otherwise the policy answers them.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = _file_rows(config, config.eval_file, eval_columns, config.eval_rows)

@@ -1,4 +1,4 @@
-"""Evaluate a policy: answer the held-out rows, sampled and greedily, and compute their rewards."""
+"""Evaluate a policy: generate sampled and greedy answers to held-out rows, and score them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +20,23 @@ from minivlmrl.rewards.registry import Reward, held_out_rewards, recipe_columns,
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
-BATCH_SIZE = 64  # rows that a rank generates together
+BATCH_SIZE = 64  # number of rows that a rank answers at the same time
 
 
 def evaluate(
     model: Qwen2_5_VL, processor: Processor, rows: Dataset, config: RunConfig, world: World
 ) -> dict[str, float]:
-    """Answer the held-out rows and return the mean of each reward, by metric name.
+    """Answer the held-out rows and return the mean of each reward, by the name of the metric.
 
-    A metric is named eval/REWARD_WAY. The ways are `sampled` (temperature 1) and `greedy` and, with
-    data.eval_without_images, `gray_image` and `swapped_image` (both sampled; gray images, or the
-    images of the next row). eval/unseen/... are means over the rows whose column `unseen` is true. A
-    mean leaves out rows that a reward cannot score, and a metric without any such row is missing.
+    The name of a metric is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled`
+    (temperature 1) or `greedy`. With data.eval_without_images, answers are also sampled with gray
+    images (`gray_image`) and with the images of the next row (`swapped_image`). The metrics
+    eval/unseen/... are means over the rows whose column `unseen` is true. Rows that a reward cannot
+    score do not count for its mean, and a metric is missing if the reward cannot score any row.
     """
     rewards = held_out_rewards(config)
-    # Only stopping rules come from the recipe; filters are reset, so that runs stay comparable.
+    # Of the recipe's sampling options, only the rules for stopping apply here. Truncation and the
+    # repetition penalty are switched off, so that metrics of different runs are comparable.
     sampling = replace(config.sampling, engine="native", repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -46,7 +48,8 @@ def evaluate(
         sample = make_sampler(model, processor, options, world, config.rollout.gather_weights)
         parts = generate_for_rows(sample, rows, 1, rewards, "evaluation", scores_and_unseen, images)
         answers = list(chain.from_iterable(parts))
-        scores = torch.tensor([values for values, _ in answers], dtype=torch.float64)  # (rows, K)
+        # (rows, K): the K rewards of each row
+        scores = torch.tensor([values for values, _ in answers], dtype=torch.float64)
         is_unseen = torch.tensor([unseen for _, unseen in answers])
         means[name] = scores.nanmean(0).tolist()
         unseen_means[name] = scores[is_unseen].nanmean(0).tolist()
@@ -55,20 +58,22 @@ def evaluate(
 
 
 def metric_name(reward: str, way: str) -> str:
-    """Return the name of the metric of a reward: eval/accuracy_greedy."""
+    """Return the name of an evaluation metric, for example eval/accuracy_greedy."""
     return f"eval/{reward}_{way}"
 
 
 def metrics_by_name(
     rewards: Sequence[Reward], means: dict[str, list], unseen_means: dict[str, list]
 ) -> dict[str, float]:
-    """Select and name the metrics of an evaluation.
+    """Select the metrics of an evaluation and return them by name.
 
-    The first reward has a metric for each way of answering, also over unseen rows. Further rewards
-    have `sampled` and `greedy`; a format reward in the second place has only `sampled`.
+    The first reward has a metric for each way of answering, over all rows and over unseen rows. All
+    further rewards have the metrics `sampled` and `greedy`, except that a format reward in second
+    place has only the metric `sampled`.
 
     Args:
-        means, unseen_means: way of answering -> means of the K rewards over all, or unseen, rows.
+        means: way of answering -> mean of each of the K rewards over all rows.
+        unseen_means: the same means, but over unseen rows only.
     """
     first = rewards[0].name
     values = {metric_name(first, way): mean[0] for way, mean in means.items()}
@@ -91,22 +96,22 @@ def check_best_metric(config: RunConfig):
     names += ["eval/pair_accuracy", "eval/loss"]
     if config.best_metric is not None and config.best_metric not in names:
         raise ValueError(
-            f"best_metric is {config.best_metric!r:.80}, it must be one of {', '.join(names)}"
+            f"best_metric is {config.best_metric!r:.80}, but it must be one of {', '.join(names)}"
         )
 
 
 def scores_and_unseen(row: Row, _completions: list, scores: list) -> tuple[list[float], bool]:
-    """Return the rewards (K,) of the only completion of a row, and whether the row is unseen."""
+    """Return the K rewards of a row's only completion, and True if the row is unseen."""
     return scores[0], bool(row.columns.get("unseen"))
 
 
 def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
-    """Return a gray image of the same size for each image of a row."""
+    """Return a plain gray image of the same size for each image of a row."""
     return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
-    """Return as many images as a row has, taken from the next row that has images."""
+    """Return as many images as a row has, but those of the next row that has images."""
     for distance in range(1, len(rows) + 1):
         images = rows[(row.index + distance) % len(rows)].images
         if len(images):
@@ -114,7 +119,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> list[PIL.Image.Image]:
     return []
 
 
-# metric -> function of a row and all rows, which returns the images to show in place of its own
+# way of answering -> function (row, all rows) that returns images to use instead of the row's own
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -129,17 +134,19 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample `count` completions for each row, and yield a list of results per batch of rows.
 
-    The ranks share the rows of a batch, and every rank yields the results of all of them in order.
+    The rows of a batch are divided among the ranks. Every rank yields the results of the whole
+    batch, in the order of the rows.
 
     Args:
-        key: random key of the samples, to which the index of the row is added.
-        describe: function of a row, its completions and their rewards (count, K), which returns the
-            result of the row.
-        images: function of IMAGE_ABLATIONS that replaces the images of a row.
+        key: first part of the random key of each row; the index of the row is the second part.
+        describe: function (row, completions, rewards) that returns the result of a row. `rewards`
+            is a list of K rewards for each of the `count` completions.
+        images: function from IMAGE_ABLATIONS that replaces the images of each row, or None.
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)
-    no_columns = dict.fromkeys(required_columns(rewards))  # rewards skip rows without a column
+    # Missing columns are None, because held-out rows may lack columns that a reward needs.
+    no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
         share, _ = world.shard_evenly(numbers)
@@ -151,13 +158,14 @@ def generate_for_rows(
             if images is not None:
                 row = replace(row, images=images(row, rows))
             batch.append(row)
-        scores, completions = generate_and_score(sample, batch, count, rewards)  # (n, K), groups
+        scores, completions = generate_and_score(sample, batch, count, rewards)
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [
             describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)
         ]
         all_ranks = world.gather_objects(described)
-        in_order = chain.from_iterable(zip(*all_ranks, strict=True))  # row i is on rank i % size
+        # Interleave the results, because rank i % world.size has answered row i of the batch.
+        in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))
     bar.close()
@@ -166,7 +174,11 @@ def generate_for_rows(
 def generate_and_score(
     sample: Sampler, rows: Sequence[Row], count: int, rewards: Sequence[Reward]
 ) -> tuple[Tensor, list[list[Completion]]]:
-    """Sample `count` completions per row; return their rewards (n, K) and one group per row."""
+    """Sample `count` completions for each row, and compute their rewards.
+
+    Returns:
+        The rewards (rows * count, K), and a list of completions for each row.
+    """
     prompts = [row.prompt(sample.processor) for row in rows]
     completions = sample(prompts, count, [row.key for row in rows])
     columns = recipe_columns(rows, prompts, completions, sample.processor)

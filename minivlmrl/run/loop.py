@@ -1,4 +1,8 @@
-"""The training loop: run_training -> train_stages -> train_stage -> optimizer_step."""
+"""The training loop.
+
+run_training calls train_stages, which calls train_stage for each stage of the recipe. train_stage
+calls optimizer_step for each step.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,11 +27,12 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
-    """Train a model by a recipe, in this process or as one rank of several.
+    """Train a model according to a recipe, as a single process or as one of several ranks.
 
     Args:
         config: the recipe.
-        callbacks: hooks that run beside the training loop; by default `default_callbacks`.
+        callbacks: objects whose methods the training loop calls; defaults to
+            `default_callbacks(config)`.
 
     Returns:
         The exit code of the process: 0, or PREEMPTED if a signal ended the run.
@@ -48,7 +53,7 @@ def train_stages(
     signals: StopSignals,
     callbacks: Sequence[Callback],
 ):
-    """Train all stages of a recipe, from the first step or from the checkpoint to resume."""
+    """Train all stages of a recipe, starting with the first step or from a checkpoint."""
     world = signals.world
     check_outputs(config)
     if world.is_main:
@@ -87,10 +92,10 @@ def train_stage(
     state: TrainerState,
     callbacks: Sequence[Callback],
 ):
-    """Train one stage, from its first step or from the checkpoint to resume.
+    """Train one stage, starting with its first step or from a checkpoint.
 
     Raises:
-        ValueError: if a loss or gradient norm is not finite, or a rollout or evaluation fails.
+        ValueError: if a loss or gradient norm is not finite, or if a rollout or evaluation fails.
     """
     stage = trainer.stage
     config = trainer.config
@@ -106,8 +111,8 @@ def train_stage(
     for number in range(state.step, config.max_steps):
         try:
             with checkpoints.saved_on_error(state, log):
-                # The model is evaluated and saved after `number` steps at the start of the next
-                # step, so that a run that was killed before this does it when it is resumed.
+                # Evaluate and save the model after the first `number` steps. This happens before
+                # the next step, so that a run that is killed here repeats it after a resume.
                 results.after_step(trainer, number)
                 step = next(steps)
             for callback in callbacks:
@@ -115,8 +120,8 @@ def train_stage(
             metrics = optimizer_step(trainer, step, optimizer, number)
         except FloatingPointError as error:
             raise ValueError(
-                f"{stage} step {number}: {error}; "
-                f"the run stopped before this update; try a lower {stage}.learning_rate"
+                f"{stage} step {number}: {error}. "
+                f"The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
         check_mismatch(trainer.run, metrics)
         values = log.step(number, metrics, step)
@@ -134,15 +139,15 @@ def train_stage(
 def optimizer_step(
     trainer: Trainer, step: Step, optimizer: Optimizer, number: int
 ) -> dict[str, float]:
-    """Take one optimizer step, and return its metrics.
+    """Take one optimizer step and return its metrics.
 
-    Gradients are summed over micro-batches and ranks and clipped by their global norm.
+    The gradients are summed over micro-batches and ranks, and clipped by their global norm.
 
     Raises:
         FloatingPointError: if the loss or the gradient norm is not finite.
     """
     world = trainer.world
-    parts = []  # metrics of each micro-batch, and the number of tokens or pairs they average
+    parts = []  # metrics of each micro-batch, and the number of tokens or pairs they are means over
     for index, batch in enumerate(step.micro_batches):
         world.stop_if_preempted()
         with trainer.dropout(number, index):

@@ -1,6 +1,7 @@
 """Log the metrics of a run to JSON-lines files, a progress bar and trackers.
 
-metrics.jsonl is the same for the same seed; times and memory have their own file, timings.jsonl.
+Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory differ from
+run to run, so they are written to timings.jsonl instead.
 """
 
 import importlib.util
@@ -31,21 +32,22 @@ from minivlmrl.trainers.base import Step, Trainer
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-# How to reduce these metrics of micro-batches to the metric of a step; all others are averaged.
+# Functions that merge the values of a step's micro-batches; all other metrics are averaged.
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
-Means = tuple[dict[str, float], float]  # metrics, and the number of tokens or pairs they average
+# metrics by name, and the number of tokens or pairs that they are means over
+Means = tuple[dict[str, float], float]
 
 
 class MetricsLog(ExitStack):
-    """Write log files, the progress bar, completions and trackers, on rank 0 only.
+    """Write the log files, the progress bar, completions and trackers, on rank 0 only.
 
-    In a resumed run the log files start with the lines that the checkpoint contains.
+    The log files of a resumed run start with the lines that the checkpoint contains.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState):
         super().__init__()
         self.world = world
-        self.steps = progress.steps  # number of optimizer steps of all stages
+        self.steps = progress.steps  # number of optimizer steps done in all stages
         self.begin_time = 0.0  # start time of the current stage
         self.completions = CompletionsLog(config, world, progress)
         self.files = {}
@@ -70,7 +72,7 @@ class MetricsLog(ExitStack):
         self.files[name].flush()
 
     def track(self, values: dict[str, float]):
-        """Send values to the trackers, with the number of steps of all stages as x-axis."""
+        """Send values to the trackers, with the total number of optimizer steps as the x-axis."""
         for log in self.trackers:
             log(values, self.steps)
 
@@ -84,33 +86,34 @@ class MetricsLog(ExitStack):
         self.trainer = trainer
         self.name = trainer.stage
         bar = progress_bar(self.name, trainer.config.max_steps, self.world.is_main, steps_done)
-        self.bar = self.enter_context(bar)  # so that an error message starts on its own line
+        # The context closes the bar after an error, so that the message starts on a new line.
+        self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
         self.mark()
 
     def mark(self):
-        """Record the lengths of the log files, after a step or before a stage's first step."""
+        """Record the current lengths of the log files, after each step and before the first."""
         self.file_ends = {name: file.tell() for name, file in self.files.items()}
 
     @property
     def seconds(self) -> float:
-        """Seconds since the stage began, without evaluations."""
+        """Seconds since the stage began, not counting evaluations."""
         return time.perf_counter() - self.begin_time
 
     def written(self) -> dict[str, str]:
-        """Return the contents of the log files up to the last `mark`, for the checkpoint.
+        """Return the contents of the log files up to the last call of `mark`, for a checkpoint.
 
-        Later evaluations are left out, because a resumed run repeats them.
+        Lines of later evaluations are left out, because a resumed run repeats these evaluations.
         """
         logs = {}
         for name, file in self.files.items():
-            file.seek(0)  # read() moves the position to the end again, where the next line belongs
+            file.seek(0)  # read() moves the position back to the end, where lines are appended
             logs[name] = file.read()[: self.file_ends[name]].decode()
         return logs
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, and return its metrics with the routing tables of experts."""
+        """Log an optimizer step, and return its metrics and the token counts of experts."""
         self.steps += 1
         routers = self.trainer.router_log  # None if the model has no experts
         values = metrics | (routers.take() if routers else {})
@@ -134,14 +137,14 @@ class MetricsLog(ExitStack):
         return values
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
-        """Append a warning to warnings.jsonl, and print it after the number of steps done."""
+        """Append a warning to warnings.jsonl, and print it with the number of steps done."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
         tqdm.write(f"step {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
-        """Advance the progress bar, or print one line per step if there is no terminal.
+        """Advance the progress bar, or print a line for each step if stderr is not a terminal.
 
-        Notebooks print only every tenth step, because they keep all lines.
+        In a notebook, only every tenth step is printed, because a notebook keeps all lines.
         """
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
@@ -152,22 +155,22 @@ class MetricsLog(ExitStack):
             if name in metrics:
                 short_name = re.sub("^(rewards|completions)/|/mean$", "", name)
                 shown[short_name] = f"{metrics[name]:.3f}"
-        # Only three metrics are shown, so that the bar itself has room in the line.
+        # The progress bar shows only three metrics, so that it fits into one line.
         self.bar.set_postfix(dict(list(shown.items())[:3]), refresh=False)
         self.bar.update()
         print_every = 10 if "ipykernel" in sys.modules else 1
         if self.bar.disable and (number % print_every == 0 or number + 1 == self.bar.total):
             done = f"{self.name} {number + 1}/{self.bar.total}"
             values = [f"{name}={value}" for name, value in shown.items()]
-            with ending_unread():
+            with stopping_if_stdout_closes():
                 print(done, *values, f"{step_time:.2f} s", flush=True)
 
     def evaluation(self, stage: str, steps_done: int, values: dict[str, float], seconds: float):
         """Log an evaluation on held-out rows.
 
         Args:
-            steps_done: optimizer steps of the stage before the evaluation.
-            seconds: duration of the evaluation; it does not count as training time.
+            steps_done: number of optimizer steps that the stage took before the evaluation.
+            seconds: duration of the evaluation, which does not count as training time.
         """
         self.begin_time += seconds
         if not self.files:
@@ -178,7 +181,7 @@ class MetricsLog(ExitStack):
         shown = " ".join(
             f"{name.removeprefix('eval/')}={value:.3f}" for name, value in values.items()
         )
-        with ending_unread():
+        with stopping_if_stdout_closes():
             tqdm.write(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
@@ -188,10 +191,10 @@ class MetricsLog(ExitStack):
 
 
 @contextmanager
-def ending_unread() -> Iterator[None]:
+def stopping_if_stdout_closes() -> Iterator[None]:
     """Treat a closed stdout like SIGTERM, so that the run saves a checkpoint and exits.
 
-    A closed stdout happens, for example, in `torchrun train.py | head`.
+    For example, `torchrun train.py | head` closes stdout after ten lines.
     """
     try:
         yield
@@ -217,10 +220,11 @@ def progress_bar(
 
 
 def check_mismatch(run: RunConfig, metrics: dict[str, float]):
-    """Raise ValueError if sampler and trainer compute different log-probabilities.
+    """Raise ValueError if the sampler and the trainer compute different log-probabilities.
 
-    In float32 no token may differ by more than rollout.max_logp_mismatch. In 16 bits single tokens
-    do, so the root mean square over tokens must stay below a tenth of that bound.
+    In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch.
+    In 16 bits, rounding errors of single tokens can be larger than this bound. Therefore the root
+    mean square of the differences is checked instead, with a tenth of the bound.
     """
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
@@ -230,16 +234,17 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     mismatch = metrics.get(name, 0.0)
     if mismatch > bound and not run.adapter.dropout:  # the sampler applies no dropout
         raise ValueError(
-            f"{name} is {mismatch:.3g} nats: sampler and trainer disagree about the "
-            f"log-probabilities of sampled tokens by more than {bound}. This is a bug, or the dtype "
-            "is too coarse; rollout.max_logp_mismatch sets the bound, and .inf disables the check"
+            f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the "
+            "trainer compute different log-probabilities for the same tokens. Either there is a "
+            "bug, or the dtype is not precise enough; rollout.max_logp_mismatch sets the bound, "
+            "and the value .inf disables the check"
         )
 
 
 def peak_memory() -> dict[str, float]:
-    """Return this process's peak memory in GiB: GPU memory if there is a GPU, else host memory.
+    """Return the peak memory of this process in GiB: GPU memory, or host memory without a GPU.
 
-    Returns an empty dict on Windows, which does not report host memory.
+    On Windows, which does not report host memory, the result is an empty dict.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
@@ -254,9 +259,9 @@ def peak_memory() -> dict[str, float]:
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
-    """Convert the metrics of all micro-batches to floats with a single transfer to the host.
+    """Convert the metrics of all micro-batches from tensors to floats.
 
-    One transfer is faster, because each transfer waits for the GPU.
+    All values are copied to the host in a single transfer, because each transfer waits for the GPU.
     """
     values = [value.double() for metrics, _ in parts for value in metrics.values()]
     numbers = iter(torch.stack(values).tolist())
@@ -264,17 +269,17 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
 
 
 def merge(parts: list[Means]) -> Means:
-    """Merge the metrics of micro-batches or ranks, weighted by their tokens or pairs.
+    """Average the metrics of micro-batches or ranks, weighted by their numbers of tokens or pairs.
 
-    OVER_STEP lists the metrics that are summed or maximised instead. Metrics whose name ends in
-    _rms are merged as root mean squares.
+    Metrics whose names end in _rms are averaged as root mean squares. For the metrics in OVER_STEP,
+    the sum or the maximum is computed instead.
     """
     total = sum(weight for _, weight in parts)
     merged = {}
     for name in parts[0][0]:
         if name in OVER_STEP:
             merged[name] = OVER_STEP[name](metrics[name] for metrics, _ in parts)
-        elif name.endswith("_rms"):  # root mean square
+        elif name.endswith("_rms"):
             squares = sum(metrics[name] ** 2 * weight for metrics, weight in parts)
             merged[name] = math.sqrt(squares / (total or 1))
         else:
@@ -286,21 +291,22 @@ def merge(parts: list[Means]) -> Means:
 def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     """Create a TensorBoard tracker that writes to tensorboard/ in the run's folder.
 
-    After a resume, TensorBoard hides the steps that the run repeats.
+    After a resume, TensorBoard hides the old values of the steps that the run repeats.
 
     Args:
-        steps: optimizer steps that the run has already done.
-        closing: exit stack that closes the tracker.
+        steps: number of optimizer steps that the run has already done.
+        closing: exit stack that closes the tracker at the end of the run.
 
     Returns:
-        A function log(values, steps), like every tracker.
+        The function log(values, steps), which every tracker must return.
     """
     from torch.utils.tensorboard import SummaryWriter
 
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    # Purge what follows the last step done. An evaluation that is repeated has the same values.
+    # Purge the values after the last step done. The values of an evaluation after this very step
+    # remain, because the repeated evaluation has the same values.
     writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 
     def log(values: dict[str, float], steps: int):
@@ -313,8 +319,9 @@ def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
 def weights_and_biases(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     """Create a Weights & Biases tracker that logs to the project minivlmrl.
 
-    WANDB_MODE=offline writes to wandb/ in the run's folder instead. A resumed run appears as a new
-    run in W&B. Arguments and return value are those of `tensorboard`.
+    With WANDB_MODE=offline, the tracker writes to wandb/ in the run's folder instead. A resumed run
+    appears as a new run in W&B. The arguments and the return value are the same as for
+    `tensorboard`.
     """
     import wandb  # pyright: ignore[reportMissingImports]  # optional, see check_trackers
 
@@ -328,18 +335,26 @@ TRACKERS = {"tensorboard": tensorboard, "wandb": weights_and_biases}
 
 
 def find_tracker(name: str) -> Callable:
-    """Return the tracker called `name`: a function (config, steps, closing) -> log(values, steps)."""
+    """Return the tracker called `name`.
+
+    A tracker is a function (config, steps, closing) that returns a function log(values, steps).
+    """
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))
 
 
 def check_trackers(names: Sequence[str]):
-    """Raise ValueError if a tracker does not exist or is not installed, before weights are loaded."""
+    """Raise ValueError if a tracker does not exist, or if the package that it needs is missing.
+
+    Setup calls this function before it loads weights, so that a mistake shows early.
+    """
     for name in names:
         find_tracker(name)
         if name not in TRACKERS:
             continue
         package = importlib.util.find_spec(name)
-        # A folder wandb/ that earlier runs wrote is found too, but has no origin.
+        # find_spec also finds a folder wandb/ that an earlier run wrote, but its origin is None.
         if package is None or package.origin is None:
-            raise ValueError(f"report_to: {name} is not installed; pip install 'minivlmrl[{name}]'")
+            raise ValueError(
+                f"report_to: {name} is not installed; run pip install 'minivlmrl[{name}]'"
+            )

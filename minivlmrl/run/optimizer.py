@@ -1,4 +1,4 @@
-"""Build the optimizer, clip gradients and compute the learning-rate schedule."""
+"""Build the optimizer, sum and clip gradients, and compute the learning-rate schedule."""
 
 import math
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ from minivlmrl.model.trainable import trained_parameters
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
-    """Build torch.optim.AdamW, fused except on the meta device.
+    """Build torch.optim.AdamW with its fused implementation.
 
-    The memory estimate runs on the meta device, which has no fused implementation.
+    The meta device, which the memory estimate uses, does not support the fused implementation.
     """
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
@@ -30,23 +30,28 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.run.adamw8bit:AdamW8bit"}
 def build_optimizer(
     model: nn.Module, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
-    """Build the optimizer of all parameters of a model that require gradients.
+    """Build the recipe's optimizer for all parameters of a model that require gradients.
 
     Raises:
-        ValueError: if the recipe's optimizer cannot be built.
+        ValueError: if the optimizer cannot be built.
     """
-    reshard(model)  # because weights that FSDP has gathered are not the trainable parameters
+    # While FSDP has gathered weights, the model's parameters are not the trainable shards.
+    reshard(model)
     return make_optimizer(trained_parameters(model), config, section)
 
 
 def make_optimizer(
     parameters: list, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
-    """Build the recipe's optimizer for a list of parameters (ValueError if it cannot be built)."""
+    """Build the recipe's optimizer for a list of parameters.
+
+    Raises:
+        ValueError: if the optimizer cannot be built.
+    """
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
         return call_user_code(
-            "it",
+            "building the optimizer",
             factory,
             parameters,
             config.learning_rate,
@@ -56,10 +61,10 @@ def make_optimizer(
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Initialise the optimizer state of parameters with a step whose gradients are 0.
+    """Initialise the optimizer state of parameters by taking a step with gradients of 0.
 
-    The step can still change weights, for example by weight decay, so load the checkpoint's
-    weights afterwards. torch.distributed.checkpoint initialises states in the same way.
+    The step can change the weights, for example by weight decay, so weights must be loaded after
+    this call. torch.distributed.checkpoint initialises optimizer states in the same way.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -68,25 +73,35 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Raise ValueError if a custom optimizer fails in a step or has a state that cannot be saved.
+    """Raise ValueError if an optimizer fails in a step, or if its state cannot be saved.
 
-    The optimizer takes one step on a 2 x 2 weight. It must have a learning rate `lr` in each
-    parameter group, and only tensors in its state.
+    The optimizer takes one step on a 2 x 2 weight. Each of its parameter groups must have a
+    learning rate `lr`, and its state must consist of tensors only.
     """
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = make_optimizer([weight], TrainingOptions(), section)
     with error_context(f"optimizer.name {section.name}"):
-        call_user_code("its step", begin_state, optimizer, [weight])
+        call_user_code("an optimizer step", begin_state, optimizer, [weight])
         for group in optimizer.param_groups:
-            check_field("lr" in group, "a group", sorted(group), 'with "lr", which a schedule sets')
+            check_field(
+                "lr" in group,
+                "the list of keys of a parameter group",
+                sorted(group),
+                'a list with "lr", which the learning-rate schedule sets',
+            )
         for name, value in optimizer.state[weight].items():
-            check_field(isinstance(value, Tensor), f"state {name}", value, "a tensor, to be saved")
+            check_field(
+                isinstance(value, Tensor),
+                f"the optimizer state {name!r}",
+                value,
+                "a tensor, because checkpoints only store tensors",
+            )
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
-    """Sum the gradients over ranks, clip them to max_grad_norm, and return the norm before that.
+    """Sum the gradients over all ranks, clip them, and return their norm before clipping.
 
-    FSDP has already reduced the gradients of a sharded model, so these are only clipped.
+    The gradients of a sharded model are only clipped, because FSDP has already summed them.
     """
     if not is_sharded(model):
         world.sum_gradients(trained_parameters(model))
@@ -95,12 +110,12 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingOptions) -> float:
-    """Compute the learning rate of a step, counted from 0.
+    """Compute the learning rate of a step; the first step has the number 0.
 
     The rate rises linearly over warmup_steps, one step earlier than in TRL, so that step 0 does
-    not have rate 0. Then it decays to min_lr_ratio * learning_rate at max_steps. For example, the
-    rates of 6 steps are 0.5, 1, 1, 0.75, 0.5, 0.25 with learning_rate 1, warmup_steps 2,
-    max_steps 6 and a linear schedule.
+    not have a rate of 0. Then it decays to min_lr_ratio * learning_rate at max_steps. For example,
+    with a linear schedule, learning_rate 1, warmup_steps 2 and max_steps 6, the rates of the six
+    steps are 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

@@ -12,7 +12,7 @@ from children import exit_code, fork
 
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import signals
-from minivlmrl.run.metrics import ending_unread
+from minivlmrl.run.metrics import stopping_if_stdout_closes
 from minivlmrl.run.signals import PREEMPTED, Preempted, StopSignals
 
 from stages import ONE
@@ -114,7 +114,7 @@ def test_where_nobody_reads_stdout_any_more_a_run_is_asked_to_end():
         sys.stdout = os.fdopen(1, "w")
         with StopSignals(ONE) as stop:
             for _ in "12":
-                with ending_unread():
+                with stopping_if_stdout_closes():
                     print("a line", flush=True)
             assert stop.is_requested()
 
