@@ -1,13 +1,14 @@
-"""Triton kernels for attention while decoding: one new token for each row (running completion).
+"""Triton kernels for attention during decoding, with one new token for each running completion.
 
-A row attends to the keys of its prompt, which all rows of the prompt share, and to its own keys.
+A running completion is called a row. Its new token attends to the keys of its prompt, which all
+rows of the prompt share, and to the row's own keys.
 
 Derivation. The keys of a query are divided into parts. For part j, with the scores
 s_i = q k_i D^-1/2 log2 e, compute
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-The parts are independent, so that a GPU computes all of them at once. With e_j = m_j + log2 l_j,
+The parts are independent, so a GPU can compute all of them at once. With e_j = m_j + log2 l_j,
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
@@ -16,8 +17,8 @@ read in blocks, and the result so far is combined with each block by the same fo
 of all rows of a prompt form one tile, so that the prompt's keys are read once for all rows. The own
 keys of a row are read once for all its query heads.
 
-Sources: Dao et al., Flash-Decoding, 2023, for the parts; Juravsky et al., Hydragen, 2024, for the
-shared prompts.
+Sources: the division into parts is that of Flash-Decoding (Dao et al., 2023), and the sharing of
+prompt keys is that of Hydragen (Juravsky et al., 2024).
 """
 
 import math
@@ -29,14 +30,14 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import DTYPES
 
-# wanted number of programs for the prompts' keys, and the same for own keys: about one for each
-# multiprocessor of a GPU
+# Target number of programs for the keys of all prompts, and also for the own keys of all rows. This
+# is about one program for each multiprocessor of a GPU.
 PROGRAMS = 128
-MAX_PARTS = 32  # largest number of parts into which the keys of a query are divided
-TILE = 64  # largest number of queries of a program
+MAX_PARTS = 32  # maximum number of parts into which the keys of a query are divided
+TILE = 64  # maximum number of queries that a program computes
 KEY_BLOCK = 32  # number of keys that a program reads at once
-WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # head_dim -> number of warps
-STAGES = 2  # number of key blocks that are loaded ahead
+WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # number of warps of a program for each head_dim
+STAGES = 2  # number of key blocks that the kernel prefetches (Triton's num_stages)
 constexpr = tl.constexpr
 BLOCK = tl.constexpr(KEY_BLOCK)
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -44,11 +45,13 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
-    """Compute o (TILE, D) and e (TILE,) over the keys start..end-1, for queries (TILE, D).
+    """Compute o (TILE, D) and e (TILE,) of the derivation above, over the keys start..end-1.
 
-    mask holds 0 or -inf for each key and is added to the scores.
+    Args:
+        queries: (TILE, D).
+        mask: 0 or -inf for each key; it is added to the scores.
     """
-    # finite instead of -inf, because -inf - -inf is NaN
+    # The initial maximum is finite, because -inf - -inf would be NaN.
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     out = tl.zeros((TILE, D), tl.float32)
@@ -68,7 +71,8 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    total = tl.maximum(total, 1.0)  # below 1 only if there are no keys, where it would divide by 0
+    # `total` is below 1 only if there are no keys; the maximum then avoids a division by 0.
+    total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
 
@@ -91,16 +95,16 @@ def _part(
     D: constexpr,
     TILE: constexpr,
 ):
-    """Write o and e for one part of the keys of one key head and a tile of its queries.
+    """Compute and store o and e for one part of the keys of one key head and a tile of queries.
 
-    A group is a set of group_rows rows that share keys. The queries of a key head come from its
-    HEADS query heads in all rows of the group. A line is one query, numbered as in (R, H); `lines`
-    is the number of all queries, R * H.
+    A group is a set of `group_rows` rows that share keys. The queries of a key head come from its
+    HEADS query heads in all rows of the group. A line is one query, numbered as in (R, H): rows,
+    query heads. `lines` is the number of all queries, R * H.
     """
     num_queries = group_rows * HEADS
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
-    # the program index runs over tiles first, then over parts, key heads and groups
+    # The program index enumerates tiles first, then parts, key heads and groups.
     tile = program % tiles
     part = program // tiles % parts
     group_and_head = program // tiles // parts
@@ -110,7 +114,7 @@ def _part(
     query = tile * TILE + tl.arange(0, TILE)
     inside = query < num_queries
     row = group * group_rows + query // HEADS
-    line = (row * K + key_head) * HEADS + query % HEADS  # index into (R, H)
+    line = (row * K + key_head) * HEADS + query % HEADS  # index into (R, H): rows, query heads
     column = tl.arange(0, D)[None, :]
     queries = tl.load(q + line[:, None] * D + column, mask=inside[:, None], other=0.0)
 
@@ -118,7 +122,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # masked keys come last, so that a part whose first key is masked has only masked keys
+    # Masked keys come last. Therefore, if the first key of a part is masked, the whole part is.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -154,9 +158,10 @@ def _parts_kernel(
     TILE: constexpr,
     OWN_TILE: constexpr,
 ):
-    """Compute all parts: the first programs for the keys of prompts, the others for own keys.
+    """Compute all parts of all queries.
 
-    For own keys, each row is a group of one row.
+    The first programs compute the parts of the prompts' keys, and the remaining programs compute
+    the parts of the rows' own keys. For own keys, each row is a group of one row.
     """
     program = tl.program_id(0)
     if program < prompt_programs:
@@ -179,7 +184,8 @@ def _parts_kernel(
             TILE,
         )
     else:
-        done = tl.cdiv(prompt_keys, prompt_part) * lines  # the parts of prompts are stored first
+        # The results for the prompts' keys are stored before those for own keys.
+        done = tl.cdiv(prompt_keys, prompt_part) * lines
         _part(
             program - prompt_programs,
             q,
@@ -202,7 +208,10 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Combine the parts of one query (line) to its output; PARTS is a power of two."""
+    """Combine the results of all parts of one query into its output.
+
+    PARTS is the number of parts, rounded up to a power of two.
+    """
     line = tl.program_id(0)
     part = tl.arange(0, PARTS)
     column = tl.arange(0, D)
@@ -217,23 +226,31 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return whether the kernels support queries (R, H, D); otherwise torch computes attention."""
+    """Return whether the Triton kernels support the queries `q` (R, H, D).
+
+    If not, the caller computes attention in torch.
+    """
     return q.shape[-1] in WARPS and q.dtype in DTYPES and backend_for(q) == "triton"
 
 
 class WorkSplit(NamedTuple):
     """Division of queries and keys among the programs of a kernel."""
 
-    tile: int  # number of queries of a program
+    tile: int  # number of queries that a program computes
     part_keys: int  # number of keys in a part
-    parts: int  # number of parts
+    parts: int  # number of parts into which the keys are divided
     programs: int  # number of programs
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide keys (B, K, T, D), each read by `queries` queries, among about PROGRAMS programs."""
+    """Divide the keys k (B, K, T, D) among about PROGRAMS programs.
+
+    Args:
+        k: T keys for each of B groups and K key heads.
+        queries: number of queries that attend to each key.
+    """
     (B, K, T, _) = k.shape
-    # a matrix instruction needs at least 16 rows
+    # A matrix instruction needs at least 16 rows.
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MAX_PARTS, max(1, PROGRAMS // tiles))
@@ -251,19 +268,20 @@ def decode_attention(
     own_v: Tensor,
     own_bias: Tensor,
 ) -> Tensor:
-    """Compute attention of new tokens to the keys of their prompt and to their own keys.
+    """Compute attention of new tokens to the keys of their prompt and to the keys of their row.
 
-    The result equals DecodeAttention of minivlmrl/model/attention.py. Call `fits` first.
+    The result equals that of DecodeAttention in minivlmrl/model/attention.py. Call `fits` first.
 
     Args:
-        q: (R, H, D), queries of R / B rows for each prompt, one prompt after the other.
+        q: (R, H, D), one query per row and head. Each of the B prompts has R / B consecutive rows.
         k, v: (B, K, P, D), keys and values of the prompts, contiguous.
-        prompt_bias: (B, P), 0, or -inf for padding, which must come last.
+        prompt_bias: (B, P), 0 for a key and -inf for padding, which must come last.
         own_k, own_v: (R, K, C, D), keys and values of the rows, contiguous.
-        own_bias: (R, C) with any stride between rows, 0, or -inf for keys that are not yet written,
-            which must come last; the first key must be there.
+        own_bias: (R, C) with any stride between rows: 0 for a key, and -inf for a position whose
+            key is not yet written. These positions must come last, and the first key of each row
+            must be written.
     Returns:
-        (R, H, D).
+        The attention outputs (R, H, D).
     """
     (R, H, D) = q.shape
     (B, K, P, _) = k.shape

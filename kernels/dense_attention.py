@@ -3,8 +3,8 @@
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
 Query head i uses key head i // (H / K). Where the formula is computed step by step, the query heads
-of one key head are concatenated as if they were further queries, because this gives fewer and
-larger products without copies.
+that share a key head are stacked along the token axis, as if they were additional queries. This
+gives fewer and larger matrix products, and the keys are not copied.
 """
 
 import math
@@ -16,9 +16,10 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# On a CPU, with at most this many keys and this head size, computing the formula step by step takes
-# half the time of the fused kernel, forward and backward. With more keys the scores no longer fit
-# into the caches; with heads of 80 and 128 the fused kernel is as fast.
+# Limits for computing the formula step by step on a CPU. Up to this number of keys and this head
+# dimension, it takes half the time of the fused kernel, forward and backward. With more keys, the
+# scores no longer fit into the caches. With head dimensions of 80 and 128, the fused kernel is
+# equally fast.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
 
@@ -26,9 +27,10 @@ MAX_HEAD_DIM = 64
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Compute x[index] along the first axis: (*index.shape, ...).
 
-    On a CPU this is an embedding look-up, whose backward pass is 17 times faster. On a GPU the
-    embedding's backward pass is slow up to 3,072 indices, and sometimes wrong with more than 1,024
-    (pytorch issue 187687); x[index] sorts the indices instead.
+    On a CPU this is an embedding lookup, because its backward pass is 17 times faster than that of
+    x[index]. On a GPU this is x[index], whose backward pass sorts the indices. The embedding's
+    backward pass on a GPU is slow up to 3,072 indices, and sometimes wrong with more than 1,024
+    (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -36,13 +38,14 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Compute x[index] so that the backward pass only copies rows, without summing gradients.
+    """Compute x[index] with a backward pass that only copies rows and does not sum gradients.
 
     Arguments of apply:
-        x: (N, ...).
-        index: rows to select.
-        back: (N,), position of each row of x in `index`. All other positions are padding and must
-            get no gradient. None means that `index` contains no row twice.
+        x: (N, ...), N rows.
+        index: indices of the rows to select.
+        back: (N,), the position of each row of x in `index`. All other positions of `index` are
+            padding, and their upstream gradient must be 0. None if `index` contains each row at
+            most once.
     """
 
     @staticmethod
@@ -63,31 +66,35 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     """Compute attention with scale D^-1/2 and grouped heads.
 
     Args:
-        q: (S, H, L, D).
-        k, v: (S, K, T, D), where K divides H.
-        is_causal: query i attends to the keys 0..T-L+i, so that the last query attends to all keys;
-            needs L <= T.
+        q: (S, H, L, D), queries: sequences, query heads, queries, head dimension.
+        k, v: (S, K, T, D), keys and values: sequences, key heads, keys, head dimension. K must
+            divide H.
+        is_causal: if True, query i attends to the keys 0..T-L+i, so the last query attends to all
+            keys. L must be at most T.
     Returns:
-        (S, H, L, D).
+        The attention outputs (S, H, L, D).
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # This operator needs no mask in memory and skips masked blocks; torch's causal_lower_right
-        # calls it, too
+        # This operator does not store a mask, and it skips masked blocks. torch's
+        # causal_lower_right calls it, too.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     written_out = q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM
     if is_causal and L == T and not written_out:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     repeat = H // K
-    q = q.unflatten(1, (K, repeat)).flatten(2, 3)  # (S, K, repeat*L, D)
+    # (S, K, repeat*L, D): the queries of the `repeat` query heads of a key head, stacked
+    q = q.unflatten(1, (K, repeat)).flatten(2, 3)
     mask = None
     if is_causal:
-        mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1)  # (repeat*L, T)
+        # (repeat*L, T): one mask row per stacked query
+        mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1)
     if written_out:
-        weights = attention_scores(q, k, mask).softmax(-1)  # (S, K, repeat*L, T)
+        # (S, K, repeat*L, T): the weight of each key for each stacked query
+        weights = attention_scores(q, k, mask).softmax(-1)
         out = weights.to(q.dtype) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -95,13 +102,17 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute q k^T D^-1/2 + mask: (..., L, T), float32 (float64 for float64 inputs).
+    """Compute the scores q k^T D^-1/2 + mask: (..., L, T), in float32 (float64 for float64 inputs).
 
-    mask: 0 or -inf, (L, T) or with as many dimensions as the scores.
+    Args:
+        q: (..., L, D), queries.
+        k: (..., T, D), keys.
+        mask: 0 or -inf, either (L, T) or with as many dimensions as the scores.
     """
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
-        scores = float32_matmul(q, k.mT)  # scaled afterwards, because a scaled q would be rounded
+        # The scale is applied to the float32 scores, because a scaled bfloat16 q would be rounded.
+        scores = float32_matmul(q, k.mT)
         return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
     queries = q.flatten(0, -3)
     keys = k.flatten(0, -3).mT

@@ -1,8 +1,8 @@
 """Matrix products of bfloat16 or float16 tensors with float32 results.
 
-Products are summed in float32 anyway, so that only the rounding of the result is left out. In
-bfloat16 this rounding changes a logit of 20 by up to 0.06 and an attention score of 220 (which
-occurs because of Qwen2.5's biases) by up to 0.5.
+Matrix multiplication sums products in float32 anyway, so only the rounding of the result is
+omitted. In bfloat16, this rounding would change a logit of 20 by up to 0.06, and an attention score
+of 220 by up to 0.5. Scores of this size occur in Qwen2.5 because of its biases.
 """
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor
 
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute a @ b with a float32 result (float64 for float64), for matrices or batches.
+    """Compute a @ b with a float32 result (float64 for float64 inputs).
 
-    out: memory for the result, only for matrices.
+    Args:
+        a, b: matrices, or batches of matrices with the same leading dimensions.
+        out: memory for the result; only supported for matrices.
     """
     out_dtype = torch.promote_types(a.dtype, torch.float32)
-    # PyTorch supports out_dtype only on CUDA
+    # PyTorch supports the argument out_dtype only on CUDA.
     if a.dtype == out_dtype or not a.is_cuda or torch.version.hip:
         return torch.matmul(a.to(out_dtype), b.to(out_dtype), out=out)
     if a.dim() == 2:

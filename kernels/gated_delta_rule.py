@@ -10,24 +10,27 @@ chunk,
 
     S_i = e^G_i S + sum over j <= i of e^(G_i - G_j) k_j u_j^T
 
-u_i uses the decayed state a S_(i-1), so that only j < i occur there. Inserting S_(i-1) gives a
+u_i uses the decayed state a S_(i-1), so only j < i occur in it. Inserting S_(i-1) gives a
 triangular system
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)
     L_ij = beta_i e^(G_i - G_j) k_i . k_j
 
-S occurs only on the right side. Therefore the system is solved for all chunks at once,
-X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K, and only a few products remain to be computed
-chunk after chunk:
+S occurs only on the right side. Therefore the system can be solved for all chunks at once,
+X = (I + L)^-1 beta V and Y = (I + L)^-1 beta e^G K. Only a few products must then be computed chunk
+after chunk:
 
     U = X - Y S        O = e^G Q S + M U with M_ij = e^(G_i - G_j) q_i . k_j, j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: k = q = 1, beta = a = 1/2 and v = 8, 6. Token by token: u = 4 and S = 4; then a S = 2,
-u = 2 and S = 4. As one chunk: L_21 = 1/4 and beta v = 4, 3, so that u = 4 and 3 - 4/4 = 2.
+Example: two tokens with k = q = 1, beta = a = 1/2 and v = 8, 6. Token by token, the first token
+gives u = 4 and S = 4, and the second gives a S = 2, u = 2 and S = 4. As one chunk, L_21 = 1/4 and
+beta v = 4, 3, so u = 4 and u = 3 - 4/4 = 2.
 
-Dimension letters: b rows, T tokens per row, H heads, C tokens per chunk.
-Source: Gated Delta Networks (arXiv 2412.06464); chunks as in DeltaNet (arXiv 2406.06484).
+Dimension letters: b rows, T tokens per row, H heads, K key dimension, V value dimension, C tokens
+per chunk.
+Source: Gated Delta Networks (arXiv 2412.06464); the chunked form follows DeltaNet (arXiv
+2406.06484).
 """
 
 import math
@@ -41,11 +44,15 @@ CHUNK = 64  # number of tokens in a chunk
 def by_definition(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta_rule` token by token, directly from its definition."""
+    """Compute the outputs and the last state of `gated_delta_rule` token by token.
+
+    This is the definition of the rule, without the chunked form.
+    """
     outputs = []
     for i in range(q.shape[1]):
         state = state * g[:, i].exp()[..., None, None]
-        known_value = torch.einsum("bhkv,bhk->bhv", state, k[:, i])  # S^T k
+        # S^T k: the value that the state predicts for the key
+        known_value = torch.einsum("bhkv,bhk->bhv", state, k[:, i])
         u = beta[:, i, :, None] * (v[:, i] - known_value)
         state = state + k[:, i, :, :, None] * u[:, :, None]
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, i]))
@@ -58,24 +65,25 @@ def gated_delta_rule(
     """Compute gated linear attention: update the state with each token and read it afterwards.
 
     Args:
-        q, k: (b, T, H, K).
-        v: (b, T, H, V). All tensors are float32, or all are float64.
-        beta: (b, T, H), share of the prediction error that is written.
+        q, k: (b, T, H, K), queries and keys. All tensors are float32, or all are float64.
+        v: (b, T, H, V), values.
+        beta: (b, T, H), the fraction of the prediction error that is added to the state.
         g: (b, T, H), logarithm of the decay.
-        state: (b, H, K, V), state before the first token.
+        state: (b, H, K, V), the state before the first token.
     Returns:
-        The outputs (b, T, H, V), and the state after the last token.
+        The outputs (b, T, H, V), and the state after the last token (b, H, K, V).
     """
     T = q.shape[1]
     if T == 1:
         return by_definition(q, k, v, beta, g, state)
     C = min(CHUNK, T)
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
-    G = g.cumsum(-1)  # (b, H, chunks, C)
+    G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the start of the chunk
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()  # from j to i
-    since = G.exp()[..., None]  # decay since the start of the chunk, (b, H, chunks, C, 1)
-    until = (G[..., -1:] - G).exp()[..., None]  # decay until the end of the chunk
+    # (b, H, chunks, C, C): decay from token j to token i of a chunk, 0 for j > i
+    decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
+    since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the start of the chunk
+    until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to the end of its chunk
     X, Y = solve_chunks(k, v, beta, decay, since)
     queries = q * since
     M = (q @ k.mT) * decay
@@ -84,14 +92,14 @@ def gated_delta_rule(
     outputs = []
     for chunk in zip(*(x.unbind(2) for x in tensors), strict=True):
         (chunk_x, chunk_y, chunk_queries, chunk_m, chunk_keys, chunk_decay) = chunk
-        u = chunk_x - chunk_y @ state  # (b, H, C, V)
+        u = chunk_x - chunk_y @ state  # (b, H, C, V): prediction errors of the chunk, times beta
         outputs.append(chunk_queries @ state + chunk_m @ u)
         state = chunk_decay * state + chunk_keys @ u
     return torch.cat(outputs, dim=2)[:, :, :T].transpose(1, 2), state
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """Divide tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...).
+    """Divide the tokens of x into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...).
 
     The last chunk is padded with zeros, which do not change the state.
     """
@@ -103,8 +111,8 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 def solve_chunks(
     k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Solve the triangular systems of all chunks; return X and Y of the derivation."""
+    """Solve the triangular systems of all chunks, and return X and Y of the derivation."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
-    lower = beta * (k @ k.mT) * decay  # L; solve_triangular ignores its diagonal
+    lower = beta * (k @ k.mT) * decay  # L of the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     return solved.split([v.shape[-1], k.shape[-1]], dim=-1)

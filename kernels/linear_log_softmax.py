@@ -1,15 +1,16 @@
-"""Log-probabilities of given tokens, and entropies, from hidden states without storing all logits.
+"""Log-probabilities of given tokens, and entropies, computed without storing all logits.
 
-Derivation. For one row h (D,), head W (V, D), chosen token y and temperature T:
+Derivation. For one hidden state h (D,), head W (V, D), chosen token y and temperature T:
 
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-Forward and backward compute the (M, V) logits piece by piece. The forward pass keeps only three
-numbers for each row: top, s and H. The backward pass computes the logits of a piece again,
-overwrites them with dz and multiplies dz with W and h. In total this takes four products of M V D
-multiplications. Rows whose upstream gradients are both 0 (advantage 0 or clipped ratio) have
-dz = 0, so that the backward pass skips them without any approximation.
+Both passes compute the logits (M, V) of M hidden states (rows) piece by piece. The forward pass
+stores only three numbers for each row: top, s and H. The backward pass computes the logits of a
+piece again, overwrites them with dz, and multiplies dz by W and h. In total this takes four matrix
+products of M V D multiplications each. A row whose two upstream gradients are 0 (because of an
+advantage of 0 or a clipped ratio) has dz = 0, so the backward pass can skip it without any
+approximation.
 
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
     Triton    A piece is a tile of 4096 rows by 2048 ids. It stays in the GPU's L2 cache between the
@@ -17,8 +18,8 @@ dz = 0, so that the backward pass skips them without any approximation.
               tile by tile, without a float32 copy of shape (V, D).
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a
-resolution of only 0.06 to 0.125 nats. dz is rounded to bfloat16 for its products. These are summed
-in float32, and so are the contributions of all pieces to dh and dW.
+resolution of only 0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The
+products are summed in float32, and so are the contributions of all pieces to dh and dW.
 """
 
 import torch
@@ -36,17 +37,18 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# bytes of float32 logits in a piece of the torch path on a CPU, which has 32 to 256 rows
+# target size in bytes of the float32 logits in one piece of the torch path on a CPU; a piece has at
+# least 32 and at most 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # number of rows in a piece of the torch path on a GPU
-TILE = 4096  # a piece of the Triton path has TILE rows and TILE / 2 ids: 34 MB of float32
+GPU_ROWS = 512  # maximum number of rows in a piece of the torch path on a GPU
+TILE = 4096  # a piece of the Triton path has TILE rows and TILE / 2 ids: 34 MB of float32 logits
 
 
 class Pieces:
     """Compute the logits of hidden states (M, D) and a head (V, D) in pieces.
 
-    A piece is a slice of the rows and a slice of the ids (a tile of the head). `mask` is the
-    sampling_mask of linear_log_softmax, or (2, 0) for no mask.
+    A piece is the logits of a slice of the rows and of a slice of the ids (a tile of the head).
+    `mask` is the argument sampling_mask of linear_log_softmax; an empty mask (2, 0) allows all ids.
     """
 
     def __init__(
@@ -60,20 +62,21 @@ class Pieces:
             size = max(min(TILE, len(hidden)), 1)
             width = min(TILE // 2, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # only one on the torch path
+        self.tiles = slices(len(weight), width)  # a single tile on the torch path
         self.hidden = hidden
-        # A CPU has no bfloat16 products with float32 results, so that the head is converted once
+        # PyTorch does not support bfloat16 products with float32 results on a CPU, so the head is
+        # converted to float32 once, instead of for each piece.
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # All pieces share this memory, because fresh memory costs page faults. For the same reason
-        # the torch path shares the memory of its exponentials.
+        # All pieces write their logits to the same memory, because newly allocated memory causes
+        # page faults. For the same reason, the torch path reuses `scratch` for its exponentials.
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute the logits (m, width) of a piece in the shared memory."""
+        """Compute the logits (m, width) of a piece, in the memory that all pieces share."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
@@ -83,12 +86,12 @@ class Pieces:
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Compute logp, H, top and s, each (m,), of a slice of rows."""
+        """Compute logp, H, top and s, each (m,), for a slice of m rows."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
-        # running results over the tiles so far, see score_part_
+        # running results over the tiles that were scored so far, see score_part_
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
         *earlier, last = self.tiles
         for tile in earlier:
@@ -110,18 +113,21 @@ class Pieces:
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Divide 0..count into slices of at most `size`; return one empty slice if count is 0."""
+    """Divide range(count) into slices of at most `size` elements.
+
+    If `count` is 0, the result is one empty slice.
+    """
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Overwrite all logits z (m, width) with -inf, except those at (rows, columns).
+    """Overwrite all logits z (m, width) with -inf, except the logits at (rows, columns).
 
-    Indices outside of z are ignored.
+    Pairs of a row and a column outside of z are ignored.
     """
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # indices outside of z point to an extra element after the last one
+    # Pairs outside of z are redirected to an additional element after the last logit.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -129,11 +135,14 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
 
 
 def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Join the sampling masks of completions to one mask for linear_log_softmax, (2, K).
+    """Join the sampling masks of several completions into one mask for linear_log_softmax.
 
     Args:
         ids: (M,), the tokens of all completions, one completion after the other.
-        masks: for each completion (number of allowed ids at each of its tokens, all these ids).
+        masks: one pair for each completion: the number of allowed ids at each of its tokens, and
+            the concatenated allowed ids of all its tokens.
+    Returns:
+        (2, K), pairs of a token's index 0..M-1 and an allowed id.
     """
     if not masks:
         return ids.new_empty(2, 0)
@@ -141,12 +150,12 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # each token itself is allowed, too, even if it was forced
+    # The token itself is always allowed, even if it was forced and not sampled.
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return the number of rows in a piece of the torch path."""
+    """Return the number of rows in each piece of the torch path (the last one can be smaller)."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -154,12 +163,14 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total in place, summed in the dtype of total (float32 or float64)."""
+    """Add a @ b to `total` in place, and sum in the dtype of `total` (float32 or float64)."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # PyTorch has no product with a wider result here, so that each product is rounded once
+    else:
+        # PyTorch does not support products with a wider result on this device, so the product is
+        # rounded once to the dtype of `a`.
         total += a @ b
 
 
@@ -169,17 +180,18 @@ def differentiate(
     """Add the gradients of hidden (M, D) and weight (V, D) to the tensors `grads`.
 
     Args:
-        inputs: hidden, weight, ids and mask.
-        saved: H, top and s, each (M,).
-        upstream: g (M,), and e (M,) or None.
-        grads: gradient of hidden, float32 or float64, and of weight; None where it is not needed.
+        inputs: hidden, weight, ids and mask, see linear_log_softmax.
+        saved: H, top and s of the forward pass, each (M,).
+        upstream: g (M,), the gradient of logp, and e (M,), the gradient of H, or None.
+        grads: memory for the gradient of hidden (float32 or float64) and of weight, or None for a
+            gradient that is not needed.
     """
     hidden, weight, ids, mask = inputs
     grad_hidden, grad_weight = grads
     pieces = Pieces(hidden, weight, ids, mask, temperature)
     for tile in pieces.tiles:
         if grad_weight is not None:
-            total = grad_weight[tile].to(pieces.memory.dtype)  # no copy if it is float32
+            total = grad_weight[tile].to(pieces.memory.dtype)  # not a copy if the dtype is the same
         for rows in pieces.rows:
             saved_rows = select_rows(saved, rows)
             dz = pieces.differentiate(rows, tile, saved_rows, select_rows(upstream, rows))
@@ -191,9 +203,9 @@ def differentiate(
             grad_weight[tile].copy_(total)
 
 
-# These are custom operators and no autograd.Function, so that the memory estimate of
-# diagnostics/memory.py sees only their results (from the fake implementations); it adds piece_bytes
-# for the logits.
+# The forward and backward passes are custom operators, not an autograd.Function, so that the memory
+# estimate of diagnostics/memory.py sees only their results (from the fake implementations). The
+# estimate adds piece_bytes for the logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -219,12 +231,15 @@ def _linear_log_softmax_backward(
     temperature: float,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of hidden and weight; an empty tensor where none is needed."""
+    """Compute the gradients of hidden and weight.
+
+    A gradient that is not `needed` is returned as an empty tensor.
+    """
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Select the rows that have a gradient. Not on a GPU, because the host would have to wait for
-    # their number, and its kernels skip the other rows anyway. Not with a mask, because the mask
-    # numbers all rows.
+    # Select only the rows with an upstream gradient. This is not done on a GPU, because the host
+    # would have to wait for the number of rows, and the kernels skip all other rows anyway. It is
+    # not done with a mask either, because the mask contains indices into all rows.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -281,50 +296,55 @@ def linear_log_softmax(
 
     Args:
         hidden: (M, D), the hidden states that predict the M tokens.
-        weight: (V, D), the head, of the same dtype.
+        weight: (V, D), the weight of the LM head, with the same dtype as `hidden`.
         ids: (M,) int64, the tokens to score.
-        temperature: divides the logits, > 0.
+        temperature: divisor of the logits; must be greater than 0.
         sampling_mask: (2, K) int64, pairs of a token's index 0..M-1 and an id that could be sampled
-            there, for example after top-k. The softmax of each token is restricted to its ids,
-            which must include the token itself. By default it is over the vocabulary.
+            for this token, for example after top-k. The softmax of each token is restricted to its
+            ids, which must include the token itself. Without a mask, the softmax is over the whole
+            vocabulary.
     Returns:
-        logps and entropies, both (M,), in nats, float32 (float64 for float64 inputs),
-        differentiable.
+        The log-probabilities and the entropies, both (M,), in nats, in float32 (float64 for float64
+        inputs). Both are differentiable.
     Raises:
-        ValueError: shapes or dtypes do not fit, or the temperature is not positive.
+        ValueError: if the shapes or dtypes do not match, or the temperature is not positive.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature;
         the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
     """
     fits = ids.dim() == 1 and hidden.shape == (len(ids), weight.shape[1])
     if not fits or hidden.dtype != weight.dtype:
-        given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
+        found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
         raise ValueError(
-            "linear_log_softmax needs hidden (M, D), weight (V, D) of the same dtype, and ids "
-            f"(M,); it was given {given}"
+            "linear_log_softmax expects hidden (M, D), weight (V, D) of the same dtype, and ids "
+            f"(M,), but got, in this order, {found}"
         )
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, it must be above 0 (logits are divided)")
+        raise ValueError(
+            "the temperature must be greater than 0, because logits are divided by it, but it is "
+            f"{temperature}"
+        )
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies
 
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
-    """Return the bytes that linear_log_softmax needs for logits on a GPU, in each pass."""
-    if dtype in DTYPES:  # logits, and dz unless it is float32
+    """Return the bytes that linear_log_softmax allocates for logits on a GPU in each pass."""
+    # The Triton path needs 4 bytes per logit, and separate memory for dz unless dz is float32.
+    if dtype in DTYPES:
         return min(TILE, rows) * min(TILE // 2, vocab) * (4 + dtype.itemsize % 4)
     return 2 * rows_per_piece(rows, vocab, "cuda") * vocab * dtype.itemsize
 
 
 @torch.no_grad()
 def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Compute log sum_j p_j^2 of p = softmax(hidden @ weight.T), without gradient.
+    """Compute log sum_j p_j^2 for p = softmax(hidden @ weight.T), without a gradient.
 
     Args:
-        hidden: (M, D).
-        weight: (V, D).
+        hidden: (M, D), hidden states.
+        weight: (V, D), the weight of the LM head.
     Returns:
-        (M,) nats, at most 0.
+        (M,) in nats, at most 0.
     Source: part of WPO's weights, eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
     rows = rows_per_piece(len(hidden), len(weight), hidden.device.type)

@@ -1,9 +1,10 @@
-"""Triton kernel that unpacks NF4 weights (4 bits each), with one read and one write.
+"""Triton kernel that unpacks NF4 weights (4 bits each) with one read and one write.
 
-A byte holds two indices into a table of 16 values, the first one in its upper half. A block of 64
-values shares a scale. The scale is an 8-bit index into a table of 256 numbers, times a float32
-scale of 256 blocks, plus an offset. In torch, unpacking moves 24 bytes of memory per weight; this
-kernel moves 2.6 with bfloat16 results.
+A byte holds two indices into a table of 16 values, and the first index is in the upper half of the
+byte. The 64 values of a block share a scale. This scale is stored as an 8-bit index into a table of
+256 numbers; the number is multiplied by a float32 scale, which 256 blocks share, and an offset is
+added. In torch, unpacking moves 24 bytes of memory per weight; this kernel moves 2.6 bytes with
+bfloat16 results.
 """
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from minivlmrl.kernels.backend import tl, triton
 
 BLOCK = 64  # number of values that share a scale
-GROUP = 256  # number of blocks whose scales share a scale
-BYTES = 1024  # bytes that a program reads: 16 bfloat16 values per thread, in two writes
+GROUP = 256  # number of blocks whose scales share a float32 scale
+BYTES = 1024  # number of bytes that a program unpacks: 16 bfloat16 values per thread, in two writes
 constexpr = tl.constexpr
 
 
@@ -30,7 +31,10 @@ def _kernel(
     BYTES: constexpr,
     GROUP: constexpr,
 ):
-    """Unpack BYTES bytes to two values each; `size` is the number of bytes of the whole tensor."""
+    """Unpack BYTES bytes into two values each.
+
+    `size` is the number of bytes of the whole tensor.
+    """
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
     inside = byte < size
@@ -49,14 +53,15 @@ def _kernel(
 def nf4_unpack(
     packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype
 ) -> Tensor:
-    """Unpack n NF4 values to a tensor (n,) of the given dtype.
+    """Unpack n NF4 values into a tensor (n,) of the given dtype.
 
-    The bits equal those of the torch path, because fused multiply-add is switched off.
+    The result is bit-identical to the result of the torch path, because fused multiply-add is
+    switched off.
 
     Args:
-        packed: (n / 2,) bytes.
-        indices, scales, offset: see pack_nf4 in model/nf4.py.
-        tables: table of scales (256,) and table of values (16,).
+        packed: (n / 2,), bytes with two values each.
+        indices, scales, offset: scale_indices, scale_scales and offset of pack_nf4 in model/nf4.py.
+        tables: the table of scales (256,) and the table of values (16,).
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)

@@ -5,8 +5,8 @@ result. Then
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-Only x and r are saved. Autograd of the formula would save four such tensors and take 1.5 times as
-long.
+Only x and r are saved for the backward pass. Autograd of the formula would save four tensors of the
+size of x and take 1.5 times as long.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm with torch's fused kernel on a GPU and the formulas above on a CPU."""
 
-    eps: float  # in torch.nn.RMSNorm it may be None
+    eps: float  # narrows the type of torch.nn.RMSNorm, where eps may be None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -29,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1)
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1): norm of each row
     r = r.square_().div_(len(weight)).add_(eps).rsqrt_()
     return (wide * r).to(x.dtype).mul_(weight), r
 
@@ -47,8 +47,8 @@ class _RMSNorm(torch.autograd.Function):
         n = x * r
         g = g.to(r.dtype)
         wide_weight = weight.to(r.dtype)
-        products = (g * n).flatten(0, -2)  # (rows, D)
-        means = (products @ wide_weight / -len(weight)).view(r.shape)  # mean(-g weight n) per row
+        products = (g * n).flatten(0, -2)  # (rows, D): g n of the derivation
+        means = (products @ wide_weight / -len(weight)).view(r.shape)  # -mean(g weight n) per row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         grad_weight = products.sum(0)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -1,6 +1,7 @@
-"""Log-probabilities of given tokens, and entropies, from logits that are read once in each pass.
+"""Log-probabilities of given tokens, and entropies, computed from logits.
 
-linear_log_softmax.py computes the logits from hidden states and uses the functions of this file.
+The forward and the backward pass each read the logits once. linear_log_softmax.py computes the
+logits from hidden states and uses the functions of this file.
 
 Derivation. For one row of logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -9,9 +10,9 @@ Derivation. For one row of logits z (V,), chosen token y and temperature T, with
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-Therefore top, s and t are sufficient to compute logp and H. A row can be read in parts of any size:
-two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T, because
-exp(d + c1) = exp(d) exp(c1):
+Therefore top, s and t are sufficient to compute logp and H. A row can be read in parts of any size.
+Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T (and likewise
+c2), because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -19,17 +20,17 @@ Backward pass. From the derivatives
 
     d logp / dz_j = ([j = y] - p_j) / T          dH / dz_j = -p_j (log p_j + H) / T
 
-and the upstream gradients g (of logp) and e (of H) follows
+and the upstream gradients g (of logp) and e (of H), it follows that
 
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-which needs the logits again and the saved top, s and H.
+This needs the logits again, and top, s and H, which the forward pass saves.
 
 The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T,
 d' = k z - k top is one instruction, and d = d' ln 2. For a logit of -inf, d exp d must be 0 and not
-inf * 0; therefore differences are clamped to FLOOR, where 2^x is the smallest normal number. NaN
-stays NaN.
+inf * 0. Therefore the differences d' are clamped to at least FLOOR, where 2^x is the smallest
+normal number. NaN stays NaN.
 """
 
 import math
@@ -40,16 +41,19 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import backend_for, tl, triton
 
-FLOOR = -126.0  # smallest value of d', in base 2
+FLOOR = -126.0  # smallest value to which the difference d' (in base 2) is clamped
 LOG2E = 1 / math.log(2)
 
 
 def score_rows_(
     z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Compute logp, H, top and s, each (m,), from logits z (m, V). z is overwritten with d.
+    """Compute logp, H, top and s, each (m,), from logits z (m, V).
 
-    scratch: (m, V), memory for the exponentials; by default new memory.
+    Args:
+        z: (m, V), the logits; they are overwritten with the differences d.
+        ids: (m,), the chosen tokens.
+        scratch: (m, V), memory for the exponentials; by default, new memory is allocated.
     """
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
@@ -64,12 +68,14 @@ def score_rows_(
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute dz (m, V) from d (m, V), which is overwritten.
+    """Compute dz (m, V), the gradient of the logits, from the differences d (m, V).
 
     Args:
-        saved: H, top and s, each (m,).
-        upstream: g (m,), and e (m,) or None.
-        scratch: (m, V), memory for the result; by default new memory.
+        d: (m, V), overwritten.
+        ids: (m,), the chosen tokens.
+        saved: H, top and s of the forward pass, each (m,).
+        upstream: g (m,), the gradient of logp, and e (m,), the gradient of H, or None.
+        scratch: (m, V), memory for the result; by default, new memory is allocated.
     """
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
@@ -83,7 +89,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Compute d = (z - top) / T from logits z (m, V) in place, clamped to FLOOR."""
+    """Compute d = (z - top) / T in place from logits z (m, V), clamped to FLOOR ln 2."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)
@@ -91,7 +97,7 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """Return which rows (m,) have an upstream gradient that is not 0; NaN counts as not 0.
+    """Return a bool (m,) for each row: whether an upstream gradient is not 0. NaN counts as not 0.
 
     All other rows have dz = 0.
     """
@@ -99,21 +105,21 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select the same rows of each tensor, as contiguous tensors; None stays None."""
+    """Select the same rows of each tensor and make the results contiguous. None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# One program computes one row. An iteration of the forward loop reads STEPS x COLUMNS logits, and
-# each column has its own top, s and t. A thread holds whole columns (8 adjacent ones, one 16-byte
-# load of bfloat16 in each of the STEPS rows), so that threads exchange data only once, after the
-# loop.
+# One program computes one row of logits. An iteration of the forward loop reads STEPS x COLUMNS
+# logits, and each column has its own top, s and t. A thread holds 8 whole adjacent columns, which
+# take one 16-byte load of bfloat16 in each of the STEPS steps. Therefore threads exchange data only
+# once, after the loop.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
 BLOCK = tl.constexpr(8192)  # number of logits that the backward loop reads in an iteration
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-# initial top: below every logit, but finite, so that differences are not NaN
+# Initial value of top. It is below every logit, but finite, so that differences are not NaN.
 LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
@@ -121,7 +127,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update the top, s and t of each column with logits z (STEPS, COLUMNS), in base 2."""
+    """Update top, s and t of each column, in base 2, with the logits z (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -133,7 +139,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute top, s and t of a row of logits, in base 2."""
+    """Compute top, s and t of one row of logits, in base 2."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -182,14 +188,14 @@ def _score_kernel(
 ):
     """Score one row of `width` logits, which belong to the ids first..first+width-1.
 
-    With FIRST and LAST the logits are the whole vocabulary. Otherwise the parts of the vocabulary
-    are scored one after the other: parts (4, rows) holds top, s, t and d_y + top of the parts so
-    far; it is read unless FIRST and written unless LAST.
+    If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the parts of
+    the vocabulary are scored one after the other. `parts` (4, rows) then holds the running results
+    top, s, t and d_y + top. It is read unless FIRST is set, and written unless LAST is set.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # column of the chosen token, perhaps in another part
+    column = tl.load(ids + row) - first  # column of the chosen token, which may be in another part
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
@@ -200,7 +206,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # rounding can make k z - k top slightly positive
+        # Because of rounding, k z - k top can be slightly positive, and then logp is above 0.
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -228,14 +234,14 @@ def _differentiate_kernel(
     first,
     k,
 ):
-    """Write dz of one row of `width` logits of the ids first..first+width-1 to out.
+    """Compute dz of one row of `width` logits, which belong to the ids first..first+width-1.
 
-    out may be the memory of the logits.
+    The result is written to `out`, which may be the memory of the logits.
     """
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
-    scale = -k * LN2 / s  # -1 / (T s)
+    scale = -k * LN2 / s  # equals -1 / (T s)
     a = scale * g
     b = 0.0
     is_needed = g != 0
@@ -244,7 +250,7 @@ def _differentiate_kernel(
         a += scale * e * (tl.load(entropies + row) - tl.log2(s) * LN2)
         b = scale * e * LN2
         is_needed = is_needed | (e != 0)
-    # The logits of a row without upstream gradient are not read, because its dz is 0
+    # If a row has no upstream gradient, its logits are not read, because its dz is 0.
     a = tl.where(is_needed, a, 0.0)
     b = tl.where(is_needed, b, 0.0)
     grad_chosen = tl.where(is_needed, g * k * LN2, 0.0)
@@ -255,7 +261,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # if a logit is NaN, then s is NaN, and so are a and b
+        # `maximum` drops a NaN, but if a logit is NaN, then s is NaN, and so are a, b and dz.
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)
@@ -275,9 +281,12 @@ def score_part_(
 
     Args:
         z: (N, width), logits of the ids first_id..first_id+width-1.
-        parts: (4, N), running results, see _score_kernel; None if there is only one part.
+        ids: (N,), the chosen tokens.
+        parts: (4, N), running results over the parts so far, see _score_kernel. None if the
+            vocabulary is a single part.
+        last: whether this is the last part.
     Returns:
-        logp, H, top (in base 2) and s, each (N,) float32; () before the last part.
+        logp, H, top (in base 2) and s, each (N,) float32, or an empty tuple before the last part.
     """
     rows, width = z.shape
     results = ()
@@ -315,9 +324,10 @@ def differentiate_part_(
 
     Args:
         z: (N, width), logits of the ids first_id..first_id+width-1.
-        saved: H, top and s, each (N,).
-        upstream: g (N,), and e (N,) or None.
-        out: (N, width), memory for the result, which may be z.
+        ids: (N,), the chosen tokens.
+        saved: H, top and s of the forward pass, each (N,).
+        upstream: g (N,), the gradient of logp, and e (N,), the gradient of H, or None.
+        out: (N, width), memory for the result; it may be z.
     """
     rows, width = z.shape
     if rows:
@@ -339,7 +349,7 @@ def differentiate_part_(
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
-    """Compute logp and H, each (N,), of logits z (N, V)."""
+    """Compute log-probabilities and entropies, each (N,), from logits z (N, V)."""
 
     @staticmethod
     def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -370,23 +380,26 @@ def selective_log_softmax(
     """Compute log-probabilities of given tokens, and entropies, from logits.
 
     Args:
-        logits: (..., V), float32, float16, bfloat16, or float64 (only on the torch path).
+        logits: (..., V), in float32, float16, bfloat16, or float64 (only on the torch path).
         ids: (...) int64, the tokens to score.
-        temperature: divides the logits, > 0.
+        temperature: divisor of the logits; must be greater than 0.
     Returns:
-        logps and entropies of softmax(logits / temperature), both (...), in nats, float32 (float64
-        for float64 logits), differentiable.
+        The log-probabilities and the entropies of softmax(logits / temperature), both (...), in
+        nats, in float32 (float64 for float64 logits). Both are differentiable.
     Raises:
-        ValueError: the shapes do not fit, or the temperature is not positive.
+        ValueError: if the shapes do not match, or the temperature is not positive.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:
         raise ValueError(
-            f"ids have the shape {tuple(ids.shape)}, they must have the shape of the logits "
-            f"without the last axis, {tuple(logits.shape[:-1])}"
+            f"expected ids of the shape {tuple(logits.shape[:-1])}, which is the shape of the "
+            f"logits without the last axis, but got {tuple(ids.shape)}"
         )
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, it must be above 0 (logits are divided)")
+        raise ValueError(
+            "the temperature must be greater than 0, because logits are divided by it, but it is "
+            f"{temperature}"
+        )
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
     return logps.view(ids.shape), entropies.view(ids.shape)

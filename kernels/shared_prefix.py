@@ -1,6 +1,10 @@
-"""Attention of completions that share a prompt: the queries of all completions form one matmul.
+"""Attention of completions that share a prompt.
 
-Dimension letters: R rows (completions), B prompts, K key heads, h query heads for each key head.
+The queries of all completions of a prompt are multiplied with the keys of the prompt in one matrix
+product.
+
+Dimension letters: R rows (completions), B prompts, K key heads, h query heads for each key head, H
+query heads in total, P prompt tokens, C completion tokens, D head dimension.
 """
 
 import math
@@ -11,60 +15,66 @@ from torch import Tensor
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 
-SHARED_BYTES = 2**24  # largest size of the float32 scores, see completion_attention
+# maximum size in bytes of the float32 scores in grouped_attention, see completion_attention
+SHARED_BYTES = 2**24
 
 
 def rectangles(
     prompts: list[range], completions: list[list[range]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute index blocks of groups with equally long prompts; only completions are padded.
+    """Compute rectangular index blocks for groups whose prompts have the same length.
+
+    Only the completions are padded.
 
     Args:
-        prompts: positions of each of the b prompts, P tokens long, in the packed sequence.
-        completions: positions of each prompt's completions, r in total.
+        prompts: position range of each prompt in the packed sequence: b prompts of P tokens each.
+        completions: position ranges of the completions of each prompt, r completions in total.
     Returns:
-        Indices into the packed sequence: prompts (b, P), and completions (r, C) with -1 after the
-        end of shorter ones. The third tensor (r,) is the prompt of each completion.
+        Three tensors: the indices of the prompts' tokens in the packed sequence (b, P), the indices
+        of the completions' tokens (r, C), padded with -1, and the prompt of each completion (r,).
     """
     rows = []
     for prompt, spans in enumerate(completions):
         for span in spans:
             rows.append((prompt, span.start, len(span)))
     prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
-    offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,)
-    completion_block = starts[:, None] + offset  # (r, C)
+    offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,): position in the completion
+    completion_block = starts[:, None] + offset  # (r, C): indices into the packed sequence
     completion_block = completion_block.masked_fill(offset >= lengths[:, None], -1)
     prompt_starts = torch.tensor([prompt.start for prompt in prompts])
-    prompt_block = prompt_starts[:, None] + torch.arange(len(prompts[0]))  # (b, P)
+    # (b, P): indices into the packed sequence
+    prompt_block = prompt_starts[:, None] + torch.arange(len(prompts[0]))
     return prompt_block, completion_block, prompt_index
 
 
 class PromptSlots:
-    """Assignment of rows to slots of their prompts.
+    """Assignment of rows (completions) to slots of their prompts.
 
-    Every prompt has as many slots as the largest group has rows; some slots may be empty.
+    All prompts have the same number of slots, which is the size of the largest group. Prompts with
+    fewer rows have empty slots.
 
     Args:
-        prompt_index: (R,), prompt of each row, ascending, on the CPU, so that no GPU must wait.
+        prompt_index: (R,), the prompt of each row, in ascending order. It must be on the CPU, so
+            that the host does not wait for a GPU.
         prompts: number of prompts.
     """
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
-        first_row = counts.cumsum(0) - counts  # first row of each prompt
+        first_row = counts.cumsum(0) - counts  # index of the first row of each prompt
         self.prompts = prompts
         self.slots = int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
         # number of earlier rows of the same prompt
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
-        # without empty slots, slot i is row i
+        # True if there are no empty slots; then slot i contains row i
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Arrange rows as queries of their prompt: (R, K, h, X) -> (B, K, slots*h, X).
+        """Arrange the rows as queries of their prompt: (R, K, h, X) -> (B, K, slots*h, X).
 
-        Empty slots are 0.
+        Empty slots are filled with 0.
         """
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
@@ -76,7 +86,7 @@ class PromptSlots:
         return x if self.full else x[self.slot]
 
     def expand_to_rows(self, x: Tensor) -> Tensor:
-        """Repeat a tensor of the prompts for each of their rows: (B, ...) -> (R, ...)."""
+        """Repeat each prompt's entry of x for all rows of the prompt: (B, ...) -> (R, ...)."""
         x = x.unsqueeze(1).expand(-1, self.slots, *x.shape[1:]).flatten(0, 1)
         return x if self.full else Reorder.apply(x, self.slot)
 
@@ -87,50 +97,58 @@ def completion_attention(
     """Compute attention of completions to all keys of their prompt and causally to their own keys.
 
     On a CPU, the queries of all completions of a prompt are multiplied with the prompt's keys in
-    one product, so that the keys are not copied for each completion. On a GPU, or if the scores
-    exceed SHARED_BYTES, the keys are copied for the fused kernel, which does not store the scores.
+    one product, so the keys are not copied for each completion. On a GPU, or if the scores would
+    take more than SHARED_BYTES, the keys are copied for each completion, and the fused kernel
+    computes attention without storing the scores.
 
     Args:
         q: (R, H, C, D), queries of the completions.
         k, v: (R, K, C, D), keys and values of the completions.
         prompt_k, prompt_v: (B, K, P, D), keys and values of the prompts.
-        slots: prompt of each completion.
+        slots: assignment of the completions to their prompts.
     Returns:
-        (R, H, C, D).
+        The attention outputs (R, H, C, D).
     """
     num_keys = prompt_k.shape[2] + k.shape[2]
-    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32
+    score_bytes = 4 * q[..., 0].numel() * num_keys  # size of the scores in float32
     if q.device.type == "cpu" and score_bytes <= SHARED_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     k = torch.cat([slots.expand_to_rows(prompt_k), k], dim=2)
     v = torch.cat([slots.expand_to_rows(prompt_v), v], dim=2)
-    return dense_attention(q, k, v, is_causal=True)  # query i attends to P + i + 1 keys
+    # Query i attends to P + i + 1 keys.
+    return dense_attention(q, k, v, is_causal=True)
 
 
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute `completion_attention` with one product for all completions of a prompt.
+    """Compute `completion_attention` with one matrix product for all completions of a prompt.
 
-    S is the number of slots of a prompt, see PromptSlots. The queries of a slot are ordered by
-    token, then by head: query c * h + i belongs to token c and head i.
+    S is the number of slots of each prompt, see PromptSlots. The queries in a slot are ordered by
+    token first and then by head: query c * h + i belongs to token c and head i.
     """
     (_, H, C, _) = q.shape
     K = k.shape[1]
     S = slots.slots
     h = H // K
-    q = q.unflatten(1, (K, h)).transpose(2, 3)  # (R, K, C, h, D)
-    q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D)
+    # (R, K, C, h, D): rows, key heads, tokens, query heads of a key head, head dimension
+    q = q.unflatten(1, (K, h)).transpose(2, 3)
+    # (B, K, S*C*h, D): all queries of a prompt and key head
+    q = slots.by_prompt(q).flatten(2, 3)
     own_q = q.unflatten(2, (S, C * h))
     own_k = slots.by_prompt(k).unflatten(2, (S, C))
     own_v = slots.by_prompt(v).unflatten(2, (S, C))
-    causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)  # (C*h, C)
-    to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)  # (B, K, S*C*h, C)
-    to_prompt = attention_scores(q, prompt_k)  # (B, K, S*C*h, P)
+    # (C*h, C): each token's mask row, repeated for its h query heads
+    causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)
+    # (B, K, S*C*h, C): scores of the completion's own keys
+    to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)
+    # (B, K, S*C*h, P): scores of the prompt's keys
+    to_prompt = attention_scores(q, prompt_k)
     weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
     to_prompt, to_own = weights.split([prompt_k.shape[2], C], dim=-1)
-    out = (to_prompt @ prompt_v).view_as(own_q)  # (B, K, S, C*h, D)
+    out = (to_prompt @ prompt_v).view_as(own_q)  # (B, K, S, C*h, D): outputs of each slot
     out = out + to_own.unflatten(2, (S, C * h)) @ own_v
     out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D)
-    out = slots.by_row(out)  # (R, C, 1, K, h, D), with tokens in the axis of heads
+    # (R, C, 1, K, h, D): outputs of each row; by_row treats the token axis C like key heads
+    out = slots.by_row(out)
     return out.flatten(2, 4).transpose(1, 2)

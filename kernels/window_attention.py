@@ -1,25 +1,27 @@
-"""Attention inside segments: each token attends to all tokens of its own window (or own frame).
+"""Attention inside segments: each token attends to all tokens of its window or its video frame.
 
-Derivation. For a segment with rows q_s, k_s, v_s (L, H, D), c = D^-1/2 and each head separately:
+Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D), with c = D^-1/2,
+and for each head separately:
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
-The softmax is computed as 2^(S log2 e), after subtracting the largest entry of each row. Let do_s
-be the gradient of o_s. Because the softmax of a row has the Jacobian diag(p) - p p^T,
+The exponentials of the softmax are computed as 2^(S log2 e), after the largest score of each row is
+subtracted. Let do_s be the gradient of o_s. Because the softmax of a row has the Jacobian
+diag(p) - p p^T,
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
     dq_s = c dS k_s              dk_s = c dS^T q_s
 
-so that the backward pass only needs q, k and v: it recomputes S and P, at most 64 x 64 numbers, in
-registers.
+Therefore the backward pass needs only q, k and v. It recomputes S and P, which are at most 64 x 64
+numbers each, in registers.
 
-Segments are independent. In torch, consecutive segments of equal length (a run) are one batched
-call without a mask. If the runs are too short for a call each, the segments are first sorted by
-length. In Triton, one program computes one segment of at most 64 tokens for one head, forward or
-backward; it reads its inputs once and writes its outputs once. A head with D = 80 is computed in
-two blocks of columns, 64 and 16, because a single block of 128 needs a third more registers in the
-backward pass (sm_90).
+Segments are independent. In torch, a run of consecutive segments with equal length is computed in
+one batched call without a mask. If the runs are too short for separate calls, the segments are
+first sorted by length. In Triton, one program computes one segment of at most 64 tokens for one
+head, forward or backward; it reads its inputs once and writes its outputs once. A head with D = 80
+is computed in two blocks of 64 and 16 columns, because a single block of 128 columns needs a third
+more registers in the backward pass (on sm_90).
 """
 
 import math
@@ -32,35 +34,39 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention
 
-# The largest segments and heads that fit into the registers of a Triton program. float32 does not
-# fit: IEEE products spill 8 KB per thread, and three passes of tf32 still spill in the backward
-# pass. Therefore float32 on a GPU is computed by torch. The interpreter has no such limit.
+# The largest number of tokens and the largest head dimension that fit into the registers of a
+# Triton program. float32 does not fit: IEEE products spill 8 KB per thread, and products in three
+# passes of tf32 still spill in the backward pass. Therefore torch computes float32 on a GPU. The
+# interpreter does not have this limit.
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# number of tokens that a CPU sorts in the time of one call; segments are sorted by length if their
-# runs are shorter on average
+# Number of tokens that a CPU can sort in the time of one attention call. Segments are sorted by
+# length if their runs have fewer tokens on average.
 TOKENS_PER_CALL = 128
 
 
 class Segments:
     """Segment boundaries, and the order in which `batched_attention` computes the segments.
 
-    They are computed once for all layers of the vision tower.
+    One instance is computed per input and shared by all layers of the vision tower.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        # (segments + 1,), start of each segment and end of the last one
+        # (segments + 1,), the start of each segment and the end of the last segment
         self.cu_seqlens = to_device(starts.int(), device)
-        # (segment length, number of tokens) of each run: consecutive segments of equal length
+        # A run is a sequence of consecutive segments with equal length. Each entry is the segment
+        # length and the number of tokens of a run.
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # permutations (T,) that sort the tokens by segment length and back, or None
+        # permutation (T,) that sorts the tokens by segment length, and its inverse; None if the
+        # tokens are not sorted
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
-            length_of_token = starts.diff().repeat_interleave(starts.diff())  # (T,)
+            # (T,), the segment length of each token
+            length_of_token = starts.diff().repeat_interleave(starts.diff())
             self.order = to_device(length_of_token.argsort(stable=True), device)
             self.inverse = self.order.argsort()
 
@@ -69,7 +75,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
     """Compute `window_attention` in torch, with one call for each run of equally long segments."""
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
-    if len(segments.runs) == 1:  # no split and no concatenation needed
+    if len(segments.runs) == 1:  # split and concatenation are not needed
         [(length, _)] = segments.runs
         out = _equal_segments(q, k, v, length)
     else:
@@ -80,8 +86,12 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 
 
 def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Attend within each of S consecutive segments of one length, (S * length, H, D)."""
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
+    """Compute attention within each of S consecutive segments of the same length.
+
+    q, k and v have the shape (S * length, H, D).
+    """
+    # (S, H, L, D): segments, heads, tokens of a segment, head dimension
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
@@ -94,7 +104,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _load_block(x, row_stride, length, D, FIRST: constexpr, ROWS: constexpr, COLUMNS: constexpr):
-    """Load COLUMNS columns of a segment's rows, starting at column FIRST; zeros outside of it."""
+    """Load COLUMNS columns of a segment, starting at column FIRST; pad the segment with 0."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = FIRST + tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
@@ -103,7 +113,7 @@ def _load_block(x, row_stride, length, D, FIRST: constexpr, ROWS: constexpr, COL
 
 @triton.jit
 def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr, EXTRA: constexpr):
-    """Load a segment's rows as two blocks of columns; if EXTRA is 0, the second is never used."""
+    """Load a segment as two blocks of columns; the second block is never used if EXTRA is 0."""
     first = _load_block(x, row_stride, length, D, 0, ROWS, COLUMNS)
     second = first
     if EXTRA > 0:
@@ -130,7 +140,7 @@ def _row_products(a, b, EXTRA: constexpr):
 
 @triton.jit
 def _store_product(out, a, b, length, H: constexpr, D: constexpr, EXTRA: constexpr):
-    """Compute a b for a (ROWS, ROWS), and write the product to a segment of a contiguous tensor."""
+    """Compute a b for a (ROWS, ROWS), and write the product to a segment of `out` (contiguous)."""
     product = tl.dot(a, b[0], input_precision="ieee")
     _store_block(out, product, length, D, H * D, 0)
     if EXTRA > 0:
@@ -140,7 +150,7 @@ def _store_product(out, a, b, length, H: constexpr, D: constexpr, EXTRA: constex
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute P from q k^T. Rows outside of the segment get weights too, but no code reads them."""
+    """Compute P from q k^T. Rows outside of the segment get weights, too, but they are not used."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -149,9 +159,9 @@ def _softmax(scores, length, D: constexpr, ROWS: constexpr):
 
 @triton.jit
 def _segment(cu_seqlens, H: constexpr):
-    """Return the program's head, and the first token and the length of its segment.
+    """Return the head of the program, and the first token and the length of its segment.
 
-    The first token is int64, because offsets computed from it may exceed 32 bits.
+    The first token is int64, because offsets that are computed from it may exceed 32 bits.
     """
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
@@ -178,7 +188,10 @@ def _forward_kernel(
     COLUMNS: constexpr,
     EXTRA: constexpr,
 ):
-    """Compute softmax(q k^T) v for one segment and one head; q_row, q_head etc. are strides."""
+    """Compute attention for one segment and one head.
+
+    q_row and q_head are the strides of the rows and heads of q; those of k and v are named alike.
+    """
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
@@ -214,12 +227,15 @@ def _backward_kernel(
     COLUMNS: constexpr,
     EXTRA: constexpr,
 ):
-    """Compute the gradients of q, k and v for one segment and one head, as derived above."""
+    """Compute the gradients of q, k and v for one segment and one head.
+
+    The formulas are derived in the docstring of this module.
+    """
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
     v += start * v_row + head * v_head
-    offset = (start * H + head) * D  # grad and the three gradients are contiguous
+    offset = (start * H + head) * D  # valid for grad, grad_q, grad_k and grad_v: all are contiguous
 
     queries = _load(q, q_row, length, D, ROWS, COLUMNS, EXTRA)
     keys = _load(k, k_row, length, D, ROWS, COLUMNS, EXTRA)
@@ -227,7 +243,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS, EXTRA)
     P = _softmax(_row_products(queries, keys, EXTRA), length, D, ROWS)
     dP = _row_products(grads, values, EXTRA)
-    # in rows outside of the segment dP is 0, so dS is 0 too
+    # In rows outside of the segment, dP is 0, and therefore dS is also 0.
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D, EXTRA)
@@ -236,10 +252,10 @@ def _backward_kernel(
 
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int, int]:
-    """Return ROWS, COLUMNS and EXTRA for segments of at most `longest` tokens.
+    """Return the block sizes ROWS, COLUMNS and EXTRA for segments of at most `longest` tokens.
 
-    All are at least 16 (EXTRA may be 0), because matrix instructions have no smaller sizes.
-    Example: 60 tokens with heads of 80 give 64, 64 and 16.
+    Each block size is at least 16, because matrix instructions do not support smaller sizes; EXTRA
+    may also be 0. Example: 60 tokens with a head dimension of 80 give 64, 64 and 16.
     """
     rows = max(16, 1 << (longest - 1).bit_length())
     columns = max(16, 1 << head_dim.bit_length() - 1)
@@ -251,11 +267,11 @@ def block_sizes(longest: int, head_dim: int) -> tuple[int, int, int]:
 def _launch(
     kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor
 ) -> None:
-    """Launch one program for each segment and head.
+    """Launch one program of `kernel` for each segment and head.
 
-    tensors: further arguments of the kernel, which differ between forward and backward.
+    `tensors` are the remaining arguments of the kernel, which differ between forward and backward.
     """
-    # the kernels accept any stride of rows and heads, but the columns must be contiguous
+    # The kernels accept any stride between rows and heads, but the columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
     (rows, columns, extra) = block_sizes(longest, D)
@@ -274,7 +290,8 @@ def _launch(
             ROWS=rows,
             COLUMNS=columns,
             EXTRA=extra,
-            num_warps=rows // 16,  # 4 warps for 64 tokens: one warp group of Hopper's matrix unit
+            # 64 tokens take 4 warps, which is one warp group of Hopper's matrix unit.
+            num_warps=rows // 16,
             num_stages=1,
         )
 
@@ -319,14 +336,14 @@ _window_attention.register_autograd(_differentiate, setup_context=_save)
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention within each segment with scale D^-1/2.
 
-    The Triton kernels are used if backend_for chooses them and a segment fits into one program: at
-    most 64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes dense_attention for
-    each segment length.
+    The Triton kernels are used if backend_for selects them and each segment fits into one program,
+    which needs at most 64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes
+    dense_attention for each segment length.
 
     Args:
-        q, k, v: (T, H, D), of one dtype.
+        q, k, v: (T, H, D), queries, keys and values of T tokens, all with the same dtype.
     Returns:
-        (T, H, D).
+        The attention outputs (T, H, D).
     Source: equals transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
     """
     fits = segments.longest <= MAX_TOKENS and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in DTYPES

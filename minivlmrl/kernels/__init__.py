@@ -1,7 +1,8 @@
 """Make the files of <repository>/kernels importable as `minivlmrl.kernels.<name>` in a source tree.
 
 An installed wheel does not need this file, because pyproject.toml maps `minivlmrl.kernels` to the
-folder. A wheel built from an old build/ folder may contain this file without harm.
+folder kernels/. If a wheel is built from an old build/ folder, it may contain this file, which is
+harmless.
 """
 
 from pathlib import Path

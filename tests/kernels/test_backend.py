@@ -43,10 +43,10 @@ def test_the_device_decides():
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.warns(UserWarning, match="Kernels run in torch, .*: a card is older"):
+    with pytest.warns(UserWarning, match="slower torch path, .*: the GPU a card has a compute capability below"):
         assert backend_for(OnGPU()) == "torch"
     monkeypatch.setattr(backend, "INSTALLED", False)
-    with pytest.warns(UserWarning, match="Triton cannot run: it is not installed"):
+    with pytest.warns(UserWarning, match="Triton kernels cannot run: Triton is not installed"):
         assert backend_for(OnGPU(device="cuda:1")) == "torch"
 
 
@@ -64,12 +64,12 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
             logps, _ = linear_log_softmax(weight[:2], weight, ids)
         assert torch.allclose(logps.cpu(), -torch.tensor(4.0).log())
         monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
-        with pytest.raises(ValueError, match=r"Triton cannot run: it cannot compile here .*gcc and python3-dev"):
+        with pytest.raises(ValueError, match=r"cannot run: Triton cannot compile a kernel .*gcc and python3-dev"):
             backend_for(weight)
     assert probe.cache_info().misses == 1
     [warning] = recwarn
     assert str(warning.message).startswith(
-        "Kernels run in torch, which is slower, because Triton cannot run: it cannot compile"
+        "The kernels run on the slower torch path, because the Triton kernels cannot run: Triton cannot compile"
     )
 
 
