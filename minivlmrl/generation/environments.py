@@ -1,7 +1,7 @@
-"""Connect the package with agents/, which has tools, environments and trajectories.
+"""Functions through which the package uses agents/: tools, environments and trajectories.
 
-Only the function `agents` imports agents/, and only if a recipe sets `sampling.environment`, so
-that a run without tools loads none of those modules.
+Only the function `agents` imports the folder agents/, and it is only called if a recipe sets
+`sampling.environment`. Therefore a run without tools does not load any module of agents/.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,22 @@ from minivlmrl.model.packing import GroupBatch, pack
 
 
 def agents():
-    """Import and return agents/hooks.py, whose functions the package calls."""
+    """Import and return the module agents/hooks.py, whose functions the package calls."""
     from minivlmrl.agents import hooks
 
     return hooks
 
 
 def check_environment(run: RunConfig):
-    """Raise ValueError if the environment, or the reward `environment`, does not fit the recipe."""
+    """Check that the recipe's environment and its reward `environment` are consistent.
+
+    Raises:
+        ValueError: if the environment does not match the rewards, or if both the environment and
+            sampling.history define the context windows.
+    """
     if run.sampling.environment is not None or "environment" in run.rewards:
         agents().check_reward(run.sampling.environment, run.rewards)
-    samples_trajectories(run.sampling)  # raises if there are two rules for windows
+    samples_trajectories(run.sampling)  # raises if there are two rules for context windows
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
@@ -37,12 +42,16 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
 
 
 def begin_environment(name: str | None, row: Row) -> Environment | None:
-    """Construct the environment and reset it with the columns of a row; None without a name."""
+    """Construct the environment `name` and reset it with the columns of a row.
+
+    Returns:
+        The environment, or None if `name` is None.
+    """
     return None if name is None else agents().begin_with_row(name, row)
 
 
 def prepare_tools(processor: Processor, name: str | None) -> Processor:
-    """Return a processor whose chat template declares the tools of the environment of this name."""
+    """Return a processor whose chat template declares the tools of the environment `name`."""
     return processor if name is None else agents().with_tools(processor, name)
 
 
@@ -52,13 +61,19 @@ def pack_rollout(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and completions into a batch; turns of a trajectory keep their own windows."""
+    """Pack prompts and completions into a batch.
+
+    Each turn of a trajectory is packed with its own context window.
+    """
     if not any(completion.turns for group in completions for completion in group):
         return pack(prompts, completions, config, device)
     return agents().pack_turns(prompts, completions, config, device)
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion adds to a packed batch, with windows of later turns."""
+    """Count the tokens that a completion adds to a packed batch.
+
+    The count includes the context windows of all turns after the first.
+    """
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -1,4 +1,4 @@
-"""Sample completions of prompts; each prompt is computed once for all of its completions.
+"""Sample completions of prompts. Each prompt is computed only once for all its completions.
 
     prefill        run one forward over all prompts, and store the keys and values of each prompt
                    once for all of its completions
@@ -7,8 +7,8 @@
     decode         run one forward over the newest token of each row, which attends to its prompt
                    and to the earlier tokens of its own completion
 
-A row is one completion. Its random numbers depend only on the key of its prompt, so that a sample
-does not change with the batch or the number of GPUs; see data/rows.uniform_numbers.
+A row is one completion. Its random numbers depend only on the key of its prompt, so a sample does
+not change with the batch or the number of GPUs. See uniform_numbers in data/rows.py.
 
 Dimension letters: B prompts, G completions per prompt, R = B * G rows, r rows that are still in
 the batch, V vocabulary size.
@@ -27,28 +27,30 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.packing import GroupBatch, pack
 
-# A probability of 1 has this many units, so that sums stay below 2^53, where float64 is exact.
+# Number of integer units that equal a probability of 1. Sums stay below 2^53, where float64 is
+# exact.
 UNITS = 2**52
-# sample_token(logits (r, V), row indices, tokens per row so far) -> ids, logps, ends (bool), each
-# of shape (r,)
+# A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row
+# from logits (r, V). rows (r,) are the row indices, and counts (r,) the numbers of tokens that each
+# row has so far. Each result is (r,), and `ends` is True where the token ends the completion.
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-# sample(probs (r, V), rows, counts) -> ids (r,)
+# a function sample(probs, rows, counts) that samples ids (r,) from probabilities (r, V)
 Sample = Callable[[Tensor, Tensor, Tensor], Tensor]
-# logits_processor(logits (r, V), rows, counts) -> scores (r, V)
+# a function logits_processor(logits, rows, counts) that computes scores (r, V) from logits (r, V)
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Decode:
-    """Run one decode step: the forward of one new token per row.
+    """Run one decode step, which is a forward pass of one new token per row.
 
-    cuda_graphs.py captures this step as a CUDA graph. The samplers in agents/ also prefill the
-    outputs of tools with it.
+    cuda_graphs.py captures this step as a CUDA graph. The samplers in agents/ override it to also
+    prefill the outputs of tools.
     """
 
     attention_type = DecodeAttention
 
     def __call__(self, model: Qwen2_5_VL, ids: Tensor, attention: DecodeAttention) -> Tensor:
-        """Compute the logits (r, V) that follow the newest token of each row, ids (r,)."""
+        """Compute the logits (r, V) of the token after the newest token of each row, ids (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
         return float32_matmul(hidden, model.lm_head.weight.T)
@@ -64,21 +66,22 @@ def generate(
 
     Args:
         sample_token: function that samples one token per row, see make_token_sampler.
-        decode: function that computes a decode step, by default Decode().
-        device: device of the computation, by default the device of lm_head. Pass it if weights
+        decode: function that computes a decode step; defaults to Decode().
+        device: device of the computation; defaults to the device of lm_head. Pass it if weights
             are offloaded, because they are then on another device.
     Returns:
-        B lists of num_generations completions.
+        A list of num_generations completions for each prompt.
     Raises:
-        FloatingPointError: the logits of the model are not finite.
+        FloatingPointError: if the logits of the model are not finite.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
-    prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)  # (R,)
+    # (R,), the index of the prompt of each row
+    prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # (rows, ids, logps, ends) of each step, each (r,); rows is -1 for rows that have finished
+    # one tuple (rows, ids, logps, ends) per step, each (r,); `rows` is -1 for a finished row
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)
@@ -89,10 +92,10 @@ def generate(
             unfinished_host = unfinished.cpu()  # the only point where the host waits for the GPU
             if not unfinished_host.any():
                 break
-            kept_rows = attention.select(unfinished_host)
-            if kept_rows is not None:  # finished rows were dropped
-                ids = ids[kept_rows]
-                unfinished = unfinished[kept_rows]
+            remaining_rows = attention.select(unfinished_host)
+            if remaining_rows is not None:  # finished rows were removed from the batch
+                ids = ids[remaining_rows]
+                unfinished = unfinished[remaining_rows]
         attention.advance()
         logits = decode(model, ids, attention)
     return to_completions(steps, num_generations)
@@ -104,16 +107,19 @@ def prefill(
     """Run the prompts through the model once, and prepare the attention for decoding.
 
     Args:
-        prompt_index: (R,) index of the prompt of each row.
+        prompt_index: (R,), the index of the prompt of each row.
         capacity: maximum number of tokens of a completion.
     Returns:
         The logits (R, V) of the first token of each row, and the attention with the keys and
         values of the prompts.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
-    hidden = model(batch, attention, batch.layout.last_index)  # (B, hidden_size)
-    positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)  # each (3, P)
-    start = torch.stack([position.max() + 1 for position in positions])  # (B,)
+    # (B, hidden_size), the hidden state of the last token of each prompt
+    hidden = model(batch, attention, batch.layout.last_index)
+    # for each prompt (3, P): time, height and width positions of its tokens
+    positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)
+    # (B,), the position of the first completion token of each prompt
+    start = torch.stack([position.max() + 1 for position in positions])
     decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
     return logits[decoding.slots.prompt_index], decoding
@@ -125,17 +131,20 @@ def to_completions(
     """Collect the tokens of all decode steps into completions.
 
     Args:
-        steps: rows, ids, logps and ends of each step, each (r,), see `generate`. A row index of -1
-            marks a row that had already finished.
+        steps: a tuple (rows, ids, logps, ends) for each step, each (r,), as in TokenSampler. A row
+            index of -1 marks a row that had already finished before the step.
     Returns:
         A list of num_generations completions for each prompt.
     Raises:
-        FloatingPointError: a log-probability of a sampled token is not finite.
+        FloatingPointError: if the log-probability of a sampled token is not finite.
     """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    sampled = (rows >= 0).nonzero()[:, 0]  # without the tokens of finished rows, marked by -1
+    sampled = (rows >= 0).nonzero()[:, 0]  # excludes the tokens of finished rows
     if not logps[sampled].isfinite().all():
-        raise FloatingPointError("the model's logits are not finite")
+        raise FloatingPointError(
+            "the model's logits contain NaN or inf (they are not finite); check the weights and "
+            "the learning rate"
+        )
     order = sampled[rows[sampled].argsort(stable=True)]  # sorted by row, then by step
     completions = []
     for index in order.split(rows[sampled].bincount().tolist()):
@@ -151,17 +160,17 @@ def make_token_sampler(
 ) -> TokenSampler:  # fmt: skip
     """Make the function with which `generate` samples one token per row.
 
-    The log-probabilities that the function returns are those of the distribution that the token
-    was sampled from: after the temperature, normalised over the tokens that the filters keep.
-    They do not include a repetition penalty, and with temperature 0 no temperature.
+    The function also returns the log-probability of each sampled token. The logits are divided by
+    the temperature and normalised over the tokens that the filters do not remove. A repetition
+    penalty has no influence on the log-probabilities, and a temperature of 0 counts as 1.
 
     Args:
         temperature: divisor of the logits; 0 selects the likeliest token.
         stop_ids: token ids that end a completion.
         sample: function that samples ids from probabilities, see sample_by_uniforms.
-        logits_processor: function that computes scores, whose softmax is the distribution of the
-            next token; by default logits / temperature. Filters such as top_p are logits
-            processors, which set the scores of removed tokens to -inf.
+        logits_processor: function that computes scores from logits. The softmax of the scores is
+            the distribution of the next token. The default is logits / temperature. A filter such
+            as top_p is a logits processor that sets the scores of removed tokens to -inf.
         device: device of the logits.
     Returns:
         The function sample_token(logits, rows, counts) -> ids, logps, ends, see TokenSampler.
@@ -173,20 +182,21 @@ def make_token_sampler(
         scaled = logits if temperature in (0, 1) else logits / temperature
         scores = scaled if logits_processor is None else logits_processor(logits, rows, counts)
         ids = sample(scores.softmax(-1), rows, counts) if temperature else scores.argmax(-1)
-        kept = scaled
+        allowed_scores = scaled
         if logits_processor is not None:
-            kept = torch.where(scores.isneginf(), scores, scaled)
-        logps = kept.gather(-1, ids[:, None])[:, 0] - kept.logsumexp(-1)
+            allowed_scores = torch.where(scores.isneginf(), scores, scaled)
+        logps = allowed_scores.gather(-1, ids[:, None])[:, 0] - allowed_scores.logsumexp(-1)
         return ids, logps, torch.isin(ids, stop_index)
 
     return sample_token
 
 
 def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> Sample:
-    """Make a function that samples ids (r,) from probabilities (r, V) by given random numbers.
+    """Make a function that samples ids (r,) from probabilities (r, V) with given random numbers.
 
     Args:
-        uniforms: (R, max_new_tokens) float64 in [0, 1), one number per token, see inverse_cdf.
+        uniforms: (R, max_new_tokens) float64 in [0, 1), one random number for each token of each
+            row, see inverse_cdf.
         device: device of the probabilities.
     """
     uniforms = to_device(uniforms, device)
@@ -198,19 +208,20 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Sample the first token at which the cumulative probability exceeds the row's random number.
+    """Return the first token at which the cumulative probability exceeds the row's random number.
 
-    Probabilities are counted in whole units of 2^-52, because integers add up exactly in any order
-    on any device. So a token of probability 0 is never sampled, and rows do not influence each
-    other.
+    Probabilities are converted to integer multiples of 2^-52, because sums of integers are exact,
+    in any order and on any device. Therefore a token of probability 0 is never sampled, and rows do
+    not influence each other.
 
     Args:
         probs: (r, V) float32.
         uniform: (r,) float64 in [0, 1), the random number of each row.
     Returns:
-        ids (r,).
+        The sampled ids (r,).
     """
-    units = running_sum((probs * UNITS).long())  # (r, V); multiplying by a power of 2 is exact
-    target = (uniform * units[:, -1]).long()  # rounded down, so that it is below the total
+    # (r, V), cumulative probabilities; the multiplication by a power of 2 is exact
+    units = running_sum((probs * UNITS).long())
+    target = (uniform * units[:, -1]).long()  # rounded down, so it is below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Sample completions with a recipe's filters, stop strings, sharded weights and CUDA graphs."""
+"""Sample completions as a recipe configures it: filters, stop strings, sharding and CUDA graphs."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from minivlmrl.generation.filters import Filters
     from minivlmrl.generation.stop_strings import StopStrings
 
-# class of sampler for each value of the option sampling.engine
+# sampler class for each value of the option sampling.engine
 ENGINES = {
     "native": "minivlmrl.generation.sampler:Sampler",
     "vllm": "minivlmrl.generation.vllm:VLLMSampler",
@@ -39,7 +39,7 @@ ENGINES = {
 
 
 class SampledRows(Protocol):
-    """The fields of a trainers/base.Rollout that Sampler.verify_logps reads."""
+    """Fields of Rollout (trainers/base.py) that Sampler.verify_logps reads."""
 
     @property
     def rows(self) -> Sequence[Row]: ...
@@ -52,14 +52,19 @@ class SampledRows(Protocol):
 class Sampler:
     """Sample completions with the options of a recipe's section `sampling`.
 
-    A sample depends on the key of its prompt, not on the other prompts or the number of ranks.
-    Another engine is a subclass of this class, see vllm.py and docs/developer_guide.md.
+    A sample depends on the key of its prompt, but not on the other prompts or the number of ranks.
+    To use a different engine, make a subclass of this class; see vllm.py and
+    docs/developer_guide.md.
 
     Args:
-        world: the ranks of the run, by default only this process, on the device of the model.
-        gather_weights: gather all sharded weights before a rollout, see weights.rollout_weights.
-        keeps_vision: store image embeddings in the prompts, so that the reference and the training
-            step reuse them; valid only for a frozen vision tower.
+        model: the policy.
+        processor: the policy's processor, with the tokenizer and the default stop tokens.
+        sampling: the options of the section `sampling`.
+        world: the ranks of the run; defaults to this process only, on the device of the model.
+        gather_weights: whether to gather all sharded weights before a rollout, see rollout_weights
+            in distributed/weights.py.
+        keeps_vision: whether to store image embeddings in the prompts, so that the reference and
+            the training step can reuse them. This is only valid for a frozen vision tower.
     """
 
     def __init__(
@@ -70,13 +75,14 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        self.device = self.world.device  # weights may be offloaded
+        # the device of the computation; the weights may be offloaded to a different device
+        self.device = self.world.device
         self.gather_weights = gather_weights
-        # called with the rows (r,) and ids (r,) of new tokens, see commands/chat.py
+        # callback with the rows (r,) and ids (r,) of new tokens; commands/chat.py prints them
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
-        # a mixture of experts cannot be captured, because the tokens per expert vary
+        # A mixture of experts cannot be captured, because the number of tokens per expert varies.
         fits_graph = not by_layer and model.config.experts is None
         on_gpu = self.device.type == "cuda" and fits_graph
         self.captured = sampling.cuda_graph == "auto" and on_gpu
@@ -86,14 +92,14 @@ class Sampler:
     def __call__(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample num_generations completions per prompt; all ranks must call this method.
+        """Sample num_generations completions per prompt. All ranks must call this method.
 
         Args:
-            keys: key of each prompt, which its random numbers depend on.
+            keys: the key of each prompt, from which its random numbers are computed.
         Returns:
             A list of num_generations completions for each prompt.
         Raises:
-            ValueError: a stop token is outside the vocabulary of the model.
+            ValueError: if a stop token is outside the vocabulary of the model.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
@@ -104,7 +110,7 @@ class Sampler:
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Sample completions of all these prompts in one batch; see __call__ for the arguments."""
+        """Sample completions of all prompts in one batch. See __call__ for the arguments."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
         return self.sample_with(prompts, num_generations, sample_token)
 
@@ -114,7 +120,7 @@ class Sampler:
         """Make the function that samples one token per row, with filters and stop strings.
 
         Raises:
-            ValueError: a stop token is outside the vocabulary of the model.
+            ValueError: if a stop token is outside the vocabulary of the model.
         """
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
@@ -134,7 +140,10 @@ class Sampler:
         largest = max(stop_ids, default=0)
         vocab_size = self.model.config.vocab_size
         if largest >= vocab_size:
-            raise ValueError(f"stop_token_ids has {largest}, the model has {vocab_size} tokens")
+            raise ValueError(
+                f"stop_token_ids contains {largest}, but the vocabulary of the model has only "
+                f"{vocab_size} tokens; use ids from 0 to {vocab_size - 1}"
+            )
         uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
         sample = sample_by_uniforms(uniforms, self.device)
         sample_token = make_token_sampler(
@@ -150,7 +159,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with this sample_token; vllm.py overrides this method."""
+        """Sample completions with the function `sample_token`. vllm.py overrides this method."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -163,7 +172,10 @@ class Sampler:
         self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
-        """Sample completions with `model`, a gathered or sharded policy; agents/ extend this."""
+        """Sample completions with `model`, which is the gathered or the sharded policy.
+
+        The samplers in agents/ extend this method.
+        """
         limit = self.sampling.max_new_tokens
         if self.keeps_vision:
             keep_vision(model, prompts, self.device)
@@ -173,17 +185,20 @@ class Sampler:
         if routing is None:
             groups = generate(*arguments, sample_token, decode, self.device)
         else:
-            kept_routes = torch.zeros(len(prompts) * num_generations, limit, dtype=torch.long)
-            with routing.watch_routes(model, sample_token, kept_routes) as watched:
-                groups = generate(*arguments, watched, decode, self.device)
-            for completion, routes in zip(chain(*groups), kept_routes, strict=True):
+            route_buffer = torch.zeros(len(prompts) * num_generations, limit, dtype=torch.long)
+            with routing.watch_routes(model, sample_token, route_buffer) as recording_sampler:
+                groups = generate(*arguments, recording_sampler, decode, self.device)
+            for completion, routes in zip(chain(*groups), route_buffer, strict=True):
                 completion.routes = routes
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups
 
     def decode(self) -> Decode:
-        """Make the decode step; agents/ override this to also prefill the outputs of tools."""
+        """Make the decode step.
+
+        The samplers in agents/ override this method to also prefill the outputs of tools.
+        """
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -191,21 +206,24 @@ class Sampler:
         return CapturedDecode()
 
     def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record sampled tokens (r,); return (r,) bool, True where the row is finished.
+        """Record the sampled tokens, and find the rows that are finished.
 
-        agents/ override this method to run the tools that a completion calls.
+        The samplers in agents/ override this method to run the tools that a completion calls.
 
         Args:
-            rows: (r,) row indices.
-            ids: (r,) sampled tokens.
+            rows: (r,), the row indices.
+            ids: (r,), the sampled token of each row.
             turn_ends: (r,) bool, True where the token is a stop token.
+        Returns:
+            (r,) bool, True where the row is finished.
         """
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record new tokens (r,); return (r,) bool, True where they complete a stop string.
+        """Record one new token per row, which was sampled or is part of the output of a tool.
 
-        The tokens may be sampled or come from the output of a tool.
+        Returns:
+            (r,) bool, True where the token completes a stop string.
         """
         if self.filters is not None:
             self.filters.add_seen(rows, ids)
@@ -214,21 +232,29 @@ class Sampler:
             return torch.zeros_like(ids, dtype=torch.bool)
         return self.stop_strings.completed(rows, ids)
 
-    # Other engines override the methods below.
+    # Subclasses for other engines override the methods below.
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if this engine cannot run the recipe, before a model is loaded."""
+        """Raise ValueError if this engine cannot run the recipe.
+
+        This method is called before a model is loaded.
+        """
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the maximum length of prompt and completion together in tokens, or None."""
+        """Return the maximum number of tokens of a prompt and its completion together.
+
+        None means that the engine does not limit this number.
+        """
 
     @classmethod
     def engine_bytes(
         cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype
     ) -> dict[str, int]:
         """Estimate the memory that the engine needs only during rollouts, as {name: bytes}.
+
+        This class does not need additional memory.
 
         Args:
             num_parameters: number of parameters of the policy.
@@ -237,10 +263,15 @@ class Sampler:
         return {}
 
     def verify_logps(self, rollout: SampledRows, max_logp_mismatch: float):
-        """Raise ValueError if the engine's log-probabilities differ from those of the policy.
+        """Check that the engine's log-probabilities of a rollout match those of the policy.
+
+        This class computes with the policy itself, so it does not check anything.
 
         Args:
-            max_logp_mismatch: factor on the largest accepted difference.
+            rollout: the prompts and sampled completions.
+            max_logp_mismatch: factor by which the largest accepted difference is multiplied.
+        Raises:
+            ValueError: if the log-probabilities differ too much.
         """
 
 
@@ -248,12 +279,13 @@ def make_sampler(
     model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions, world: World,
     gather_weights: bool = True, keeps_vision: bool = False,
 ) -> Sampler:  # fmt: skip
-    """Make the sampler that sampling.engine names, or a sampler with tools for an environment.
+    """Make the sampler for a recipe's section `sampling`.
 
-    See Sampler for the arguments.
+    This is a sampler with tools if sampling.environment is set, and otherwise the engine that
+    sampling.engine names. See Sampler for the arguments.
 
     Raises:
-        ValueError: no engine has the name in sampling.engine.
+        ValueError: if sampling.engine does not name an engine.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -263,16 +295,22 @@ def make_sampler(
 
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
-    """Return the sampler class that sampling.engine names (ValueError if there is none)."""
+    """Return the sampler class that sampling.engine names.
+
+    Raises:
+        ValueError: if sampling.engine does not name a subclass of Sampler.
+    """
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         if options or not (isinstance(kind, type) and issubclass(kind, Sampler)):
-            raise ValueError("it must be a class made of minivlmrl.generation.sampler.Sampler")
+            raise ValueError(
+                "the engine must be a subclass of minivlmrl.generation.sampler.Sampler"
+            )
     return kind
 
 
 def keep_vision(model: Qwen2_5_VL, prompts: Sequence[Prompt], device: torch.device):
-    """Compute image embeddings and store them in the prompts, for later forwards to reuse."""
+    """Compute the image embeddings of prompts and store them for reuse by later forward passes."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):

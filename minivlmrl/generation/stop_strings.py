@@ -1,4 +1,7 @@
-"""Find stop strings in the bytes of completions; a stop string may begin or end inside a token."""
+"""Find stop strings in the bytes of completions.
+
+Bytes are compared instead of tokens, because a stop string may begin or end inside a token.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,23 +11,25 @@ from torch import Tensor
 
 from minivlmrl.data.tokenizer import Tokenizer
 
-# Byte-level BPE writes each byte as one character. A printable Latin-1 byte is that character; the
-# other bytes are the characters from code point 256 on.
+# Byte-level BPE represents each byte by one character. A byte that is a printable Latin-1 character
+# is represented by this character. The remaining bytes are represented by the characters from code
+# point 256 on.
 PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTES = {
     **{chr(byte): byte for byte in PRINTABLE},
     **{chr(code): byte for code, byte in enumerate(UNPRINTABLE, start=256)},
 }
-# bytes of an id without a token; UTF-8 never has this byte, so no stop string matches across it
+# Byte that represents an id without a token. This byte does not occur in UTF-8, so a stop string
+# cannot match across it.
 NO_TEXT = b"\xff"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> bytes:
-    """Return the UTF-8 bytes of a token's text, or `missing` if the id has no token.
+    """Return the UTF-8 bytes of a token's text, or `missing` if the id does not have a token.
 
-    Example: the token Ġcat has the bytes b" cat"; the token Ã© has both bytes of é, and the token Ã
-    only the first.
+    Example: the token Ġcat has the bytes b" cat". The token Ã© has the two bytes of é, and the
+    token Ã has only the first byte of é.
     """
     token = tokenizer.backend.id_to_token(token_id)
     if token is None:
@@ -35,12 +40,14 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 class StopStrings:
     """Find the rows that complete a stop string, like StopStringCriteria of transformers 5.23.
 
-    A stop string is complete with the token that contains its last byte, even if more text follows
-    in that token. For example, the tokens "</answ" and "er>." complete </answer>, and the full stop
-    stays in the completion. A stop string may begin in the prompt, but must end in the completion.
+    A stop string is complete as soon as a token contains its last byte, even if the token contains
+    more text after it. For example, the tokens "</answ" and "er>." complete </answer>, and the full
+    stop remains in the completion. A stop string may begin in the prompt, but must end in the
+    completion.
 
     Args:
         strings: the stop strings.
+        tokenizer: tokenizer of the prompts and completions.
         prompts: token ids of each row's prompt, (P,) int64.
     """
 
@@ -54,11 +61,13 @@ class StopStrings:
             self.before.append(b"".join(map(self.bytes_of, last_ids)))
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Append one token to each row; return (r,) bool, True where it completes a stop string.
+        """Append one token to each of these rows, and find the rows that complete a stop string.
 
         Args:
-            rows: (r,) row indices.
-            ids: (r,) new token of each row.
+            rows: (r,), the row indices.
+            ids: (r,), the new token of each row.
+        Returns:
+            (r,) bool, True where the new token completes a stop string.
         """
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
@@ -66,7 +75,7 @@ class StopStrings:
             text = before + self.bytes_of(token_id)
             is_complete = False
             for string in self.strings:
-                # start so late that a match includes at least one byte of the new token
+                # The search starts so late that a match contains a byte of the new token.
                 start = max(0, len(before) + 1 - len(string))
                 is_complete |= string in text[start:]
             ends.append(is_complete)

@@ -1,14 +1,15 @@
-"""Sample rollouts with logits that vLLM computes; see docs/vllm.md.
+"""Sample rollouts from logits that vLLM computes; see docs/vllm.md.
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-vLLM gets the weights of the policy before each rollout, and prompts as our ids and patches, so that
-nothing is tokenized, resized or normalised a second time. vLLM computes only the logits; this file
-samples the tokens. So samples do not depend on the other rows of a batch, and in float32 they equal
-the samples of the policy itself. To change this engine, copy the file and set
+Before each rollout, vLLM receives the weights of the policy. It receives each prompt as the token
+ids and image patches that minivlmrl has computed, so that text is not tokenized and images are not
+resized or normalised a second time. vLLM computes only the logits, and this file samples the
+tokens. Therefore samples do not depend on the other rows of a batch, and in float32 they equal the
+samples of the policy itself. To change this engine, copy the file and set
 sampling.engine=my_vllm.py:VLLMSampler.
 
-vLLM is imported inside functions, because the estimate of memory works without it.
+vLLM is imported inside functions, because the memory estimate must work without it.
 
 Dimension letters: r rows in the batch, V vocabulary size.
 """
@@ -27,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# run the engine in this process, because it has the weights
+# The engine must run in this process, because this process has the weights of the policy.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault(
     "VLLM_CPU_OMP_THREADS_BIND", "nobind"
@@ -51,19 +52,20 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# options of vLLM that a recipe cannot change
+# options of vllm.LLM that a recipe cannot change
 FIXED_OPTIONS = {
-    "mm_device_do_normalize": False,  # our patches are normalised
+    "mm_device_do_normalize": False,  # the patches of minivlmrl are already normalised
     "limit_mm_per_prompt": {"video": 0},  # otherwise vLLM profiles the longest possible video
     "mm_processor_cache_gb": 0,
-    # with this option and the next, each token is sampled exactly once
+    # This option and the next one ensure that each token is sampled exactly once.
     "async_scheduling": False,
     "enable_chunked_prefill": False,
-    "load_format": "dummy",  # weights are loaded before each rollout
+    "load_format": "dummy",  # random weights, because real weights are loaded before each rollout
     "generation_config": "vllm",
 }
 RESERVED_OPTIONS = {*FIXED_OPTIONS, "model", "tokenizer", "logits_processors"}
-STARTED = WeakKeyDictionary()  # model -> vllm.LLM, because the stages of a run share an engine
+# the vllm.LLM of each model that has one, because all stages of a run share an engine
+STARTED = WeakKeyDictionary()
 
 
 class Sampling:
@@ -71,16 +73,17 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # rows, ids, logps, ends
-        self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens of each row so far
+        # one tuple (rows, ids, logps, ends) for each step, see generate.TokenSampler
+        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.counts = torch.zeros(num_rows, dtype=torch.long)  # number of tokens of each row so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token of these rows from logits (r, V).
+        """Sample the next token of each of these rows from logits (r, V).
 
         Returns:
-            Logits (r, V) that are 0 for the sampled token and -inf for all others, so that vLLM
-            selects the same token.
+            New logits (r, V): 0 for the sampled token and -inf for all other tokens, so that vLLM
+            selects the sampled token.
         """
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
@@ -91,17 +94,17 @@ class Sampling:
 
 
 class TokenChooser:
-    """Make vLLM select the tokens that `Sampling` samples, as a logits processor of vLLM.
+    """Logits processor for vLLM that makes vLLM select the tokens that `Sampling` samples.
 
-    vLLM's V1 runner calls update_state, its V2 runner calls add_request. start_engine makes a
+    vLLM's V1 runner calls update_state, and its V2 runner calls add_request. start_engine makes a
     subclass that also inherits from both LogitsProcessor classes of vLLM.
     """
 
-    # a class attribute, because vLLM constructs the object; None while vLLM warms up
+    # This is a class attribute, because vLLM constructs the object. It is None while vLLM warms up.
     sampling: Sampling | None = None
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # slot in vLLM's batch -> index of our row
+        self.rows: dict[int, int] = {}  # row index for each slot in vLLM's batch
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -111,11 +114,14 @@ class TokenChooser:
         builtin.process_dict_updates(self.rows, batch_update, row_of_request)
 
     def add_request(self, slot: int, params) -> bool:
-        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # -1 while vLLM warms up
+        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # -1 during vLLM's warmup
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Replace the logits (r, V) of the rows in vLLM's batch; the V2 runner passes a context."""
+        """Replace the logits (r, V) of the rows in vLLM's batch.
+
+        Only the V2 runner passes a context, which contains the slots of the rows.
+        """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
         sampling = TokenChooser.sampling
@@ -123,39 +129,44 @@ class TokenChooser:
 
 
 def row_of_request(params, prompt_ids, output_ids) -> int:
-    """Return the row index of a request, which vLLM stores when the request enters the batch."""
+    """Return the row index of a request.
+
+    vLLM calls this function when the request enters the batch, and stores the result.
+    """
     return params.extra_args["row"]
 
 
 class VLLMSampler(Sampler):
-    """Sample with logits that vLLM computes; sampling.vllm has the options of vllm.LLM."""
+    """Sampler that uses logits from vLLM. The option sampling.vllm contains options of vllm.LLM."""
 
     @classmethod
     def check(cls, run: RunConfig):
-        with error_context("sampling.engine: install vLLM as docs/vllm.md says"):
+        with error_context("sampling.engine=vllm needs vLLM; install it as docs/vllm.md describes"):
             fields = dataclasses.fields(load_name("vllm:EngineArgs"))
         names = {field.name for field in fields} - RESERVED_OPTIONS
         unknown = sorted(run.sampling.vllm.keys() - names)
         if unknown:
             raise ValueError(
-                f"sampling.vllm has {unknown[0]!r}, which vllm.EngineArgs does not have, or which is "
-                "set here; take it out"
+                f"sampling.vllm contains {unknown[0]!r}, which is not an option of "
+                "vllm.EngineArgs, or which minivlmrl sets itself; remove it"
             )
         limit = cls.most_tokens(run.sampling)
         if limit and limit <= run.sampling.max_new_tokens:
             raise ValueError(
-                f"sampling.vllm: max_model_len is {limit}, it must be sampling.max_new_tokens, "
-                f"{run.sampling.max_new_tokens}, and the longest prompt together"
+                f"sampling.vllm.max_model_len is {limit}, which leaves no room for a prompt, "
+                f"because sampling.max_new_tokens is {run.sampling.max_new_tokens}; set "
+                "max_model_len to at least max_new_tokens plus the tokens of the longest prompt"
             )
         config = run.model.config
         if run.model.path is not None:
             config = find_folder(run.model.path) / "config.json"
-        if config is None:  # build_model raises an error in this case
+        if config is None:  # build_model later raises an error in this case
             return
         model_type = read_json(Path(config)).get("model_type")
         if model_type in list(FAMILIES) and not FAMILIES[model_type].in_vllm:
             raise ValueError(
-                f"sampling.engine is vllm, which refuses {model_type} as it is asked here; take native"
+                f"sampling.engine is vllm, which minivlmrl does not support for models of the type "
+                f"{model_type}; set sampling.engine=native"
             )
 
     @classmethod
@@ -182,22 +193,23 @@ class VLLMSampler(Sampler):
     def __call__(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
     ) -> list[list[Completion]]:
-        """Load the merged and gathered weights into vLLM, then sample; all ranks must call this.
+        """Load the merged and gathered weights into vLLM, then sample completions.
 
-        See Sampler.__call__ for the arguments.
+        All ranks must call this method. See Sampler.__call__ for the arguments.
         """
         if self.sleeps:
-            self.llm.wake_up(tags=["weights"])  # allocates the memory that reload_weights fills
+            # allocates the memory into which reload_weights copies the weights
+            self.llm.wake_up(tags=["weights"])
         weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # the cached image embeddings were computed with the old weights
+        # The cached image embeddings are invalid, because they were computed with the old weights.
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
-            self.llm.sleep(level=2)  # frees the memory of weights and keys
+            self.llm.sleep(level=2)  # frees the memory of the weights and of the KV cache
         return completions
 
     def sample_with(
@@ -212,7 +224,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # selects the argmax, which is the token that `Sampling` sampled
+                temperature=0,  # vLLM selects the argmax, which is the sampled token
                 detokenize=False,
                 extra_args={"row": row},
             )
@@ -229,10 +241,10 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt to an input of vLLM, without vLLM's own tokenizer and image processor.
+        """Convert a prompt to an input of vLLM, bypassing vLLM's tokenizer and image processor.
 
         Raises:
-            ValueError: the prompt has a video, or is too long for max_model_len.
+            ValueError: if the prompt contains a video or is too long for max_model_len.
         """
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
@@ -242,17 +254,20 @@ class VLLMSampler(Sampler):
         if prompt.row is not None:
             name = prompt.row.where or f"row {prompt.row.index}"
         if (ids == config.video_token_id).any():
-            raise ValueError(f"{name}: a video needs sampling.engine=native")
+            raise ValueError(
+                f"{name}: the prompt contains a video, which vLLM does not support here; "
+                "set sampling.engine=native"
+            )
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
         if limit and len(ids) + num_new > limit:  # vLLM would truncate the completion
             raise ValueError(
-                f"{name}: its prompt of {len(ids)} tokens "
-                f"and {num_new} new ones are over sampling.vllm: max_model_len, {limit}"
+                f"{name}: the prompt has {len(ids)} tokens, which together with max_new_tokens "
+                f"({num_new}) exceeds sampling.vllm.max_model_len ({limit}); increase max_model_len"
             )
         if not len(prompt.image_grid_thw):
             return engine.tokens_input(ids.tolist())
-        num_patches = prompt.image_grid_thw.prod(-1)  # per image
+        num_patches = prompt.image_grid_thw.prod(-1)  # number of patches of each image
         num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
         spans = []
         for index in (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens):
@@ -274,11 +289,12 @@ class VLLMSampler(Sampler):
     def verify_logps(self, rollout: SampledRows, max_logp_mismatch: float):
         """Compare vLLM's log-probabilities of the first rollout with those of the policy.
 
-        If the policy or vLLM computes in 16 bits, the bound is a root mean square of 0.5 nats per
-        group, otherwise a maximum of 1e-3 nats. max_logp_mismatch scales the bound.
+        If the policy or vLLM computes in 16 bits, the root mean square of the differences in each
+        group must be at most 0.5 nats. Otherwise no difference may exceed 1e-3 nats. Both bounds
+        are multiplied by max_logp_mismatch.
 
         Raises:
-            ValueError: a group exceeds the bound.
+            ValueError: if a group exceeds the bound.
         """
         if self.is_verified:
             return
@@ -298,8 +314,10 @@ class VLLMSampler(Sampler):
         mismatch, where = max(self.world.gather_objects(worst))
         if mismatch > bound * max_logp_mismatch:
             raise ValueError(
-                f"vLLM computes another policy: log-probabilities of {where} differ by "
-                f"{mismatch:.3g} nats, over {bound} x rollout.max_logp_mismatch"
+                f"vLLM computes a different policy: its log-probabilities for {where} differ from "
+                f"the policy's by {mismatch:.3g} nats, but at most {bound} * "
+                f"rollout.max_logp_mismatch = {bound * max_logp_mismatch:g} nats are accepted; see "
+                "docs/vllm.md"
             )
         self.is_verified = True
 
@@ -311,17 +329,24 @@ def computed_dtype(model: Qwen2_5_VL) -> torch.dtype:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for vLLM's warning about unloaded rotary tables, which are not weights."""
+    """Return False for vLLM's warning that rotary tables were not loaded, as a log filter.
+
+    The warning is irrelevant, because the tables are not weights.
+    """
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which vLLM computes, by default the dtype of the policy."""
+    """Return the dtype in which vLLM computes: sampling.vllm.dtype, or the dtype of the policy."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 
 def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: World):
-    """Start a vllm.LLM in this process, without weights (ValueError if vLLM rejects an option)."""
+    """Start a vllm.LLM in this process, without the weights of the policy.
+
+    Raises:
+        ValueError: if vLLM rejects an option.
+    """
     v1 = import_module("vllm.v1.sample.logits_processor")
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -334,7 +359,7 @@ def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: 
         "dtype": computed_dtype(model),
         "enable_sleep_mode": on_gpu,
         "skip_mm_profiling": not on_gpu,
-        "enforce_eager": not on_gpu,  # compiling takes longer than it saves on a CPU
+        "enforce_eager": not on_gpu,  # on a CPU, compilation takes longer than it saves
     }
     if world.size > 1:
         defaults["distributed_executor_backend"] = "external_launcher"
@@ -346,7 +371,8 @@ def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: 
             llm = vllm.LLM(folder, logits_processors=[token_chooser], **FIXED_OPTIONS, **options)
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
-    world.ends_group = False  # vLLM destroys the process group with its own groups
+    # vLLM destroys the process group together with its own groups.
+    world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)
     return llm

@@ -154,7 +154,7 @@ def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
     with pytest.raises(ValueError, match="no top_k of 9"):
         stage("grpo", option, "--sampling.top_k=9")
     for name in ("NoSampler", "Counting(a=1)", "Sampler(a=1)"):
-        with pytest.raises(ValueError, match=r"^sampling\.engine .*: it must be a class made of minivlmrl\.generation"):
+        with pytest.raises(ValueError, match=r"^sampling\.engine .*: the engine must be a subclass of minivlmrl\.gene"):
             stage("grpo", f"--sampling.engine={file}:{name}")
     with pytest.raises(ValueError, match=r"sampling\.engine is '.*, it must be native with an environment"):
         stage("grpo", option, "--sampling.environment=recipes/zoom.py:Zoom")

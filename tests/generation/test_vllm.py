@@ -117,7 +117,7 @@ def test_a_run_is_the_native_engines_run(stage, monkeypatch):
 ])  # fmt: skip
 def test_a_run_that_draws_from_another_policy_ends_in_its_first_rollout(stage, monkeypatch, of, name, fault):
     monkeypatch.setattr(vllm_stand_in.install(monkeypatch), of, fault)
-    with pytest.raises(ValueError, match=r"vLLM computes another policy: log-probabilities of row \d differ by"):
+    with pytest.raises(ValueError, match=r"vLLM computes a different policy: its log-probabilities for row \d differ"):
         stage("grpo", ENGINE, dtype=torch.float32).next()
     stage("grpo", ENGINE, "--rollout.max_logp_mismatch=.inf", dtype=torch.float32).next()
 
@@ -128,22 +128,22 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
     prompt = prompts(1)[0]
     video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))
     video.row = SimpleNamespace(where="rows.jsonl line 3")
-    with pytest.raises(ValueError, match=r"rows\.jsonl line 3: a video needs sampling\.engine=native"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl line 3: the prompt contains a video, .*sampling\.engine=native"):
         samplers()[1]([video], 1, ["a"])
     with pytest.raises(ValueError, match=r"sampling\.vllm: .*load_format"):
         samplers(vllm={"load_format": "auto"})
     for engine_options, says in (
-        ("{max_model_ln: 9}", "sampling.vllm has 'max_model_ln', which vllm.EngineArgs does not have"),
-        ("{load_format: auto}", "sampling.vllm has 'load_format', .* or which is set here"),
-        ("{max_model_len: 6}", "sampling.vllm: max_model_len is 6, it must be sampling.max_new_tokens, 6, and"),
+        ("{max_model_ln: 9}", "sampling.vllm contains 'max_model_ln', which is not an option of vllm.EngineArgs"),
+        ("{load_format: auto}", "sampling.vllm contains 'load_format', .* or which minivlmrl sets itself"),
+        ("{max_model_len: 6}", "max_model_len is 6, which leaves no room .*, because sampling.max_new_tokens is 6"),
     ):
         with pytest.raises(ValueError, match=says):
             stage("grpo", ENGINE, f"--sampling.vllm={engine_options}")
-    with pytest.raises(ValueError, match=r"sampling\.engine is vllm, which refuses qwen3_5 as it is asked here"):
+    with pytest.raises(ValueError, match=r"is vllm, which minivlmrl does not support for models of the type qwen3_5"):
         stage("grpo", ENGINE, "--model.config=qwen3_5.json")
     monkeypatch.setitem(sys.modules, "vllm", None)  # as without vLLM
     load_name.cache_clear()
-    with pytest.raises(ValueError, match=r"sampling\.engine: install vLLM as docs/vllm\.md says: .*NotFound"):
+    with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/vllm\.md describes: .*NotFound"):
         stage("grpo", ENGINE)
 
 
@@ -158,8 +158,8 @@ def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch)
     fits = lengths.index(min(lengths))
     assert ids_of(engine([rows[fits]], 2, "a")) == ids_of(own([rows[fits]], 2, "a"))
     longest = lengths.index(max(lengths))
-    said = rf"rows\.jsonl:{longest}: its prompt of {max(lengths)} tokens and 12 new ones are over sampling\.vllm: max_"
-    with pytest.raises(ValueError, match=said):
+    message = rf"rows\.jsonl:{longest}: the prompt has {max(lengths)} tokens, .* \(12\) exceeds .*max_model_len \(47\)"
+    with pytest.raises(ValueError, match=message):
         engine([rows[longest]], 2, "a")
 
 

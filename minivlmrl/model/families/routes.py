@@ -40,7 +40,7 @@ def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) 
 
 @contextmanager
 def watch_routes(
-    model: Qwen2_5_VL, choose: Callable[[Tensor, Tensor, Tensor], T], kept: Tensor
+    model: Qwen2_5_VL, sample_token: Callable[[Tensor, Tensor, Tensor], T], route_buffer: Tensor
 ) -> Iterator[Callable[[Tensor, Tensor, Tensor], T]]:
     """Yield a token sampler that also records the route of the position that predicts each token.
 
@@ -49,7 +49,7 @@ def watch_routes(
         choose: the token sampler that is called, see generate.TokenSampler.
         kept: (completions, maximum tokens) int64, the buffer to which routes are written.
     """
-    latest = kept.new_zeros(0)  # (n,) routes of the last forward, one per prompt or per row
+    latest = route_buffer.new_zeros(0)  # (n,) routes of the last forward, one per prompt or per row
 
     def after_forward(decoder: TextModel, arguments: tuple, states: Tensor):
         nonlocal latest
@@ -61,14 +61,14 @@ def watch_routes(
         else:
             latest = routes
 
-    def choose_and_keep(logits: Tensor, rows: Tensor, counts: Tensor):
+    def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
         # each prompt is computed once, so its route is repeated for all its completions
         repeats = len(rows) // len(latest)
-        kept[rows.cpu(), counts.cpu()] = latest.repeat_interleave(repeats).cpu()
-        return choose(logits, rows, counts)
+        route_buffer[rows.cpu(), counts.cpu()] = latest.repeat_interleave(repeats).cpu()
+        return sample_token(logits, rows, counts)
 
     with chosen_experts(model) as chosen, model.model.register_forward_hook(after_forward):
-        yield choose_and_keep
+        yield sample_and_record
 
 
 def join_routes(completions: Sequence[Completion]) -> Tensor | None:
