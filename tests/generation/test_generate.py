@@ -43,7 +43,7 @@ def test_the_same_seed_draws_what_transformers_draws(pair, oracle, number, setti
 
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="stop_token_ids contains 300, but .* has only 300 tokens"):
+    with pytest.raises(ValueError, match=r"stop_token_ids contains 300, but .* has only 300 tokens"):
         Sampler(tiny.model(), None, SamplingOptions(stop_token_ids=[3, 300])).token_sampler(prompts(1), 1, ["a"])
 
 
