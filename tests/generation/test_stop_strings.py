@@ -7,7 +7,7 @@ from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.generation.stop_strings import StopStrings, token_bytes
 
-from draws import STOP, hearing, prompts, sample, seeded, their_tokens
+from draws import STOP, prompts, sample, seeded, their_tokens, with_extra_ends
 
 TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve café 猫が好き 🐈 tea"] * 3
 
@@ -74,7 +74,7 @@ def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, oracle, 
     for first in range(0, 10, rows):
         batch = prompts(10)[first : first + rows]
         rule = StopStrings(strings, tokenizer_300, [row.input_ids for row in batch])
-        wrap = lambda choose, rule=rule: hearing(choose, rule.completed)  # noqa: E731
+        wrap = lambda choose, rule=rule: with_extra_ends(choose, rule.completed)  # noqa: E731
         for row, [completion] in zip(batch, sample(model, batch, 1, sampling, STOP, seeded(first), wrap), strict=True):
             expected = their_tokens(theirs, oracle.their_inputs(row), seed=first, tokenizer=reader, **settings)
             assert completion.ids.tolist() == expected[0].tolist()

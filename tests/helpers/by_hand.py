@@ -1,4 +1,4 @@
-"""For losses that a reader can follow by hand: float64 tensors, a tolerance, the functions of their formulas."""
+"""Helpers for tests that compute a loss by hand: float64 tensors, a tolerance, and functions of the formulas."""
 
 from math import exp
 
@@ -11,7 +11,7 @@ def tensor(*values):
 
 
 def near(*values):
-    """For numbers that are written with seven digits or computed with math."""
+    """Return pytest.approx with a tolerance of 1e-6, for numbers written with seven digits or computed by math."""
     return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
 
 

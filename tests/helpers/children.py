@@ -1,4 +1,4 @@
-"""Forked children of a test: each ends where its work ends, and none goes on as a second pytest."""
+"""Fork child processes in a test. A child exits after its work, so that it never continues as a second pytest."""
 
 import os
 import signal
@@ -11,7 +11,10 @@ from minivlmrl.run.signals import StopSignals
 
 
 def fork(work: Callable[[], int | None]) -> int:
-    """Call work() in a child, which ends with the code that it returns, or with 1 after an error; the child's id."""
+    """Call work() in a child process, and return the child's id.
+
+    The child exits with the code that work() returns, or with 1 after an exception.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -25,13 +28,13 @@ def fork(work: Callable[[], int | None]) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child; negative for the signal that ended it."""
+    """Wait for a child and return its exit code. It is the negative signal number if a signal ended the child."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.fixture
 def default_signals():
-    """Let signals do what they do in a terminal: nohup ignores SIGHUP, `pytest &` of a script SIGINT."""
+    """Restore the default handlers of signals: nohup ignores SIGHUP, and `pytest &` in a script ignores SIGINT."""
     defaults = {number: signal.SIG_DFL for number in StopSignals.SIGNALS} | {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield

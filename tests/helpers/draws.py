@@ -1,4 +1,4 @@
-"""Shared by tests of sampling: prompts, seeded draws, and what transformers draws by options of our names."""
+"""Helpers for tests of sampling: prompts, seeded sampling, and transformers' generate with our option names."""
 
 import itertools
 
@@ -21,47 +21,49 @@ SETTINGS = [
 
 
 def prompts(count, seed=0):
-    """One image, two, none ..., and text of several lengths around them."""
+    """Return prompts with one image, two images, no image and so on, and text of several lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [tiny.prompt(generator, GRIDS[i % len(GRIDS)], text=3 + i % 4) for i in range(count)]
 
 
 def seeded(seed=0):
-    """A `draw` for generate that draws as transformers does after torch.manual_seed."""
+    """Return a function that samples tokens as transformers does after torch.manual_seed(seed)."""
     generator = torch.Generator().manual_seed(seed)
     return lambda probs, rows, step: torch.multinomial(probs, 1, generator=generator)[:, 0]
 
 
 def options(**values):
-    """Options for completions of at most 12 tokens."""
+    """Return sampling options for completions of at most 12 tokens."""
     return SamplingOptions(**{"max_new_tokens": 12} | values)
 
 
-def hearing(choose, hear):
-    """A `choose` whose rows end where `hear` says so, too."""
+def with_extra_ends(sample_token, on_tokens):
+    """Return a token sampler that also ends a row if `on_tokens` returns True for it."""
 
-    def told(logits, rows, counts):
-        ids, logps, ends = choose(logits, rows, counts)
-        heard = hear(rows, ids)
-        return ids, logps, ends if heard is None else ends | heard
+    def sample_and_end(logits, rows, counts):
+        ids, logps, ends = sample_token(logits, rows, counts)
+        extra_ends = on_tokens(rows, ids)
+        return ids, logps, ends if extra_ends is None else ends | extra_ends
 
-    return told
+    return sample_and_end
 
 
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=None, decode=None):
-    """Completions as Sampler draws them, with filters where the options ask for some, by any `draw`.
+    """Generate completions like Sampler, with the filters that the options set and a given sampling function.
 
-    wrap: (choose) -> another choose.
+    Args:
+        draw: function (probabilities, rows, step) -> ids that samples tokens.
+        wrap: function that replaces the token sampler by another one.
     """
     device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
-    choose = make_token_sampler(sampling.temperature, stop, draw, filters, device)
+    sample_token = make_token_sampler(sampling.temperature, stop, draw, filters, device)
     if filters:
-        choose = hearing(choose, filters.add_seen)
-    choose = wrap(choose) if wrap else choose
-    groups = generate(model, rows, num_generations, sampling.max_new_tokens, choose, decode)
+        sample_token = with_extra_ends(sample_token, filters.add_seen)
+    sample_token = wrap(sample_token) if wrap else sample_token
+    groups = generate(model, rows, num_generations, sampling.max_new_tokens, sample_token, decode)
     if filters:
         filters.record_masks(itertools.chain(*groups))
     return groups
@@ -74,29 +76,29 @@ def logits(rows=6, vocab=40, seed=0):
 
 
 def ids_of(completions):
-    """The ids of all completions, as lists."""
+    """Return the token ids of all completions as lists."""
     return [c.ids.tolist() for group in completions for c in group]
 
 
 @pytest.fixture(scope="session")
 def pair(oracle, tmp_path_factory):
-    """transformers' model and ours."""
+    """transformers' model, and our model with the same weights."""
     return oracle.saved_pair(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="session")
 def tokenizer_300():
-    """One token for each of the tiny model's: what the numbers it draws would say."""
+    """A tokenizer with as many tokens as the tiny model, so that the ids it samples can be decoded."""
     return train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, vocab_size=tiny.config().vocab_size)
 
 
 def their_tokens(theirs, inputs, stop=STOP, seed=0, **settings):
-    """New ids (R, C) that transformers' generate draws by settings of our names, and by nothing else."""
+    """Return the new ids (R, C) of transformers' generate, which gets only these settings, by our names."""
     from transformers import GenerationConfig
 
     theirs.generation_config = GenerationConfig(eos_token_id=list(stop) or None, pad_token_id=0)
     if settings.setdefault("temperature", 1.0) == 0:
         settings = {name: value for name, value in settings.items() if name != "temperature"} | {"do_sample": False}
     torch.manual_seed(seed)
-    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 0} | settings  # top_k: it would be 50
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 0} | settings  # transformers' default of top_k is 50
     return theirs.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]

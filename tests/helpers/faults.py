@@ -1,4 +1,4 @@
-"""Mistakes in a recipe or its rows; test_planted_faults.py sees what is said of them before and in a run."""
+"""Typical mistakes in a recipe or its rows. test_planted_faults.py checks that `check` and a run report them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,22 +8,22 @@ import PIL.Image
 
 @dataclass
 class Fault:
-    """What is changed of a healthy recipe and its rows; and the sentence and cure of what is said of it."""
+    """A change of a correct recipe and its rows, and the messages about it, as (sentence, suggested fix)."""
 
     overrides: list[str] = field(default_factory=list)
-    change: dict | Callable = field(default_factory=dict)  # columns of each row, or (number, row) -> these
-    check: tuple[str, str] | None = None  # before a run
-    run: tuple[str, str] | None = None  # while it goes on
+    change: dict | Callable = field(default_factory=dict)  # new columns, or a function (number, row) -> columns
+    check: tuple[str, str] | None = None  # message of `check`
+    run: tuple[str, str] | None = None  # warning during the run
 
 
 def black(image: str) -> str:
-    """Writes a black picture beside one; returns its path."""
+    """Write a black image beside the given one, and return its path."""
     PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
     return image + ".black.png"
 
 
 def stretched(number: int, row: dict) -> dict:
-    """A picture of 16 x 16 pixels, each of them shown as 4 x 4."""
+    """Write an image of 16 x 16 pixels that is enlarged to 64 x 64, and return it as the new image of the row."""
     PIL.Image.effect_noise((16, 16), 90).resize((64, 64), 0).save(f"stretched_{number}.png")
     return {"image": f"stretched_{number}.png"}
 

@@ -1,8 +1,8 @@
-"""torch.linspace as processors with a fused multiply-add have it, where tests/recorded was made.
+"""torch.linspace with the results of processors that have a fused multiply-add, such as the one of tests/recorded.
 
-There start + step * i is one instruction and rounded once; without AVX2 the product is rounded first. So on such a
-processor qwen-vl-utils takes other frames and bitsandbytes has other tables, and so have we: with the same linspace as
-they had, ours equal what was recorded on any processor.
+On these processors, start + step * i is one instruction and rounded once. Without AVX2, the product is rounded first,
+so qwen-vl-utils selects other frames and bitsandbytes has other tables, and so does our code. With the linspace of this
+file, our results equal the recorded ones on every processor.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def linspace(start: float, end: float, steps: int) -> Tensor:
-    """float32 from both ends to the middle; float64 holds each product and sum, so each is rounded once."""
+    """Compute float32 values from both ends to the middle. The float64 products and sums are rounded only once."""
     first, last = torch.tensor([start, end], dtype=torch.float32)
     step = ((last - first) / max(1, steps - 1)).double()
     index = torch.arange(steps, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""config.json as the hub's folders have it, key by key: of the models that there are, and of a tiny one of each family.
+"""The config.json of released models as the Hugging Face hub has it, and of a tiny model of each family.
 
-The files themselves are in tests/recorded/hub_configs.json; the tiny ones have the sizes and ids of tiny.py.
+The contents are in tests/recorded/hub_configs.json. The tiny models have the sizes and ids of tiny.py.
 """
 
 import copy
@@ -9,7 +9,7 @@ from pathlib import Path
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "recorded" / "hub_configs.json").read_text())
 ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen2_vl": "Qwen2VLForConditionalGeneration"}
-# how many parameters and how many tensors the hub's files hold
+# number of parameters and number of tensors in the files of the hub
 SIZES = {
     "Qwen2.5-VL-3B": (3_754_622_976, 824),
     "Qwen2.5-VL-7B": (8_292_166_656, 729),
@@ -27,7 +27,7 @@ QWEN35_SIZES = ("Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B")
 
 
 def real_config(size: str) -> dict:
-    """One of SIZES, QWEN3_SIZES or QWEN35_SIZES."""
+    """Return the config.json of a model in SIZES, QWEN3_SIZES or QWEN35_SIZES."""
     return copy.deepcopy(CONFIGS[size])
 
 

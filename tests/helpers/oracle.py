@@ -1,4 +1,4 @@
-"""transformers' models as the oracle: what several test files ask of them. Import it where transformers is there."""
+"""Helpers for tests that compare our models with transformers. Import this file only if transformers is installed."""
 
 import functools
 import importlib
@@ -25,13 +25,17 @@ CLASSES = {
     "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
 }
 
-# how far two logits may be apart by float32's rounding, as a share of the largest; a recurrence carries it on
+# largest difference of two logits because of float32 rounding, relative to the largest logit; a recurrent layer
+# accumulates these errors
 ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), 1e-4)}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype=torch.float32):
-    """transformers' model with telling weights, and ours read from the folder that transformers wrote."""
+    """Return a tiny transformers model, and our model loaded from the folder that transformers saved.
+
+    The weights are those of tiny.telling_weights.
+    """
     config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
     theirs = CLASSES[model_type]._from_config(config, **EAGER).to(dtype)
     tiny.telling_weights(theirs)
@@ -41,9 +45,9 @@ def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype
 
 
 def in_float64(monkeypatch, model_type: str):
-    """What transformers computes in float32 whatever its dtype, it computes in float64 until the test ends.
+    """Let transformers compute in float64 until the end of the test, also where its source says float32.
 
-    The formulas are those of its source. Frequencies of rotaries stay float32, as the checkpoints were trained.
+    The formulas come from transformers' source. Rotary frequencies stay float32, as in the training of the checkpoints.
     """
     for name in (CLASSES[model_type].__module__, "transformers.vision_utils"):
         module, lifted = lifted_module(name)
@@ -60,7 +64,7 @@ def in_float64(monkeypatch, model_type: str):
 
 @functools.cache
 def lifted_module(name: str) -> tuple:
-    """A module of transformers as it is, and the names of another one that is made of its source in float64."""
+    """Return a module of transformers, and the names of a copy whose source says float64 instead of float32."""
     module = importlib.import_module(name)
     lifted = dict(vars(module))
     parts = re.split(r"(?m)^(?=@|class |def )", inspect.getsource(module))
@@ -74,9 +78,9 @@ LIFTED = {"torch.float32": "torch.float64", "torch.float": "torch.float64", "flo
 
 
 def their_processor(kind, folder, tokenizer, template, images, videos=None):
-    """A processor of transformers with our tokenizer.
+    """Return a transformers processor with our tokenizer.
 
-    The stock one asks for a video processor, which exists only where torchvision is installed.
+    The standard class requires a video processor, which is only available if torchvision is installed.
     """
 
     class TinyProcessor(kind):
@@ -91,7 +95,7 @@ def their_processor(kind, folder, tokenizer, template, images, videos=None):
 
 def their_inputs(prompt):
     ids = prompt.input_ids[None]
-    # without it they use 1-D positions
+    # without mm_token_type_ids, transformers uses 1-D positions
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == tiny.IMAGE).long() + 2 * (ids == tiny.VIDEO).long()}
     is_video = prompt.image_grid_thw[:, 0] > 1
     patches = is_video.repeat_interleave(prompt.image_grid_thw.prod(1))
@@ -103,13 +107,13 @@ def their_inputs(prompt):
 
 
 def our_logits(model, rows):
-    """One packed batch of all rows, split into rows again."""
+    """Compute our logits of all rows in one packed batch, and split them by row."""
     batch = pack(rows, [[] for _ in rows], model.config)
     return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
 
 
 def worst_difference(theirs, ours, rows):
-    """Over rows: the largest difference of a logit, as a share of the largest logit."""
+    """Return the largest difference of a logit in any row, relative to the row's largest logit."""
     with torch.no_grad():
         expected = [theirs(**their_inputs(row)).logits[0] for row in rows]
         return max(

@@ -1,4 +1,4 @@
-"""grpo_loss with all options by TRL's names in one call, and completions whose loss can be computed by hand."""
+"""Call grpo_loss with all options of TRL, and completions whose loss can be computed by hand."""
 
 from dataclasses import fields
 from math import log
@@ -15,13 +15,13 @@ COUNTS = {field.name for field in fields(LossNormalizer)}
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
-    """Loss and metrics of grpo_loss, with the token weights and the entropy bonus that options of TRL ask for.
+    """Return loss and metrics of grpo_loss, with the token weights and the entropy bonus of TRL's options.
 
     Args:
-        given: fields of GRPOLossOptions and LossNormalizer, keywords of grpo_loss and of TERMS, and `entropies`,
+        given: fields of GRPOLossOptions and LossNormalizer, keyword arguments of grpo_loss and TERMS, and `entropies`,
             `entropy_threshold`, `num_entropy_tokens`, `top_entropy_quantile`, `entropy_coef`,
             `sampling_per_token_logps`, `off_policy_mask_threshold`, `importance_sampling_ratio`,
-            `kl_straight_through`; what is None is left out.
+            `kl_straight_through`. Options that are None are ignored.
     """
     given = {name: value for name, value in given.items() if value is not None}
     options = GRPOLossOptions(**{name: given.pop(name) for name in OPTIONS & given.keys()})
@@ -43,7 +43,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
     if options.loss_type != "vespo":
         weights = weights * given.pop("importance_sampling_ratio", 1)
     takes = {*TENSORS, *(TERMS.get(options.loss_type, clipped).__kwdefaults__ or {})}
-    given = {name: value for name, value in given.items() if name in takes}  # as TRL, which ignores the others
+    given = {name: value for name, value in given.items() if name in takes}  # TRL ignores other options, too
     loss, metrics = grpo_loss(
         per_token_logps, advantages, mask, options, normalizer=normalizer, token_weights=weights, **given
     )
@@ -53,9 +53,10 @@ def loss_of(per_token_logps, advantages, mask, **given):
 
 
 def policy(ratios, advantages, **options):
-    """The loss of completions with given ratios r_t to the old policy; every token has log-probability -1.
+    """Compute the loss of completions with given policy ratios; every token has log-probability -1.
 
-    Returns the loss, its gradient to the log-probabilities of all real tokens in order, and the metrics.
+    Returns:
+        The loss, its gradient with respect to the log-probabilities of all tokens without padding, and the metrics.
     """
     T = max(map(len, ratios))
     mask = tensor(*[[1.0] * len(row) + [0.0] * (T - len(row)) for row in ratios])
@@ -66,10 +67,10 @@ def policy(ratios, advantages, **options):
     return loss.item(), gradient, {name: value.item() for name, value in metrics.items()}
 
 
-# one token of ratio 1.5 with advantage 1 | ratios 0.5, 1, 1.1 with advantage -1
+# two completions: one token with ratio 1.5 and advantage 1; three tokens with ratios 0.5, 1, 1.1 and advantage -1
 OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 
 def reinforce(logps, advantages, mask, options, **step):
-    """A user's loss: REINFORCE, over the tokens of the step."""
+    """Compute REINFORCE, divided by the tokens of the step; an example of a user's own loss function."""
     return -(advantages[:, None] * logps * mask).sum() / step["normalizer"].tokens, {}

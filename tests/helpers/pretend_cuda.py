@@ -1,21 +1,21 @@
-"""A GPU that is not there: tensors that say they are on cuda:0, with their numbers in host memory.
+"""Simulate a GPU on a machine without one: tensors report the device cuda:0, but their data is in host memory.
 
     with PretendCuda() as gpu:
-        train_recipe([...])              # torch.cuda.is_available() is true in here
-    gpu.waits                          # where the host waits for the card
+        train_recipe([...])              # torch.cuda.is_available() is True in here
+    gpu.waits                          # where the host would wait for the GPU
 
-What a card refuses is refused: an operation on tensors of both devices raises what CUDA raises. Where the host would
-wait for a card is counted: item, tolist, nonzero, masks as indices, copies from and to it. Numbers are real, so what
-depends on them (a loop until a stop token) goes as it would.
+An operation that mixes tensors of both devices raises the error of CUDA. The simulation counts where the host would
+wait for the GPU: item, tolist, nonzero, masks as indices, and copies between host and GPU. The numbers are real, so
+code that depends on them, such as a loop until a stop token, runs as on a GPU.
 
-A `Pretend` is a wrapper subclass, as FakeTensor is: Python sees cuda:0, C++ sees the meta device, and the numbers are
-in the CPU tensor `inside`. PretendCuda, a TorchDispatchMode, gets every operation below autograd, backwards included:
-it checks the devices, counts, runs the operation on the CPU tensors and wraps the results. Uninitialised memory is NaN.
-A CUDA graph is a list of operations: capturing writes nothing and refuses what the host would wait for, a replay runs
-them on the same memory.
+A `Pretend` is a wrapper subclass of Tensor, like FakeTensor: Python sees cuda:0, C++ sees the meta device, and the data
+is in the CPU tensor `inside`. PretendCuda is a TorchDispatchMode, so it receives every operation below autograd,
+including the backward pass. It checks the devices, counts waits, runs the operation on the CPU tensors and wraps the
+results. Uninitialised memory is NaN. A CUDA graph is a list of operations: capturing changes no data and rejects
+operations for which the host would wait, and a replay runs the operations on the same memory.
 
-Not seen: kernels of 16-bit numbers, several cards, streams, pinned memory, Triton, how a GPU rounds, and the meta
-device, which is the card here.
+Not simulated: 16-bit kernels, several GPUs, streams, pinned memory, Triton, the rounding of a GPU, and the meta device,
+which stands for the GPU here.
 """
 
 import collections
@@ -37,11 +37,11 @@ SOURCES = tuple(str(ROOT / name) for name in ("minivlmrl", "kernels", "benchmark
 aten = torch.ops.aten
 
 COPIES = {aten.copy_.default, aten._to_copy.default}
-# an index may be on the host: it is copied, and waited for
+# an index may be on the host; it is copied, and the host waits for the copy
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-# not pointwise by their tags, but a number (a tensor without dimensions) may be on the host
+# these operations have no pointwise tag, but also accept a number (a tensor without dimensions) on the host
 TAKE_NUMBERS = {"where", "index_fill", "index_fill_", "_foreach_mul", "_foreach_mul_", "lerp", "lerp_", "fill_"}
-# the shape of the result depends on numbers
+# the shape of the result depends on the data, so the host waits
 WAITED_FOR = {
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "equal", "is_nonzero",
     "_local_scalar_dense", "histc", "masked_scatter",
@@ -50,11 +50,11 @@ EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided
 
 
 class DeviceMix(RuntimeError):
-    """What CUDA raises as "Expected all tensors to be on the same device"."""
+    """The error of CUDA that begins with "Expected all tensors to be on the same device"."""
 
 
 class Pretend(Tensor):
-    """A tensor on cuda:0; `inside` is its twin on the CPU."""
+    """A tensor that reports the device cuda:0; `inside` is the CPU tensor with its data."""
 
     @staticmethod
     def __new__(cls, inside: Tensor, requires_grad: bool = False):
@@ -63,7 +63,7 @@ class Pretend(Tensor):
         made.inside = inside
         return made
 
-    # Python reads these, C++ its own
+    # Python reads these attributes; C++ has its own
     device, is_cuda, is_cpu, is_meta = (property(lambda self, value=x: value) for x in (CUDA, True, False, False))
 
     @classmethod
@@ -71,7 +71,7 @@ class Pretend(Tensor):
         return PretendCuda.current.run(func, args, kwargs or {})
 
     def to(self, *args, **kwargs):
-        """Leave out the device if it is cuda: C++ would take it for another one, and copy."""
+        """Drop the device if it is cuda, because C++ would take it for a different device and copy the tensor."""
         named = [torch.device(x) for x in (*args, kwargs.pop("device", None)) if isinstance(x, str | torch.device)]
         args = tuple(x for x in args if not isinstance(x, str | torch.device))
         if named and named[0].type != "cuda":
@@ -80,7 +80,7 @@ class Pretend(Tensor):
 
     def __getitem__(self, index):
         if isinstance(index, tuple) and [type(one) for one in index] == [Pretend, int]:
-            # a view of a tensor from before inference mode is refused for wrappers
+            # torch does not support a view here if the wrapped tensor was created before inference mode
             return self.index_select(0, index[0])[:, index[1]]
         return super().__getitem__(lists_on_card(index))
 
@@ -95,7 +95,7 @@ class Pretend(Tensor):
 
     __array__ = numpy
 
-    def __reduce_ex__(self, protocol):  # torch.save copies to the host too
+    def __reduce_ex__(self, protocol):  # torch.save copies to the host, too
         return self.cpu().__reduce_ex__(protocol)
 
     def __repr__(self, **_):
@@ -103,24 +103,24 @@ class Pretend(Tensor):
 
 
 def lists_on_card(index):
-    """An index with its lists as tensors on the card; C++ would not fill them on the meta device."""
+    """Convert the lists in an index to tensors on the GPU, because C++ would not fill them on the meta device."""
     if isinstance(index, tuple):
         return tuple(map(lists_on_card, index))
     return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
 
 
 class CardGenerator(torch.Generator):
-    """A generator of the card, whose numbers come from the CPU."""
+    """A random generator of the GPU, which computes its numbers on the CPU."""
 
     def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")
 
 
 class PretendCuda(TorchDispatchMode):
-    """Pretend that there is a card.
+    """Simulate one GPU inside a `with` block.
 
     Attributes:
-        waits: (why, file, line number) -> how often the host waited.
+        waits: {(reason, file, line number): number of times that the host waited}.
     """
 
     current: "PretendCuda | None" = None
@@ -132,12 +132,12 @@ class PretendCuda(TorchDispatchMode):
         self.capturing: Graph | None = None
 
     def __enter__(self):
-        self.depth += 1  # `run` enters again for the body of a custom operation
+        self.depth += 1  # `run` enters the mode again for the body of a custom operation
         if self.depth == 1:
             self.patches = contextlib.ExitStack()
             for patch in environment():
                 self.patches.enter_context(patch)
-            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=CUDA) then copies where we see it
+            torch._C._set_only_lift_cpu_tensors(True)  # makes the copy in torch.tensor(..., device=CUDA) visible here
             self.patches.callback(torch._C._set_only_lift_cpu_tensors, False)
             self.patches.enter_context(NameTheCard())
             self.patches.enter_context(mock.patch.object(torch, "Generator", CardGenerator))
@@ -156,13 +156,13 @@ class PretendCuda(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
-        """One operation."""
+        """Run one operation: check the devices, count waits, compute on the CPU and wrap the results."""
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         card = [x for x in tensors if isinstance(x, Pretend)]
         host = [x for x in tensors if not isinstance(x, Pretend)]
         device = kwargs.get("device")
         to_card = bool(card) if device is None else torch.device(device).type in ("cuda", "meta")
-        if is_composite(func):  # in inference mode they come whole: the parts are checked
+        if is_composite(func):  # inference mode does not decompose these operations
             with self:
                 return func.decompose(*args, **kwargs)
         if not card and not to_card:
@@ -178,12 +178,12 @@ class PretendCuda(TorchDispatchMode):
         result = self.capturing.record(func, args, kwargs) if self.capturing else compute(func, args, kwargs)
         if not to_card:
             return result
-        same = {id(x.inside): x for x in card}  # what is written in place comes back as itself
+        same = {id(x.inside): x for x in card}  # in-place operations return their argument
         wrap = lambda x: same[id(x)] if id(x) in same else Pretend(x)  # noqa: E731
         return tree_map(lambda x: wrap(x) if isinstance(x, Tensor) and not isinstance(x, Pretend) else x, result)
 
     def check(self, func, args, card, host):
-        """CUDA's rules for operations on tensors of both devices."""
+        """Raise DeviceMix if CUDA would reject the operation because its tensors are on both devices."""
         name = func.overloadpacket.__name__
         if not card or not host or func in COPIES:
             return
@@ -197,7 +197,7 @@ class PretendCuda(TorchDispatchMode):
         raise DeviceMix(f"Expected all tensors to be on the same device, but found {', '.join(shapes)} ({func})")
 
     def count(self, func, args, kwargs, to_card):
-        """Does the host wait for it?"""
+        """Count the operation in `waits` if the host would wait for it; raise RuntimeError during graph capture."""
         name = func.overloadpacket.__name__
         reasons = []
         if func in COPIES:
@@ -220,7 +220,7 @@ class PretendCuda(TorchDispatchMode):
 
 
 def source_line() -> tuple[str, int]:
-    """File and line of this project that an operation comes from."""
+    """Return file and line of the innermost function of this project that called the operation."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(SOURCES):
         frame = frame.f_back
@@ -233,13 +233,13 @@ def is_composite(func) -> bool:
 
 
 def body_of(func):
-    """The Python function of a custom operation, None if it is none."""
+    """Return the Python function of a custom operation, or None for other operations."""
     definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
     return None if definition is None else definition._init_fn
 
 
 def compute(func, args, kwargs):
-    """One operation on host memory; uninitialised memory is NaN."""
+    """Run one operation in host memory, and fill uninitialised memory with NaN (99 in integers)."""
     result = func(*args, **kwargs)
     if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
         result.fill_(float("nan") if result.is_floating_point() else 99)
@@ -247,14 +247,17 @@ def compute(func, args, kwargs):
 
 
 class Graph:
-    """torch.cuda.CUDAGraph."""
+    """A simulation of torch.cuda.CUDAGraph: a list of recorded operations."""
 
     def __init__(self):
         self.operations = []
         self.before = []
 
     def record(self, func, args, kwargs):
-        """Compute, as later operations want shapes, and remember what was there before."""
+        """Record an operation, and save the old values of tensors that it changes.
+
+        The operation is computed, because later operations need the shape of its result.
+        """
         arguments = func._schema.arguments
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -279,19 +282,19 @@ class Graph:
             given = {address(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
             again = compute(func, args, kwargs)
             for old, new in zip(tree_iter(result), tree_iter(again), strict=True):
-                if isinstance(old, Tensor) and address(old) not in given:  # neither a view nor written in place
+                if isinstance(old, Tensor) and address(old) not in given:  # neither a view nor an in-place result
                     old.copy_(new)
 
 
-# what Python asks torch about the card
+# replacements for functions with which Python code gets information about the GPU
 class NameTheCard(TorchFunctionMode):
-    """Writes cuda:0 for cuda: C++ would ask the driver for the current card."""
+    """Replace the device cuda by cuda:0, because C++ would ask the driver for the current device."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def named(x):
             return CUDA if isinstance(x, str | torch.device) and str(x) == "cuda" else x
 
-        if function is torch.tensor and isinstance(args[0], list):  # numbers on the card, one by one
+        if function is torch.tensor and isinstance(args[0], list):  # the list may contain GPU numbers
             args = (tree_map(lambda x: x.item() if isinstance(x, Pretend) else x, args[0]), *args[1:])
         if function is not torch.device:
             args, kwargs = tuple(map(named, args)), {name: named(x) for name, x in (kwargs or {}).items()}
@@ -299,7 +302,7 @@ class NameTheCard(TorchFunctionMode):
 
 
 class Stream:
-    """The only stream, and its events: nothing runs at the same time as anything else."""
+    """The only stream, also used as its events. All its methods do nothing, because no work is concurrent."""
 
     device = CUDA
     device_type = 1
@@ -314,7 +317,7 @@ class Stream:
 
 
 def environment():
-    """Patches: torch.cuda has a card."""
+    """Yield the patches that make torch.cuda report one GPU."""
     stream = Stream()
     answers = {
         "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
@@ -322,11 +325,11 @@ def environment():
         "_maybe_exchange_device": -1, "synchronize": None, "empty_cache": None, "set_rng_state": None,
         "is_bf16_supported": True, "stream": stream, "current_stream": stream, "default_stream": stream,
         "memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
-        "mem_get_info": (2**37, 2**37), "is_current_stream_capturing": False,  # a build for CUDA would ask the driver
+        "mem_get_info": (2**37, 2**37), "is_current_stream_capturing": False,  # torch with CUDA asks the driver
     }  # fmt: skip
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    yield mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream)  # optimizers ask, from torch 2.15
+    yield mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream)  # for optimizers since torch 2.15
     classes = {"Stream": Stream, "Event": Stream, "CUDAGraph": Graph}
     for name, value in (classes | {"get_rng_state": lambda *_: torch.get_rng_state()}).items():
         yield mock.patch.object(torch.cuda, name, value)
@@ -335,7 +338,10 @@ def environment():
 
 
 def pretend(module: torch.nn.Module) -> torch.nn.Module:
-    """Move a module that autograd has seen, which module.to(CUDA) refuses; tied parameters stay tied."""
+    """Move a module to the simulated GPU; tied parameters stay tied.
+
+    module.to(CUDA) does not support parameters that autograd has already used.
+    """
     moved = {p: torch.nn.Parameter(Pretend(p.detach()), p.requires_grad) for p in module.parameters()}
     for owner in module.modules():
         owner._parameters.update({name: moved[p] for name, p in owner._parameters.items() if p is not None})

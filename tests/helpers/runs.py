@@ -1,4 +1,4 @@
-"""Whole runs of tiny recipes through train_recipe: fixtures for tests of training, its options and its results."""
+"""Fixtures that train a tiny recipe with train_recipe, for tests of training, its options and its results."""
 
 import json
 
@@ -20,7 +20,7 @@ LETTERS = "--rewards={letters: 1, format: 0, accuracy: 0}"
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
-    """A folder with recipe.yaml and its tiny model beside it."""
+    """A folder with recipe.yaml and the config of its tiny model."""
     home = tmp_path_factory.mktemp("recipe")
     (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     (home / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -29,7 +29,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def run(home, tmp_path):
-    """Train by the recipe with some fields changed; returns the run's folder."""
+    """A function that trains the recipe with changed options and returns the run's folder."""
 
     def run(*overrides, name="run", recipe=home / "recipe.yaml"):
         train_recipe([str(recipe), f"--output_dir={tmp_path / name}", *overrides])
@@ -39,7 +39,7 @@ def run(home, tmp_path):
 
 
 def leave_out(patch):
-    """Leave out the page, the lengths of rows, and the order of a million of them."""
+    """Speed up a run: write no report, print no summary of row lengths, and shuffle 1,000 rows instead of a million."""
     patch.setattr("minivlmrl.diagnostics.report.write_page", lambda *_: None)
     patch.setattr("minivlmrl.run.setup.summary", lambda *_: "")
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
@@ -47,20 +47,20 @@ def leave_out(patch):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Train faster."""
+    """Make runs faster, see leave_out."""
     leave_out(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(home):
-    """The recipe's random model as a Hugging Face folder."""
+    """The randomly initialised model of the recipe, saved as a Hugging Face folder."""
     train_recipe([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
     return home / "untrained" / "checkpoint"
 
 
 @pytest.fixture(scope="session")
 def rows(home):
-    """Eight pictures in a JSON lines file of the user's own, and the first four with other questions."""
+    """A user's JSON lines file with eight images. Files beside it have other questions, boxes and a video."""
     shapes = Shapes(8, "own")
     lines = []
     for i in range(8):
@@ -83,7 +83,7 @@ def rows(home):
 
 @pytest.fixture(scope="session")
 def own(checkpoint, rows):
-    """Overrides that train the checkpoint on the user's rows."""
+    """Command-line options that train the checkpoint on the user's rows."""
     files = ["--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
     return ["--model.config=null", f"--model.path={checkpoint}", *files]
 
@@ -97,7 +97,7 @@ def write_lines(path, lines):
 
 
 def metrics(folder, name="metrics.jsonl"):
-    """The lines of this file, or of another one, in a run's folder."""
+    """Return the lines of metrics.jsonl, or of another JSON lines file, in a run's folder."""
     return read_lines(folder / name)
 
 
@@ -107,7 +107,10 @@ def summary(folder):
 
 @pytest.fixture
 def whole_run(run, plain, home, rows, tmp_path, capsys):
-    """SFT and GRPO on own rows from a family's folder; then transformers, ask, check and plan read what was saved."""
+    """A function that runs SFT and GRPO on the user's rows with a tiny model of a family.
+
+    transformers and the commands chat, check and memory then load the saved model.
+    """
 
     def go(sizes, theirs):
         (tmp_path / "model.json").write_text(json.dumps(sizes))

@@ -1,4 +1,4 @@
-"""Servers of HTTP on 127.0.0.1, each for one test."""
+"""Start an HTTP server on 127.0.0.1 for one test."""
 
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -7,12 +7,12 @@ from threading import Thread
 
 class Quiet(BaseHTTPRequestHandler):
     def log_message(self, *_):
-        """Say nothing."""
+        """Print nothing."""
 
 
 @contextmanager
 def serve(handler):
-    """A server, until it is closed, and its address."""
+    """Run a server in a thread, yield the server and its address, and stop it at the end of the block."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server, f"http://127.0.0.1:{server.server_port}"

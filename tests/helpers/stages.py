@@ -1,4 +1,4 @@
-"""A trainer that goes step by step on tiny models, and what tests of trainers share."""
+"""Run a trainer step by step on a tiny model, and other helpers for tests of trainers."""
 
 import json
 
@@ -31,7 +31,7 @@ STAGE = {
 DATA = {"task": "shapes(demonstrations=8, pairs=8)", "eval_rows": 2}
 RECIPE = recipe(STAGE, data=DATA, rewards={"letters": 1.0})
 STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
-MORE = {"distill": {"num_generations": 3}}  # options of stages of a file
+MORE = {"distill": {"num_generations": 3}}  # more options of stages that are files in recipes/
 ONE = World()
 
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 def write_recipe(folder, recipe=RECIPE):
-    """Write recipe.yaml and configs: of a model with a head of its own, with a tied head, of other families."""
+    """Write recipe.yaml and model configs: with a separate head, with a tied head, and of the other families."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
@@ -58,13 +58,13 @@ def letters(completions, **columns):
 
 @pytest.fixture
 def lively(monkeypatch):
-    """Let an untrained model earn different rewards at different lengths: a reward for letters, many stop tokens."""
+    """Give an untrained model different rewards and lengths: reward letters, and make many tokens stop tokens."""
     monkeypatch.setitem(REWARDS, "letters", "stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
 
 
 class Stage:
-    """A trainer and its optimizer, to go step by step."""
+    """A trainer and its optimizer, which a test runs step by step."""
 
     def __init__(
         self, folder, stage, *overrides, rows=None, held_out=None, dtype=torch.float64, model="model", world=ONE
@@ -88,7 +88,7 @@ class Stage:
         self.step = None
 
     def next(self):
-        """The next step's micro-batches, not yet trained on."""
+        """Prepare the next optimizer step, and return its micro-batches."""
         self.step = next(self.work)
         return self.step.micro_batches
 
@@ -98,7 +98,7 @@ class Stage:
         return metrics
 
     def go(self, steps=1):
-        """Metrics of the next steps."""
+        """Run the next optimizer steps, and return the metrics of each."""
         return [(self.next(), self.update())[1] for _ in range(steps)]
 
     def accuracy(self):
@@ -112,7 +112,7 @@ def stage(folder, lively):
 
 @pytest.fixture
 def samples(monkeypatch):
-    """All rollouts that are drawn, as they come."""
+    """A list to which every sampled rollout is appended."""
     seen = []
     original = GRPOTrainer.sample_rollout
     monkeypatch.setattr(GRPOTrainer, "sample_rollout", lambda *a: seen.append(original(*a)) or seen[-1])
@@ -121,7 +121,10 @@ def samples(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """script(list or number, ...): what `letters` says of each rollout; a number is for all of its completions."""
+    """A function script(list or number, ...) that sets the rewards `letters` of the next rollouts.
+
+    A number is the reward of all completions of a rollout.
+    """
 
     def script(*values):
         left = list(values)
@@ -137,9 +140,10 @@ def script(monkeypatch):
 
 
 def without_idle_rows(stage, script, rewards, *options):
-    """Hold the first micro-batch of a step against that with all completions, by loss and gradients.
+    """Assert that rows without signal change neither the loss nor the gradients of a step's first micro-batch.
 
-    Returns both.
+    Returns:
+        The micro-batch without these rows, and the micro-batch with all rows.
     """
     found = []
     for everything in (False, True):
@@ -159,17 +163,17 @@ def without_idle_rows(stage, script, rewards, *options):
 
 
 def earned(trainer, rollout):
-    """What `letters` says of a rollout's completions, (n,)."""
+    """Compute the reward `letters` of a rollout's completions, (n,)."""
     return torch.tensor(letters([trainer.processor.decode(c.ids) for c in drawn(rollout)]))
 
 
 def drawn(rollout):
-    """A rollout's completions, in order."""
+    """Return the completions of a rollout in order."""
     return [completion for group in rollout.completions for completion in group]
 
 
 class Second(World):
-    """The second of two ranks, alone: sums of the first one are the same as its own, its rewards are all 9."""
+    """Rank 1 of 2 in a single process. The missing rank 0 has the same sums, and all its gathered values are 9."""
 
     def sum(self, *values):
         return [2 * value for value in values]
@@ -186,7 +190,7 @@ SECOND = Second(1, 2, torch.device("cpu"))
 
 @pytest.fixture
 def alone():
-    """A process group of this process alone."""
+    """A process group with this process as its only rank."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -194,7 +198,7 @@ def alone():
 
 
 class Rows(list):
-    """A dataset of rows that are given."""
+    """A list of rows that serves as a dataset."""
 
 
 def snapshot(module):
@@ -202,6 +206,6 @@ def snapshot(module):
 
 
 def main(folder, tmp_path, name, *overrides):
-    """A whole run; returns the lines of its metrics.jsonl."""
+    """Train the whole recipe, and return the lines of metrics.jsonl."""
     train_recipe([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
     return metrics(tmp_path / name)

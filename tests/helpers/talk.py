@@ -1,11 +1,11 @@
-"""Messages and their parts, as the tests of rows write them, and a chat template."""
+"""Short functions that build messages and their parts in tests of rows, and a chat template."""
 
 import itertools
 
 import pytest
 
 IMAGE_PART = {"type": "image"}
-# A template of our own in the manner of Qwen's: it strips text, knows images, and writes what follows a turn's end.
+# Our own template, similar to Qwen's: it strips text, supports images, and writes a newline after the end of a turn.
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content | trim }}{% else %}"
@@ -32,7 +32,7 @@ def system(content):
 
 
 def renders_as_transformers(template, messages):
-    """Assert that a ChatTemplate writes what apply_chat_template writes."""
+    """Assert that a ChatTemplate renders the messages like apply_chat_template of transformers."""
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -43,7 +43,7 @@ def renders_as_transformers(template, messages):
 
 
 def bracketed(pieces):
-    """A completion as a string, what is trained in [brackets]."""
+    """Return a completion as a string, with the trained pieces in [brackets]."""
     groups = itertools.groupby(pieces, key=lambda piece: piece[1])
     texts = ((flag, "".join(piece for piece, _ in group)) for flag, group in groups)
     return "".join(f"[{text}]" if trained else text for trained, text in texts)

@@ -1,4 +1,4 @@
-"""What teachers of the stage distill are shown: distill.teacher_prompt names these."""
+"""Functions for distill.teacher_prompt: each one changes a row to what the teacher of the stage distill sees."""
 
 import copy
 from dataclasses import replace
@@ -7,7 +7,7 @@ from talk import text
 
 
 def hint(row):
-    """The teacher is told the answer."""
+    """Append the solution to the teacher's prompt."""
     messages = copy.deepcopy(row.messages)
     said = f" It is a {row.columns.get('solution')}."
     content = messages[-1]["content"]
@@ -16,17 +16,17 @@ def hint(row):
 
 
 def larger(row):
-    """The teacher sees the picture as it is, the student data.max_pixels of it."""
+    """Show the teacher the image in its original size; the student sees at most data.max_pixels pixels."""
     messages = copy.deepcopy(row.messages)
     messages[-1]["content"][0]["max_pixels"] = 56 * 56
     return replace(row, messages=messages)
 
 
 def breaks(row):
-    """It asks for a column that no row has."""
+    """Raise KeyError, because no row has this column."""
     return row.columns["gone"]
 
 
 def answers(row):
-    """It returns no row."""
+    """Return a string instead of a row, which is a mistake."""
     return "a hint"

@@ -1,4 +1,4 @@
-"""Tiny models with telling weights, and random prompts for them; what several test files share."""
+"""Tiny models whose weights reveal mistakes, and random prompts for them, for several test files."""
 
 import json
 
@@ -11,7 +11,7 @@ from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, 
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES
 
-# config.json of a model for whole runs, as small as its parts allow
+# config.json of a model for whole runs, as small as the architecture allows
 RUN_MODEL = {
     "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
@@ -21,7 +21,7 @@ RUN_MODEL = {
         "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
     },
 }  # fmt: skip
-# the same of Qwen3-VL, with heads of another size than hidden_size / heads
+# a Qwen3-VL of the same size; head_dim differs from hidden_size / num_attention_heads
 RUN_QWEN3 = {
     "model_type": "qwen3_vl",
     "text_config": {
@@ -33,7 +33,7 @@ RUN_QWEN3 = {
         "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     },
 }  # fmt: skip
-# of Qwen3.5's layers: values have more heads than keys, and of another size
+# sizes of Qwen3.5's recurrent layers: there are more value heads than key heads, and value heads are larger
 RECURRENT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
@@ -51,9 +51,9 @@ RUN_QWEN35 = {
     },
 }  # fmt: skip
 
-# the same with experts, 2 of them for each token; of Qwen3-VL's two layers the first has some
+# the same models with experts, 2 for each token; in Qwen3-VL only the first of the two layers has experts
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-MANY = EXPERTS | {"num_experts": 24, "moe_intermediate_size": 8}  # some have no token in a micro-batch
+MANY = EXPERTS | {"num_experts": 24, "moe_intermediate_size": 8}  # some experts get no token in a micro-batch
 RUN_QWEN3_MOE = {
     **RUN_QWEN3, "model_type": "qwen3_vl_moe",
     "text_config": RUN_QWEN3["text_config"] | MANY | {"mlp_only_layers": [1]},
@@ -65,7 +65,11 @@ RUN_QWEN35_MOE = {
 
 
 def recipe(stage: dict, **sections) -> dict:
-    """A recipe of that model: the options `stage` for each stage, and sections that add to these or replace them."""
+    """Return a recipe for RUN_MODEL with the same options `stage` for each stage.
+
+    Args:
+        sections: more options by section. A dict is merged into the section, and any other value replaces it.
+    """
     base = {
         "num_threads": 1, "checkpoint_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
         "sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "reward_model"), stage),
@@ -76,11 +80,11 @@ def recipe(stage: dict, **sections) -> dict:
     return base
 
 
-FILES = {"kto": "recipes/kto.py:KTO", "distill": "recipes/distill.py:Distill"}  # stages to copy
+FILES = {"kto": "recipes/kto.py:KTO", "distill": "recipes/distill.py:Distill"}  # stages that users copy
 
 
 def of_file(name: str, options: dict) -> list[str]:
-    """Overrides that train a stage of FILES alone, with these options."""
+    """Return command-line options that train only a stage of FILES, with the given options."""
     return [f"--stages={FILES[name]}", f"--{name}={json.dumps(options)}"]
 
 
@@ -91,12 +95,15 @@ VISION_END = 291
 
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
-    """Small enough to be quick, large enough to tell: 16 patches a window side would hide windows, 8 do not."""
+    """Return the config of a model that is small but reveals mistakes.
+
+    A window has 8 patches per side. With 16, an image would fit into one window and hide mistakes in windows.
+    """
     family = FAMILIES[model_type]
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
         own = {"intermediate_size": 64, **family.tower}
-    elif model_type in ("qwen3_vl", "qwen3_vl_moe"):  # heads of another size than hidden_size / heads
+    elif model_type in ("qwen3_vl", "qwen3_vl_moe"):  # head_dim is not hidden_size / heads
         text = {**family.text, "head_dim": 24, "mrope_section": (6, 3, 3)}
         own = {"intermediate_size": 64, **family.tower}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
@@ -122,13 +129,13 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
 
 @torch.no_grad()
 def telling_weights(model: torch.nn.Module, seed: int = 0):
-    """Variance-preserving matrices, random biases and norm weights.
+    """Set variance-preserving random matrices, and random biases and norm weights, so that mistakes change the logits.
 
-    With the default initialisation (N(0, 0.02), zero biases, unit norms) a swap of height and width in the vision
-    rotary moves the logits by 5e-5 and hides under any tolerance; with these weights it moves them by 0.1 and more.
+    With the default initialisation (N(0, 0.02), zero biases, unit norms), a swap of height and width in the vision
+    rotary embedding changes the logits by only 5e-5, less than any tolerance; with these weights, by 0.1 or more.
     """
     generator = torch.Generator().manual_seed(seed)
-    centred = {  # norms that scale by 1 + weight
+    centred = {  # weights of norms that scale by 1 + weight
         f"{name}.weight"
         for name, m in model.named_modules()
         if type(m).__name__ in ("CentredRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
@@ -137,13 +144,13 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         if name.endswith("bias"):
             p.copy_(0.1 * noise)
-        elif name.endswith("A_log"):  # memories of about 10 tokens
+        elif name.endswith("A_log"):  # the recurrent state decays over about 10 tokens
             p.copy_(0.5 * noise - 2)
         elif p.dim() == 1:  # weights of norms
             p.copy_((name not in centred) + 0.2 * noise)
         elif "embed_tokens" in name:
             p.copy_(2 * noise / p.shape[1] ** 0.5)
-        elif name.endswith("_proj"):  # of all experts of a layer, as transformers holds them
+        elif name.endswith("_proj"):  # one tensor for all experts of a layer, as in transformers
             p.copy_(noise / p.shape[2] ** 0.5)
         else:
             p.copy_(noise / p[0].numel() ** 0.5)
@@ -163,7 +170,11 @@ def model(
 def prompt(
     generator: torch.Generator, grids: list[tuple[int, int, int]], text: int = 5, dtype: torch.dtype = torch.float32
 ) -> Prompt:
-    """Random text around random images, and videos, of the given grids (patches in time, height, width)."""
+    """Return a prompt with random text around random images and videos.
+
+    Args:
+        grids: (time, height, width) of each image or video, in patches.
+    """
     ids = [torch.randint(3, 280, (text,), generator=generator)]
     for t, h, w in grids:
         image = [VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END]
@@ -177,7 +188,12 @@ def prompt(
 def write_video(
     path, frames, rate: int, container=None, codec: str = "ffv1", pix_fmt: str = "bgr0", rotation: int = 0, options=None
 ):
-    """Write (H, W, 3) uint8 frames, by default without loss; rotation in degrees, options of the container."""
+    """Write a video of (H, W, 3) uint8 frames, by default with a lossless codec.
+
+    Args:
+        rotation: rotation of the display, in degrees.
+        options: options of the container.
+    """
     av = pytest.importorskip("av", reason="extra missing: pip install av")
     with av.open(str(path), "w", format=container, options=options or {}) as container:
         stream = container.add_stream(codec, rate=rate)
@@ -195,7 +211,7 @@ def completion(generator: torch.Generator, length: int) -> torch.Tensor:
 
 
 def to_completions(groups: list) -> list[list[Completion]]:
-    """Wrap token ids into Completions that mark all tokens as the policy's; keep given Completions."""
+    """Wrap token ids into Completions in which the policy sampled every token; leave Completions unchanged."""
     return [[x if isinstance(x, Completion) else Completion(x.cpu()) for x in group] for group in groups]
 
 

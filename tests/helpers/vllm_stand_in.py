@@ -1,4 +1,4 @@
-"""A stand-in of what the sampler calls of vLLM; tests/recorded/vllm_0.32.0.json is what the real one did."""
+"""A fake vLLM with only the classes that our sampler uses. tests/recorded/vllm_0.32.0.json records the real vLLM."""
 
 import sys
 from dataclasses import make_dataclass
@@ -42,7 +42,7 @@ class LLM:
         self.choosing.update_state([(i, row.params, None, row.ids) for i, row in enumerate(self.batch)])
         ids = [[Completion(torch.tensor([*row.ids, 0]))] for row in self.batch]
         group = pack([self.prompt(row.given) for row in self.batch], ids, self.model.config, "cpu")
-        last = torch.tensor([len(one.ids) for [one] in ids]).cumsum(0) - 1  # states are before a token
+        last = torch.tensor([len(one.ids) for [one] in ids]).cumsum(0) - 1  # the state before the token predicts it
         logits = completion_states(self.model, group)[last] @ self.model.lm_head.weight.T
         for row, token in zip(self.batch, self.choosing.apply(logits.float()).argmax(-1).tolist(), strict=True):
             row.ids.append(token)
@@ -58,7 +58,7 @@ class LLM:
 
 
 def update(rows, batch, row_of):
-    rows.clear()  # vLLM's hears of changes alone
+    rows.clear()  # vLLM's function gets only changes
     rows.update({index: row_of(*request) for index, *request in batch})
 
 

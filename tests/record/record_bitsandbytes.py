@@ -1,7 +1,8 @@
-"""Numbers drawn from a seed, of which bitsandbytes 0.50.2 was asked: tests/recorded/bitsandbytes_0.50.2.json.
+"""Random numbers that bitsandbytes 0.50.2 has quantised; the results are in tests/recorded/bitsandbytes_0.50.2.json.
 
-This file's script of commit 64c7842 wrote it. Indices are those of its path for float64, which takes the nearest number
-of a table, as its CUDA kernel does: its C++ code for float32 on a CPU is off by up to 3e-5 of a block's largest value.
+The script of this file in commit 64c7842 recorded the results. The recorded indices come from the float64 path of
+bitsandbytes, which takes the nearest number of a table, like its CUDA kernel. The float32 code for CPUs is less exact:
+its errors reach 3e-5 of a block's largest value.
 """
 
 import hashlib
@@ -15,11 +16,14 @@ SHAPE = 96, 512
 
 
 def numbers(signed: bool = True) -> Tensor:
-    """Numbers of many sizes, the same on any processor, and so is the sum of their blocks' largest: it is exact."""
+    """Return numbers of many sizes that are equal on all processors.
+
+    The sum of the blocks' largest values is also equal on all processors, because it is exact.
+    """
     generator = torch.Generator().manual_seed(0)
     values = 2 * torch.rand(SHAPE, generator=generator) - 1
     share = torch.rand(SHAPE, generator=generator)
-    for _ in range(6):  # randn and powers are rounded otherwise by other processors
+    for _ in range(6):  # the rounding of randn and of powers depends on the processor
         values = values * share
     values = torch.where(values.abs() > 0.01, (values * 2**13).round() / 2**13, values)
     return values if signed else values * values

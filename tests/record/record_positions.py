@@ -1,8 +1,9 @@
-"""Prompts with images and videos, drawn from a seed, of whose positions transformers was asked.
+"""Random prompts with images and videos, for which the positions of transformers were recorded.
 
-Videos follow the rule of transformers 4.49 to 4.51, which is Qwen's own and vLLM's; later versions depart from it (see
-rope.py). So test_rope.py holds ours against tests/recorded/positions_transformers_4.51.3.json, which this file's script
-of commit 64c7842 printed with transformers 4.51.3 (and 4.49.0: the same).
+Positions in videos follow the rule of transformers 4.49 to 4.51, which Qwen and vLLM also use. Later versions of
+transformers differ (see rope.py), so test_rope.py compares our positions with the recorded ones in
+tests/recorded/positions_transformers_4.51.3.json. The script of this file in commit 64c7842 printed them with
+transformers 4.51.3; version 4.49.0 printed the same.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ COUNT = 300
 
 
 def cases():
-    """COUNT prompts: (input_ids, kinds, grids, seconds) from random runs of text, images and videos."""
+    """Yield COUNT prompts as (input_ids, kinds, grids, seconds), with random sequences of text, images and videos."""
     rng = random.Random(0)
     for _ in range(COUNT):
         ids = [rng.randint(3, 280)]
@@ -34,7 +35,7 @@ def cases():
             ids += [rng.randint(3, 280) for _ in range(rng.randint(0, 5))]
             kinds.append(kind)
             grids.append((t, h, w))
-            # sampled rates such as 2, 1.5 or 0.37 frames a second, two frames in a step
+            # seconds per temporal patch of two frames, for sampled rates such as 2, 1.5 or 0.37 frames per second
             seconds.append(2 / rng.choice([2.0, 1.0, 1.5, 4.0, 30 / 7, rng.uniform(0.2, 8)]))
         yield ids, kinds, grids, seconds
 

@@ -1,7 +1,8 @@
-"""Images and videos, drawn from seeds, of which transformers' torchvision processors and qwen-vl-utils were asked.
+"""Random images and videos, for which results of transformers' torchvision processors and qwen-vl-utils were recorded.
 
-Neither is installed by the tests, so test_image.py and test_video.py hold ours against tests/recorded/vision_*.json,
-which this file's script of commit 64c7842 wrote with torchvision 0.28.0, qwen-vl-utils 0.0.14 and transformers 5.23.0.
+The tests install neither of them. Therefore test_image.py and test_video.py compare our results with
+tests/recorded/vision_*.json. The script of this file in commit 64c7842 wrote these files with torchvision 0.28.0,
+qwen-vl-utils 0.0.14 and transformers 5.23.0.
 """
 
 import hashlib
@@ -15,13 +16,13 @@ import PIL.Image
 
 
 def digest(values) -> str:
-    """Of a tensor, or of anything that JSON can write."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a tensor, or of any value that JSON can represent."""
     content = values.numpy().tobytes() if hasattr(values, "numpy") else json.dumps(values).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def noise(mode, size, seed=0):
-    """A random picture of any mode; palettes get one see-through colour."""
+    """Return an image of random pixels in any PIL mode. A palette has one transparent colour."""
     rng = np.random.RandomState(seed)
     channels = len(PIL.Image.new(mode, (1, 1)).getbands())
     pixels = rng.randint(0, 256, (size[1], size[0], channels), dtype=np.uint8)
@@ -34,19 +35,19 @@ def noise(mode, size, seed=0):
 
 
 def encoded(image, kind):
-    """The bytes of an image as a file."""
+    """Return the bytes of an image file, in a format such as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
 
 
 def recorded(name):
-    """What was recorded of "torchvision_0.28.0" or "qwen_vl_utils_0.0.14"."""
+    """Return the recorded results of "torchvision_0.28.0" or "qwen_vl_utils_0.0.14"."""
     return json.loads((Path(__file__).parents[1] / "recorded" / f"vision_{name}.json").read_text())
 
 
 def image_cases():
-    """(image, settings of the processor): every mode, sizes from 9 to 700 pixels, up- and downscaled."""
+    """Yield (image, settings of the processor): all modes, sizes from 9 to 700 pixels, enlarged and reduced."""
     for seed in range(48):
         rng = random.Random(seed)
         mode = ("RGB", "L", "RGBA", "P", "LA", "1")[seed % 6]
@@ -61,7 +62,7 @@ def image_cases():
 
 
 def video_cases():
-    """(frames (T, H, W, 3) uint8, settings of the processor, bounds of a frame)."""
+    """Yield (uint8 frames (T, H, W, 3), settings of the processor, smallest and largest number of pixels per frame)."""
     for seed in range(24):
         rng = random.Random(seed)
         least = rng.choice((784, 3136, 20000))
@@ -72,7 +73,7 @@ def video_cases():
 
 
 def resize_cases():
-    """(height, width, factor, min_pixels, max_pixels)."""
+    """Yield (height, width, factor, min_pixels, max_pixels)."""
     rng = random.Random(0)
     for _ in range(2000):
         height = int(2 ** (rng.uniform(4, 12) if rng.random() < 0.9 else rng.uniform(0, 4)))
@@ -83,7 +84,7 @@ def resize_cases():
 
 
 def sampling_cases():
-    """(total_frames, video_fps, options)."""
+    """Yield (total_frames, video_fps, options)."""
     rng = random.Random(1)
     for _ in range(2000):
         total = int(2 ** rng.uniform(0, 17))
@@ -103,7 +104,7 @@ def sampling_cases():
 
 
 def frame_size_cases():
-    """(frames, height, width, options)."""
+    """Yield (frames, height, width, options)."""
     rng = random.Random(2)
     for _ in range(2000):
         height = int(2 ** rng.uniform(4, 12))
@@ -122,7 +123,7 @@ def frame_size_cases():
 
 
 def film_cases():
-    """(frames (T, H, W, 3) uint8, frames a second of their file, settings of the processor)."""
+    """Yield (uint8 frames (T, H, W, 3), frames per second of the video file, settings of the processor)."""
     for seed, (count, rate) in enumerate([(3, 5), (5, 30), (16, 8), (33, 10), (40, 24), (45, 12), (61, 30), (75, 60)]):
         rng = random.Random(seed)
         shape = (count, 4 * rng.randint(5, 40), 4 * rng.randint(5, 40), 3)
@@ -132,7 +133,7 @@ def film_cases():
 
 
 def film_size_cases():
-    """(frames, height, width, least and most pixels of all frames)."""
+    """Yield (frames, height, width, smallest and largest number of pixels of all frames)."""
     rng = random.Random(3)
     for _ in range(500):
         height = int(2 ** rng.uniform(4, 12))
@@ -142,7 +143,7 @@ def film_size_cases():
 
 
 def attempt(function, *arguments, **options):
-    """What a function returns, None where it refuses."""
+    """Call a function and return its result, or None if it raises ValueError or AssertionError."""
     try:
         return function(*arguments, **options)
     except (ValueError, AssertionError):
