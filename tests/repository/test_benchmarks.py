@@ -1,4 +1,4 @@
-"""Benchmarks run: one small cell each, and --json writes its numbers. Nothing here looks at the clock."""
+"""Run one small case of each benchmark, and check the numbers that --json writes. No test depends on the time."""
 
 import importlib
 import json
@@ -23,7 +23,10 @@ def run(tmp_path, script, *arguments):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Call a script's main in this process, with less to do than it has: call("decode", "--repeats=1", SIZES=...)."""
+    """A function that runs a script's main in this process, for example call("decode", "--repeats=1", SIZES=...).
+
+    Keyword arguments replace constants of the script, so that it has less work.
+    """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.chdir(tmp_path)
 
@@ -39,7 +42,7 @@ def call(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_machine_without_other_trainers_measures_our_side():
-    """A rented one has neither TRL nor a network: imports of what is compared are where it is compared."""
+    """A rented machine has neither TRL nor a network, so scripts import other trainers only where they compare them."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
     names = "decode, gpu_grpo, gpu_kernels, gpu_step, grpo_step"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
@@ -52,7 +55,7 @@ def test_a_machine_without_other_trainers_measures_our_side():
 
 @pytest.mark.slow
 def test_grpo_step(call):
-    """Both sides really run, and agree on token ids, pixels and log-probabilities (the script asserts it)."""
+    """TRL and our trainer both run. The script asserts that their ids, pixels and log-probabilities are equal."""
     table, numbers = call("grpo_step", "--steps", "1", "--threads", "1", CASES=((56, 2), (224, 1)))
     assert "TRL ms" in table
     assert [case["prompt_tokens"] for case in numbers["cases"]] == [48, 288]
@@ -61,7 +64,7 @@ def test_grpo_step(call):
 
 @pytest.mark.slow
 def test_real_size(call, monkeypatch):
-    """At toy size: it trains, asks what it has exported, and says what `plan` says."""
+    """At toy size, the script trains, loads the exported model and reports the estimate of the command `memory`."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     _, numbers = call("real_size", "toy", "--steps=1")
     assert numbers["planned_gb"] < 0.1 < numbers["peak_gb"] and numbers["export_gb"] > 0 < numbers["seconds"]
@@ -75,7 +78,7 @@ def test_learning(tmp_path):
     names = ["shuffled rewards", "dpo", "reward model, grpo"]
     table, numbers = run(tmp_path, "learning.py", "--seeds", "3", "--jobs", "2", "--only", *names, "--", *short)
     assert [(row["name"], row["seed"]) for row in numbers["runs"]] == [(name, 3) for name in names]
-    assert "| no: " in table  # one step teaches nothing
+    assert "| no: " in table  # one step does not improve the model
     assert all("sampled" in row and row["cpu_seconds"] > 0 and row["warnings"] == [] for row in numbers["runs"])
     assert numbers["runs"][1]["pairs"] is not None
 

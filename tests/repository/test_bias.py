@@ -1,4 +1,4 @@
-"""Expected gradients: the page's rows are those of the tables, and they are right."""
+"""Check the expected gradients on docs/bias.md: the page shows rows of the computed tables, and they are correct."""
 
 import types
 
@@ -35,7 +35,7 @@ def close(found, target, tolerance=1e-15):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_rows_of_the_table(tables, name):
-    """In their order; the page leaves out rows that its prose does not use."""
+    """The rows are in the order of the table. The page leaves out rows that its text does not use."""
     page = (DOCS / "bias.md").read_text().splitlines()
     header, *rows = [f"| {' | '.join(row)} |" for row in tables[name]]
     start = page.index(header) + 2
@@ -45,7 +45,7 @@ def test_the_page_has_rows_of_the_table(tables, name):
 
 @pytest.mark.slow
 def test_what_is_exact_is_so_for_another_policy(tables):
-    """A cell that says 1 or 0 does so for another policy, reference and rewards, and no other cell does."""
+    """With another policy, reference and rewards, the same cells are 1 or 0, and no other cells."""
     source = (DOCS / "scripts/bias.py").read_text()
     other = types.ModuleType("other")
     exec(source.replace("manual_seed(1)", "manual_seed(5)"), other.__dict__)
@@ -72,7 +72,7 @@ def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length
 
 @pytest.mark.parametrize(("name", "G", "length"), [("rloo", 2, 1), ("rloo", 3, 1), ("dr_grpo", 2, 1 / 6)])
 def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
-    """The group's mean is leave-one-out times a constant, so dr_grpo has the same noise."""
+    """Advantages from the group's mean are leave-one-out advantages times a constant, so dr_grpo has the same noise."""
     groups = torch.cartesian_prod(*[bias.ALL] * G)
     logps = bias.logps_of(bias.POLICY)
     chance = bias.chances(logps)
@@ -95,7 +95,7 @@ def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
 
 
 def test_the_gradient_of_the_kl_of_completions():
-    """Differentiated as it is written, the log ratio included."""
+    """The KL is differentiated exactly, including its log ratio."""
     kl = bias.gradient(lambda logps: bias.chances(logps) @ (logps - bias.REF).sum(1), bias.POLICY)
     close(-bias.reward_gradient(bias.POLICY, 0 * bias.GRADED, 1.0), kl)
     options = GRPOLossOptions(loss_type="luspo", beta=1.0, kl_estimator="k2")
@@ -105,7 +105,7 @@ def test_the_gradient_of_the_kl_of_completions():
 
 
 def test_dpo_has_the_gradient_of_its_paper():
-    """-beta s(-z) (grad log pi(y_c) - grad log pi(y_r)), DPO after eq. 7 (arXiv 2305.18290), pair by pair."""
+    """The gradient of a pair is -beta s(-z) (grad log pi(y_c) - grad log pi(y_r)), after eq. 7 of arXiv 2305.18290."""
     beta, rewards = bias.BETA, bias.GRADED
     logits = bias.POLICY.clone().requires_grad_()
     logps = bias.logps_of(logits).sum(1)
@@ -114,20 +114,20 @@ def test_dpo_has_the_gradient_of_its_paper():
     chance = bias.REF.sum(1).exp().tolist()
     target = torch.zeros(21, dtype=torch.float64)
     for c in range(15):
-        for r in range(15):  # drawn in this order or in the other one
+        for r in range(15):  # sampled in this order or in the reverse order
             wins = torch.sigmoid(rewards[c] - rewards[r])
             weight = torch.sigmoid(torch.tensor(beta * (u[r] - u[c]), dtype=torch.float64))
             target -= 2 * chance[c] * chance[r] * wins * beta * weight * (scores[c] - scores[r])
     close(bias.gradient(bias.expected_dpo_loss, bias.POLICY, DPOLossOptions("sigmoid", beta=beta)), target)
 
 
-# through a picture: a tiny Qwen2.5-VL with three tokens to say, and the gradient of its vision tower
+# the same with an image: a tiny Qwen2.5-VL with a vocabulary of three tokens, and the gradient of its vision tower
 def graded(completion_ids, **columns):
     return [bias.GRADED[bias.COMPLETIONS.index(tuple(ids))].item() for ids in completion_ids]
 
 
 class OnePicture(list):
-    """The same row at every index."""
+    """A dataset with the same row at every index."""
 
     def __init__(self):
         super().__init__([Shapes(8, "rows")[0]] * 8)
@@ -139,7 +139,11 @@ def flat(gradients):
 
 @pytest.fixture
 def pictures(stage, monkeypatch):
-    """pictures(groups of a rollout): GRPO by its defaults, dapo divided by the group's std, a group a step; G = 2."""
+    """A function of the number of groups in a rollout that runs GRPO with its default options and G = 2.
+
+    Each step trains on one group. The function returns the gradients of the steps, the expected gradient, and the
+    probabilities of the completions.
+    """
 
     def pictures(groups):
         monkeypatch.setitem(registry.REWARDS, "letters", "tests.repository.test_bias:graded")

@@ -1,6 +1,6 @@
-"""docs/developer_guide.md: every diff of the page is applied to a copy of the package, and what it adds is called.
+"""Apply every diff of docs/developer_guide.md to a copy of the package, and call the code that it adds.
 
-So is recipes/fluent.py, which the page says to copy.
+The test also calls recipes/fluent.py, which the page recommends to copy.
 """
 
 import json
@@ -100,7 +100,10 @@ print(json.dumps({name: bool(value) for name, value in found.items()}))
 
 
 def apply(folder, diff):
-    """Write new files, +++, and exchange in others, ---, the lines with - or a blank for those with + or a blank."""
+    """Apply a diff: write new files (+++), and change existing files (---).
+
+    In an existing file, the lines that begin with "-" or a blank are replaced by those that begin with "+" or a blank.
+    """
     for hunk in filter(None, re.split(r"(?m)^@@\n|^(?=(?:\+\+\+|---) )", diff)):
         if hunk.startswith(("+++ ", "--- ")):
             first, _, hunk = hunk.partition("\n")
@@ -114,7 +117,7 @@ def apply(folder, diff):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each call says of a copy to which all diffs were applied."""
+    """Results of the calls in CALLS, by title of the diff, in a copy of the package to which all diffs were applied."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("minivlmrl", "kernels", "recipes"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""README and docs/ are promises: links lead somewhere, commands and snippets run, numbers and pages are today's."""
+"""Check README and docs/: links have a target, commands and snippets run, and numbers and pages are up to date."""
 
 import dataclasses
 import functools
@@ -51,14 +51,14 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def rows_of(text: str, title: str) -> list[list[str]]:
-    """Cells of the first table below a title, without its head."""
+    """Return the cells of the first table below a title, without its header."""
     section = text.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
 
 
 def commands(text: str) -> list[str]:
-    """Of the blocks of bash; a line with a backslash at its end goes on in the next."""
+    """Return the commands in blocks of bash code; a backslash at the end of a line joins it with the next line."""
     return [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -68,8 +68,8 @@ COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:pytho
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_of_files_and_imports_are_those_of_today(page):
-    """Text of a link to a Python file is that file's name; imports of minivlmrl in Python code work."""
-    if page == "docs/changelog.md":  # which names what was
+    """The text of a link to a Python file is the name of the file, and imports of minivlmrl in Python code work."""
+    if page == "docs/changelog.md":  # this page contains old names
         return
     text = PAGES[page]
     for shown, target in re.findall(r"\[`?(\w+\.py)`?\]\(([^)#\s]+)", text):
@@ -81,7 +81,7 @@ def test_names_of_files_and_imports_are_those_of_today(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    """Files and titles; a link with code as its text leads to a file that defines the name."""
+    """Files and titles of links exist. If the text of a link is code, the file defines this name."""
     text = PAGES[page]
     for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
         file, _, title = target.partition("#")
@@ -91,7 +91,7 @@ def test_links_lead_somewhere(page):
             titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
             assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
     named = set(re.findall(r"(?:audit/)?(?:recipes|benchmarks|tests)/\w+\.\w+", text))
-    if page != "docs/changelog.md":  # it also names files that left
+    if page != "docs/changelog.md":  # this page also names removed files
         assert [file for file in sorted(named) if not (ROOT / file).is_file()] == []
     cells = {name for name, file in links(ROOT / page) if file.parent.name == "parity"} & set(families())
     assert [line for line in missing(ROOT / page) if line.partition(": no ")[2] not in cells] == []
@@ -119,14 +119,14 @@ def test_commands_use_real_tools_recipes_and_options(command):
 
 
 def test_the_reading_list_names_what_its_files_define():
-    """It is that of `replay --trace`, which shows the lines of these files."""
+    """The reading list equals READING_LIST of `replay --trace`, which shows the lines of these files."""
     found = reading_list()
     assert [path.relative_to(ROOT / "minivlmrl").with_suffix("").as_posix() for path in found] == [*READING_LIST]
     assert {path: name for path, name in found.items() if name not in names(path)} == {}
 
 
 def test_each_file_of_the_reading_list_imports_only_files_above_it():
-    """Besides kernels/; the last two files run recipes and import more."""
+    """Imports of kernels/ are allowed, and so are all imports of the last two files, which run recipes."""
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in reading_list()]
     allowed = set()
     for path, module in [*zip(reading_list(), modules, strict=True)][:-2]:
@@ -136,7 +136,7 @@ def test_each_file_of_the_reading_list_imports_only_files_above_it():
 
 
 def test_the_band_of_the_default_run():
-    """README's band is that of results.md over processors, where the runs of recipes/expected.json are."""
+    """README gives the range of accuracies in results.md over processors, which contains those in expected.json."""
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
@@ -155,7 +155,7 @@ SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fi
 
 
 def choices(hint) -> set[str]:
-    """Texts of the Literals in an annotation."""
+    """Return the strings of all Literals in a type annotation."""
     if typing.get_origin(hint) is typing.Literal:
         return {text for text in typing.get_args(hint) if isinstance(text, str)}
     return {text for part in typing.get_args(hint) for text in choices(part)}
@@ -163,7 +163,7 @@ def choices(hint) -> set[str]:
 
 @pytest.mark.parametrize("options", STAGES, ids=lambda options: options.__name__)
 def test_every_option_of_a_stage_is_explained(options):
-    """By its name, and the texts that it takes."""
+    """The pages of the losses contain the name of each option and each of its string values."""
     hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
     assert ({*hints} | {text for hint in hints.values() for text in choices(hint)}) - CODE == set()
     assert set(DPO_LOSSES) - CODE == set()
@@ -194,7 +194,7 @@ def test_options_of_trl_are_trls_and_same_is_same(row):
 
 
 def test_every_option_of_trls_grpo_is_on_the_page():
-    """What GRPOConfig adds to transformers' arguments, and GRPOTrainer's own."""
+    """The page has all options that GRPOConfig adds to transformers' arguments, and all arguments of GRPOTrainer."""
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
@@ -203,7 +203,7 @@ def test_every_option_of_trls_grpo_is_on_the_page():
 
 
 def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
-    """TRL takes each argument of the script; the recipe beside it trains by the same file of rewards."""
+    """TRL accepts each argument of the script, and the recipe beside it trains with the same file of rewards."""
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     [script] = [code for code in blocks(PAGES["docs/coming_from.md"], "python") if "GRPOTrainer" in code]
     [recipe] = [code for code in blocks(PAGES["docs/coming_from.md"], "yaml") if "counts.py" in code]
@@ -245,7 +245,7 @@ def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
 
 
 def test_the_changelog_names_what_a_recipe_could_once_set():
-    """Every option since 0.1.0 (recorded) is there, is back, or has a row that says what to do instead."""
+    """Every option since 0.1.0 (recorded) still exists, is back, or has a row that says what to use instead."""
     page = PAGES["docs/changelog.md"]
     gone = [name for names, _ in rows_of(page, "Removed options") for name in re.findall("`([^`]+)`", names)]
     back = re.findall("`([^`]+)`", page.split("\nBack")[1].split("\n\n")[0])
@@ -254,7 +254,7 @@ def test_the_changelog_names_what_a_recipe_could_once_set():
 
 
 def test_every_metric_is_explained(run, plain):
-    """By its name, or by what follows its group; a reward's is under NAME."""
+    """The page contains the full name of each metric, or the part after its group; NAME stands for a reward."""
     folder = run(
         f"--stages=[sft, dpo, {FILES['kto']}, reward_model, grpo, ppo]",
         "--kto.max_steps=1",
@@ -262,7 +262,9 @@ def test_every_metric_is_explained(run, plain):
         "--ppo.kl_coef=0.1",
     )
     logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
-    logged -= {f"completions/{of}_terminated_length" for of in ("min", "max")}  # `min_...`, `max_...`
+    logged -= {
+        f"completions/{of}_terminated_length" for of in ("min", "max")
+    }  # the page explains these as `min_...` and `max_...`
     short = {re.sub(r"^rewards/(format|accuracy)/", "rewards/NAME/", name) for name in logged}
     page = PAGES["docs/metrics.md"]
     assert len(logged) > 30
@@ -270,7 +272,7 @@ def test_every_metric_is_explained(run, plain):
 
 
 def test_the_table_of_rewards():
-    """docs/rewards.md has every reward, and its examples earn 1."""
+    """docs/rewards.md has a row for every reward, and the reward of each example is 1."""
     pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     rows = rows_of(REWARDS_PAGE, "By name")
     named = {row[0].strip("`") for row in rows}
@@ -287,7 +289,7 @@ def test_the_table_of_rewards():
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A folder with what the README writes: train.jsonl, an image beside it, my_rewards.py; and a tiny model."""
+    """A folder with the files that README writes (train.jsonl, an image, my_rewards.py), and a tiny model."""
     folder = tmp_path_factory.mktemp("own")
     [line] = re.findall(r"`(\{\"image\".*?\})`", README)
     (folder / "train.jsonl").write_text(line)
@@ -322,7 +324,7 @@ def test_the_same_in_a_notebook(own, tmp_path, monkeypatch):
 
 
 def test_grpo_of_plain_objects(own, monkeypatch):
-    """The loop of docs/data.md changes the policy in each of its steps."""
+    """The training loop of docs/data.md changes the policy in each step."""
     [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
@@ -339,7 +341,7 @@ def test_grpo_of_plain_objects(own, monkeypatch):
 
 
 def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
-    """Those of docs/coming_from.md one after the other; the first two begin the loop, in place of its model's line."""
+    """Run the calls of docs/coming_from.md in order. The first two replace the line that loads the loop's model."""
     page = PAGES["docs/coming_from.md"]
     calls = [re.findall("`([^`]+)`", ours)[0] for _, ours in rows_of(page, "From Tinker")]
     assert len(calls) == 12
@@ -360,7 +362,7 @@ def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
     space["prompt"] = space["rows"][0].prompt(space["processor"])
 
     def run(call):
-        """A call, after the forward if it needs one; returns the adapters' sum."""
+        """Run a call, after a forward pass if it needs log-probabilities, and return the sum of the adapter weights."""
         if "logps" in call:
             exec(calls[4], space)
         exec(call, space)
@@ -377,7 +379,7 @@ def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
 
 
 def test_a_task_of_your_own(tmp_path, monkeypatch):
-    """The command of docs/data.md, a few steps of it."""
+    """Run a few steps of the command in docs/data.md."""
     [command] = [c for c in COMMANDS if "dots.py:TASK" in c]
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)[2:]
@@ -396,7 +398,7 @@ def test_a_loss_alone():
 
 
 def test_the_page_of_the_audit_prints_what_it_says(tmp_path, monkeypatch, capsys):
-    """A block of code with a text right below it prints that text."""
+    """A block of Python code prints the text block that directly follows it."""
     pairs = re.findall(r"```python\n([^`]*)```\n```text\n([^`]*)```", PAGES["docs/audit.md"])
     assert len(pairs) == 1
     space = {}
@@ -426,7 +428,7 @@ def test_a_page_is_as_committed(name):
 
 @pytest.mark.parametrize(("name", "page"), [("held_out", RESULTS), ("first_run", README.split("\n## ")[0])])
 def test_a_moving_picture_is_of_a_run_that_the_results_name(name, page):
-    """Of at most 1 MB; what it shows is held by test_a_page_is_as_committed. README's is of the default run."""
+    """The animation has at most 1 MB, and README shows the default run. test_a_page_is_as_committed checks the rest."""
     path = ROOT / "docs" / f"{name}.svg"
     run = json.loads((ROOT / "docs" / "scripts" / f"{name}.json").read_text())
     assert [moment["step"] for moment in run["moments"]] == [*range(0, 161, held_out.EVERY)]
@@ -441,7 +443,7 @@ def test_torch_is_that_of_the_pins():
 
 @pytest.mark.slow
 def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
-    """By mkdocs, strict; also the files of the reading list with their code, and search."""
+    """Build the site with mkdocs --strict; it also contains the code of the reading list and a search."""
     pytest.importorskip("material", reason="extra missing: pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
@@ -449,7 +451,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     menu = (tmp_path / "index.html").read_text()
     for page in ("code/minivlmrl/trainers/grpo.py.html", "first_hour.html", "https://github.com/minivlmrl/minivlmrl"):
         assert f'href="{page}"' in menu
-    assert 'src="site/worker.js"' in menu and "unpkg" not in menu  # searched from a folder, without a server
+    assert 'src="site/worker.js"' in menu and "unpkg" not in menu  # the search works in a folder, without a server
     file = (tmp_path / "code" / "minivlmrl" / "losses" / "grpo.py.html").read_text()
     assert "File 16 of 18 of the reading list" in file and 'tests/losses/test_grpo.py.html"' in file
     assert '"code/minivlmrl/losses/grpo.py.html"' in (tmp_path / "search" / "search_index.json").read_text()

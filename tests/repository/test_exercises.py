@@ -1,4 +1,4 @@
-"""Exercises: each known mistake is recognised by its name, the original passes, a rename in it does not matter."""
+"""Check the exercises: each known mistake is named, the solution passes, and other variable names also pass."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""benchmarks/expect.py: the recorded numbers to the last bit where the environment is the same, a band elsewhere."""
+"""Check benchmarks/expect.py: exact numbers in the recorded environment, and an expected range elsewhere."""
 
 import json
 
@@ -12,7 +12,10 @@ from minivlmrl.config.loading import load_config
 
 @pytest.fixture
 def trained(home, run, plain, tmp_path, capsys):
-    """expected(**changes) -> exit status and lines, for a file whose one run is this one but for `changes`."""
+    """A function that compares a run with a recorded copy of itself, and returns the exit status and the output.
+
+    Keyword arguments change the recorded copy.
+    """
     arguments = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", "--stages=[sft]", "--sft.max_steps=1"]
     run(*arguments[2:])
     found = expect.results(summary(tmp_path / "run"))
@@ -37,7 +40,7 @@ def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
     inside = "0.000 is inside the band 0.000 to 0.306 of 1 runs"
     assert code == 0 and lines[:3] == [f"expect: after_sft {name} {inside}" for name in names]
     assert lines[3:] == ["expect: as recorded on this machine, every number to the last bit"]
-    code, lines = trained(sampled=0.25)  # inside the band, and yet a mistake
+    code, lines = trained(sampled=0.25)  # inside the range, but not equal to the recorded number
     assert (
         code == 1
         and lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.592 of 1 runs"
@@ -47,7 +50,7 @@ def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
 
 
 def test_elsewhere_the_band_decides(trained, monkeypatch):
-    code, lines = trained(environment="another CPU", sampled=0.3)  # of 4 rows: two standard errors are .35
+    code, lines = trained(environment="another CPU", sampled=0.3)  # two standard errors of 4 rows are 0.35
     assert code == 0 and len(lines) == 3
     assert lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
     code, lines = trained(environment="another CPU", sampled=0.9)
@@ -59,16 +62,19 @@ def test_elsewhere_the_band_decides(trained, monkeypatch):
 
 
 @pytest.mark.parametrize(("got", "position", "is_low"), [
-    (0.81, "below", True),  # 10 points under nearly every run: a regression
-    (0.742, "below", True),  # the run that went astray, which says that it is not alone
+    (0.81, "below", True),  # a regression, 10 points below nearly every run
+    (0.742, "below", True),  # equal to the single bad run, so the message counts 1 run below the range
     (0.86, "inside", False),
     (0.99, "above", False),
 ])  # fmt: skip
 def test_of_ten_runs_one_may_go_astray_and_too_good_is_a_sentence(got, position, is_low, capsys):
-    """The band of .742 and nine at .89 to .93 of 256 rows begins at .89 less two standard errors, .039."""
+    """Ten runs reached 0.742 and nine times 0.89 to 0.93 on 256 rows.
+
+    The lowest run is ignored, so the range begins at 0.89 minus two standard errors, 0.039.
+    """
     values = [0.742, *[0.89, 0.92, 0.93] * 3]
     runs = [{"results": {"start": {}, "after_grpo": {"eval/accuracy_sampled": value}}} for value in values]
-    runs.append({"results": {"start": {}, "after_grpo": {}}})  # of another reward
+    runs.append({"results": {"start": {}, "after_grpo": {}}})  # a run with another reward
     assert expect.print_band({"after_grpo": {"eval/accuracy_sampled": got}}, runs, 256) == is_low
     out = capsys.readouterr().out
     assert f"{got:.3f} is {position} the band 0.851 to 0.969 of 10 runs" in out

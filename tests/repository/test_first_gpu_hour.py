@@ -1,4 +1,4 @@
-"""The page of the first hour on a GPU, without one."""
+"""Check benchmarks/first_gpu_hour.py, which measures everything on a GPU and writes a page, without a GPU."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch,
 
 @pytest.mark.slow
 def test_parts_run_at_toy_size(monkeypatch, tmp_path):
-    """Of the four runs one. Each way of ours was run."""
+    """Run the parts at toy size, with only one of the four training runs."""
     parts = {name: part for name, part in PARTS.items() if name not in ("run_float32", "run_nf4", "vllm_run")}
     monkeypatch.setattr(first_gpu_hour, "PARTS", parts)
     failed, page = write(monkeypatch, tmp_path, "--toy")

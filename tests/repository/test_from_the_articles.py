@@ -1,4 +1,4 @@
-"""docs/from_the_articles.md: its functions equal the package's, and its tables name what exists."""
+"""Check docs/from_the_articles.md: its functions equal those of the package, and the names in its tables exist."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ B, G, T = 12, 4, 7
 
 @pytest.fixture(scope="module")
 def page():
-    """A function of a name: the function that the page defines under it."""
+    """A function that takes a name and returns the function with this name on the page."""
     space = {}
     for block in BLOCKS:
         exec(block, space)
@@ -44,7 +44,7 @@ def page():
 
 @pytest.fixture
 def random():
-    """A function of a shape: standard normal float64 numbers; the same in every run."""
+    """A function that returns float64 standard normal numbers of a shape, which are equal in every run."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape, scale=1.0):
@@ -55,7 +55,10 @@ def random():
 
 @pytest.fixture
 def completions(random):
-    """logps, logps of an older policy, logps of a reference, advantages and mask of B completions of 1 to T tokens."""
+    """Values of B completions with 1 to T tokens: log-probabilities of three models, advantages and mask.
+
+    The models are the policy, an older policy and a reference.
+    """
     lengths = torch.arange(B) % T + 1
     mask = (torch.arange(T) < lengths[:, None]).double()
     logps = -random(B, T).abs()
@@ -67,7 +70,7 @@ def same(found, expected):
 
 
 def same_with_gradient(function, expected, logps):
-    """Compare two functions of logps in value and gradient."""
+    """Assert that two functions of log-probabilities have the same value and the same gradient."""
     results = []
     for loss in (function, expected):
         leaf = logps.clone().requires_grad_()
@@ -104,7 +107,7 @@ def test_the_loss_of_vlm_r1(page, completions):
 
 
 def test_the_loss_of_r1_v(page, completions):
-    """It equals grpo_loss without an old policy, and VLM-R1's with the present policy as the old one."""
+    """The loss equals grpo_loss without an old policy, and VLM-R1's loss with the current policy as the old one."""
     logps, _, ref, advantages, mask = completions
     options = GRPOLossOptions(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
     same_with_gradient(
@@ -189,7 +192,7 @@ def test_ppo(page, completions, random):
 
 
 def test_boxes(page):
-    """VLM-R1's overlaps are ours, unless they are at most one pixel wide or high."""
+    """VLM-R1's IoU equals ours, unless the overlap is at most one pixel wide or high."""
     generator = torch.Generator().manual_seed(0)
     small = 0
     for numbers in torch.rand(300, 8, generator=generator, dtype=torch.float64).mul(20).tolist():
@@ -205,13 +208,13 @@ def test_boxes(page):
         scaled = page("to_file_pixels")(a, (50, 50), (640, 480))
         assert scaled == pytest.approx(Box(*a, (50, 50)).to((640, 480)).numbers, rel=1e-12)
     assert small > 5
-    assert page("box_iou")((0, 0, 5, 5), (4, 0, 9, 5), smallest_overlap=1) == 0  # they share one pixel
+    assert page("box_iou")((0, 0, 5, 5), (4, 0, 9, 5), smallest_overlap=1) == 0  # the boxes share one column of pixels
     unit = (0.1, 0.1, 0.9, 0.9)
     assert page("box_iou")(unit, unit, smallest_overlap=1) == 0 and page("box_iou")(unit, unit) == 1
 
 
 def test_the_format_reward(page):
-    """The table's completions earn what it says."""
+    """Both format rewards of each completion in the table are as the table says."""
     table = PAGE.split("### The format reward")[1].split("\n### ")[0]
     rows = re.findall(r"(?m)^\| `(.+)` \| ([01]) \| ([01]) \|$", table)
     assert len(rows) == 6
@@ -245,7 +248,7 @@ def test_every_function_of_the_page_is_tested():
 
 
 def test_options_and_functions_exist():
-    """A name with a section in a table is an option; a link with code as its text leads to a definition."""
+    """Names such as `section.option` in a table are options, and a link with code as its text leads to a definition."""
     known = {option.path for option in options_of(type(load_config("shapes.yaml")))}
     sections = {path.partition(".")[0] for path in known if "." in path}
     named = set(re.findall(r"`(\w+\.\w+)`", PAGE)) | set(re.findall(r"`(\w+\.\w+): [^`]+`", PAGE))
@@ -262,7 +265,7 @@ def test_names_of_the_sources_are_in_a_table(name):
 
 @pytest.mark.parametrize("title", ["TRL: GRPO", "TRL: DPO and MPO", "TRL: SFT"])
 def test_functions_of_trl_are_trls(title):
-    """Except those that a row calls older."""
+    """The functions exist in the installed TRL, except in rows that mention older releases."""
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     source = "\n".join(path.read_text() for path in Path(trl.__file__).parent.rglob("*.py"))
     table = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]

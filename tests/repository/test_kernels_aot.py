@@ -1,4 +1,4 @@
-"""Compiled kernels at their real sizes: those of the installed Triton, and those recorded for two versions."""
+"""Check kernels compiled at real sizes, by the installed Triton, and recorded results of two Triton versions."""
 
 import json
 import os
@@ -13,7 +13,7 @@ PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "M
 
 
 def compiled(*options):
-    """Run the command in a process that does not interpret; return its output."""
+    """Run the script in a process that compiles instead of interpreting, and return its output."""
     pytest.importorskip("triton")
     command = [sys.executable, ROOT / "benchmarks" / "kernels_aot.py", *options]
     result = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True)
@@ -22,7 +22,7 @@ def compiled(*options):
 
 
 def assert_good(builds):
-    """Check what holds for every version: no spills, wide accesses, matrix instructions, short loops."""
+    """Check properties of every version: no register spills, wide accesses, matrix instructions and short loops."""
     for name, row in builds.items():
         assert row["spills"] == 0, name
         assert row["wide"] > 0, f"{name}: no access of 16 bytes"
@@ -34,7 +34,7 @@ def assert_good(builds):
 
 @pytest.mark.slow
 def test_the_installed_compiler_builds_good_kernels(tmp_path):
-    """For an H100."""
+    """The kernels are compiled for an H100."""
     compiled("--arch", "90", "--json", str(tmp_path / "numbers.json"))
     [builds] = json.loads((tmp_path / "numbers.json").read_text()).values()
     assert_good(builds)

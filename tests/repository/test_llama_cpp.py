@@ -1,4 +1,4 @@
-"""A folder that llama.cpp's converter has made of ours; tests/llama_cpp.sh installs it and compares answers too."""
+"""Convert one of our folders with llama.cpp's converter. tests/llama_cpp.sh installs it and also compares answers."""
 
 import json
 from collections import Counter
@@ -15,7 +15,10 @@ gguf = pytest.importorskip("gguf", reason="llama.cpp's converter is missing: tes
 
 
 def converted_parts(name, weight, family):
-    """Bytes of the tensors that the converter makes of one of ours; of Qwen3.5 it changes three kinds."""
+    """Return the tensors into which the converter turns one of our weights.
+
+    For Qwen3.5, it changes three kinds of weights: patch embedding, A_log and norms.
+    """
     weight = weight.detach()
     if ".attn.qkv." in name and family.startswith("qwen2"):
         return weight.chunk(3)
@@ -32,7 +35,7 @@ def converted_parts(name, weight, family):
 def test_every_tensor_is_ours_to_the_byte(tmp_path, family):
     config = on_llama_cpp.config_of(family)
     if family == "qwen3_5":
-        config["text_config"]["linear_num_value_heads"] = 2  # of more, the converter changes the order
+        config["text_config"]["linear_num_value_heads"] = 2  # with more value heads, the converter changes their order
     (tmp_path / "model.json").write_text(json.dumps(config))
     model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 0)
     for weight in model.parameters():

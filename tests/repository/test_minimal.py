@@ -1,4 +1,4 @@
-"""The pages end with the weights of train.py, bit for bit, and import no trainer."""
+"""Check minimal.py and minimal_dpo.py: the weights equal those of train.py bit for bit, and no trainer is imported."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ def assert_equal(one, other):
 )
 def test_a_few_steps_end_with_the_weights_of_train(page, algorithm, printed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    model, _ = runpy.run_path(page)["main"](3, 2, 3)  # seed, steps of SFT, steps of the algorithm
+    model, _ = runpy.run_path(page)["main"](3, 2, 3)  # seed, SFT steps, steps of GRPO or DPO
     assert capsys.readouterr().out.count(printed) == 2  # the first step and the last
     options = ["--seed=3", "--sft.max_steps=2", f"--{algorithm}.max_steps=3", "--data.eval_rows=1", "--num_threads=1"]
     train_recipe([PAGES[page], *options, f"--output_dir={tmp_path}"])
@@ -37,7 +37,10 @@ def test_a_few_steps_end_with_the_weights_of_train(page, algorithm, printed, tmp
 
 @pytest.mark.parametrize(("page", "most"), [("minimal.py", 150), ("minimal_dpo.py", 100)])
 def test_it_fits_a_page_and_imports_no_trainer(page, most):
-    """At most so many lines of code, without docstrings, comments and empty lines; no trainer, rank or loop."""
+    """The page has at most `most` lines of code, without docstrings, comments and empty lines.
+
+    It imports no trainer, no training loop and nothing for several ranks.
+    """
     tree = ast.parse((ROOT / page).read_text())
     text = {
         line
@@ -60,7 +63,7 @@ def test_it_fits_a_page_and_imports_no_trainer(page, most):
 @pytest.mark.parametrize(
     ("page", "arguments", "threads"),
     [
-        ("minimal.py", ["train.py"], []),  # both commands as README has them
+        ("minimal.py", ["train.py"], []),  # both commands are in README
         ("minimal_dpo.py", ["train.py", "recipes/shapes_dpo.yaml"], ["--num_threads=1"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""What macOS and Windows do otherwise: a run where Python lacks and refuses what Windows does, and units of macOS."""
+"""Check differences of macOS and Windows: a run in which Python lacks what Windows lacks, and memory units of macOS."""
 
 import builtins
 import errno
@@ -26,7 +26,7 @@ def train(*options):
 
 train("--output_dir=linux")
 for name in [name for name in sys.modules if name.startswith("minivlmrl")]:
-    del sys.modules[name]  # imported again where nothing is as here
+    del sys.modules[name]  # imported again on the simulated Windows
 pretend()
 train("--output_dir=windows", "--grpo.max_steps=1")
 train("--output_dir=windows", "--resume=auto")
@@ -36,7 +36,14 @@ from minivlmrl.distributed.process_group import World
 with time_limit(1), locked("windows", World()), locked("windows", World()):
     pass
 """
-OTHER = {"timings.jsonl", "config.yaml", "report.html", "summary.json", "run.json", "complete.json"}  # times, options
+OTHER = {
+    "timings.jsonl",
+    "config.yaml",
+    "report.html",
+    "summary.json",
+    "run.json",
+    "complete.json",
+}  # files with times or options
 
 
 def refuse(number: int):
@@ -44,14 +51,16 @@ def refuse(number: int):
 
 
 def pretend():
-    """No fcntl, resource, timers and two signals, no handle of a folder, no flush of what was opened to read.
+    """Make Python behave as on Windows, except for the names of paths.
 
-    No rename onto what is there, a drive for each folder, lines of text that end with two characters; names stay ours.
+    The modules fcntl and resource, timers and two signals are missing. A folder cannot be opened, a file that was
+    opened for reading cannot be flushed, and a file cannot be renamed to an existing one. Each folder seems to be on
+    its own drive, and lines of text end with two characters.
     """
     opened, synced, renamed, text = os.open, os.fsync, os.rename, io.open
 
     def open_handle(path, flags, *more, **options):
-        is_folder = os.path.isdir(path) and not options  # shutil's rmtree is another on Windows
+        is_folder = os.path.isdir(path) and not options  # but not in shutil.rmtree, which is different on Windows
         return refuse(errno.EACCES) if is_folder else opened(path, flags, *more, **options)
 
     def open_text(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **options):
@@ -73,7 +82,7 @@ def pretend():
 def test_windows_trains_resumes_and_saves_the_same_bytes(tmp_path):
     (home := tmp_path / "home").mkdir()
     (tmp_path / "my_rewards.py").write_text("def length(completions, **columns): return [*map(len, completions)]")
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # not UTF-8
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # a locale without UTF-8
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNDEFAULTENCODING": "1"}
     done = subprocess.run([sys.executable, "-c", RUN], cwd=home, env=environment, capture_output=True, text=True)
     assert "ValueError: output_dir: another run is writing into windows" in done.stderr.splitlines()[-1], done.stderr

@@ -1,4 +1,4 @@
-"""README.zh-CN.md is README.md in Chinese: the same commands, links, code names and numbers."""
+"""Check that README.zh-CN.md has the same commands, links, code names and numbers as README.md."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_the_links_are_the_same():
 
 
 def test_the_numbers_are_the_same():
-    """0.74 million is 74 万 in Chinese."""
+    """The numbers are equal; 0.74 million is written as 74 万 in Chinese."""
     pattern = r"(?<![\w.])\d+(?:[.,]\d+)*"
     assert set(found(pattern, ENGLISH)) - {"0.74"} == set(found(pattern, CHINESE)) - {"74"}
 

@@ -1,7 +1,7 @@
-"""The reading list is what runs: its functions in a GRPO step of the default recipe, of a folder as transformers writes
-it, and on a pretended card.
+"""Check that a GRPO step runs the functions of the reading list.
 
-`pytest -s tests/repository/test_what_runs.py` prints the list.
+The tests train the default recipe, a folder that transformers wrote, and a model on a simulated GPU.
+`pytest -s tests/repository/test_what_runs.py` prints the functions.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from minivlmrl.distributed.process_group import World
 
 import stages
 
-# functions of each file without which no step runs, besides those that README's table names
+# functions that every step runs, in addition to those in README's table
 NEEDED = {
     "data/chat_template": {"render"},
     "model/vision": {"VisionTransformer.forward", "VisionBlock.forward"},
@@ -37,7 +37,7 @@ NEEDED = {
 
 @contextlib.contextmanager
 def functions_that_run():
-    """{file: names of its functions that were called}."""
+    """Record which functions of the reading list run inside the block; yield {file: names of called functions}."""
     ran = {name: set() for name in begin_with()}
     files = {str(ROOT / "minivlmrl" / f"{name}.py"): found for name, found in ran.items()}
 
@@ -45,7 +45,7 @@ def functions_that_run():
         if event == "call" and (found := files.get(frame.f_code.co_filename)) is not None:
             found.add(frame.f_code.co_qualname)
 
-    for profile in (sys.setprofile, threading.setprofile):  # threads make prompts ahead
+    for profile in (sys.setprofile, threading.setprofile):  # threads prepare prompts in advance
         profile(note)
     try:
         yield ran
@@ -55,7 +55,7 @@ def functions_that_run():
 
 
 def begin_with():
-    """{file of README's reading list, such as "losses/grpo": the name with which a reader begins}."""
+    """Return README's reading list as {file such as "losses/grpo": name with which a reader begins}."""
     package = ROOT / "minivlmrl"
     return {path.relative_to(package).with_suffix("").as_posix(): name for path, name in reading_list().items()}
 
@@ -72,7 +72,7 @@ def default_recipe(tmp_path, checkpoint, rows):
 
 
 def own_folder(tmp_path, checkpoint, rows):
-    """recipes/own_data.yaml on weights, config and template as transformers and the hub write them."""
+    """Train recipes/own_data.yaml from a folder with weights, config and template as transformers and the hub write."""
     transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     folder = shutil.copytree(checkpoint, tmp_path / "folder")
     theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint)
@@ -91,7 +91,7 @@ def pretended_card(tmp_path, checkpoint, rows):
 
 @pytest.mark.parametrize("way", [default_recipe, own_folder, pretended_card])
 def test_a_step_runs_the_reading_list(way, tmp_path, checkpoint, rows):
-    """The fixtures are made before anything is noted."""
+    """The fixtures train, too, but before the recording starts."""
     with functions_that_run() as ran:
         way(tmp_path, checkpoint, rows)
     print(f"\n{way.__name__}", *(f"  {name}: {', '.join(sorted(found))}" for name, found in ran.items()), sep="\n")
@@ -102,9 +102,9 @@ def test_a_step_runs_the_reading_list(way, tmp_path, checkpoint, rows):
 
 
 def test_no_other_file_has_a_decoder_or_a_loop_of_its_own():
-    """Only files of the reading list compute attention heads, decode, and compute the loss of GRPO.
+    """Only files of the reading list compute attention heads, generate tokens and compute the loss of GRPO.
 
-    model/families/ has the layers that differ.
+    model/families/ is excluded, because it contains the layers in which model families differ.
     """
     own = re.compile(r"\.q_proj\(|\.down_proj\(|softmax\(-1\) @|def generate\(model|def grpo_loss")
     read = {*reading_list(), *(ROOT / "minivlmrl" / "model" / "families").glob("*.py")}

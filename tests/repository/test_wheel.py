@@ -1,4 +1,4 @@
-"""What pip makes of both sdists does what README says, in an environment and a folder without the clone; pins hold."""
+"""Check that wheels built from both sdists do what README says, without the clone, and that the pins are complete."""
 
 import contextlib
 import itertools
@@ -67,7 +67,7 @@ for path in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A folder with what git has: what lies about beside it, ignored or not yet added, is not in it."""
+    """A copy of all files that git tracks, without ignored files and files that were not added."""
     if not (ROOT / ".git").exists():
         pytest.skip("no clone: git does not say what belongs to it")
     folder = tmp_path_factory.mktemp("clone")
@@ -90,7 +90,7 @@ def sdist(folder, output):
 
 @pytest.fixture(scope="module")
 def wheels(clone, tmp_path_factory):
-    """Of the library and of the audit, each made of its sdist."""
+    """The wheels of the library and of the audit, each built from its sdist."""
     made, pip = [], [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     for folder in (clone, clone / "audit"):
         dist = tmp_path_factory.mktemp("dist")
@@ -101,7 +101,7 @@ def wheels(clone, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheels, tmp_path_factory):
-    """The Python of an environment with the library alone; it sees what else is installed here, but no clone."""
+    """The Python of an environment with only the library. It uses the installed dependencies, but not the clone."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -117,7 +117,7 @@ def install(python, source):
 
 
 def run(python, folder, *arguments):
-    """(exit status, output) of Python in a folder, with nothing on its path."""
+    """Run Python in a folder with an empty PYTHONPATH, and return (exit status, output)."""
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
@@ -125,7 +125,7 @@ def run(python, folder, *arguments):
 
 @pytest.mark.slow
 def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
-    """Three steps of the default recipe, one of a recipe whose task lies beside it, and a step with a mistake."""
+    """Train three steps of the default recipe and one of a recipe with its own task; audit a step with a mistake."""
     short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
     assert status == 0 and "held-out" in out, out
@@ -176,7 +176,7 @@ print(parity.check(grpo), parity.check(dpo, kind="dpo"))
 
 @pytest.mark.slow
 def test_what_a_new_user_does_first(python, tmp_path):
-    """Check and train the default recipe, redraw its page, resume it, train own rows, hold losses against TRL's."""
+    """Check, train and resume the default recipe, rewrite its report, train own rows, and compare losses with TRL."""
 
     def minivlmrl(*arguments):
         status, out = run(python, tmp_path, "-m", "minivlmrl", *arguments)
@@ -187,18 +187,18 @@ def test_what_a_new_user_does_first(python, tmp_path):
     folder = tmp_path / "runs" / "shapes"
     assert "No problems were found." in minivlmrl("check", "shapes.yaml")
     minivlmrl("train", *short, "--checkpoint_steps=2")
-    # drawn again
+    # write the report again
     (folder / "report.html").unlink()
     minivlmrl("report", "runs/shapes")
     assert "</html>" in (folder / "report.html").read_text()
-    # resumed before the last step, it ends with the same bytes
+    # a run that is resumed before the last step ends with the same bytes
     written = {name: (folder / name).read_bytes() for name in ("checkpoint/model.safetensors", "completions.jsonl")}
     shutil.rmtree(folder / "states" / "000004")
     assert "resuming from runs/shapes/states/000002: 1 steps of grpo are done" in minivlmrl(
         "train", *short, "--checkpoint_steps=2", "--resume=auto"
     )
     assert {name: (folder / name).read_bytes() for name in written} == written
-    # rows and a reward of one's own, as README has them
+    # the user's rows and reward, as in README
     (tmp_path / "my_rewards.py").write_text(BREVITY)
     images = sorted(folder.glob("images/*.webp"))[:2]
     rows = [{"image": str(image), "problem": "How many cats are there?", "solution": "2"} for image in images]
@@ -209,7 +209,7 @@ def test_what_a_new_user_does_first(python, tmp_path):
     few = "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--sampling.max_new_tokens=8"
     out = minivlmrl("train", "own_data.yaml", *own, rewards, *few)
     assert "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
-    # TRL's recorded numbers are in the wheel
+    # the wheel contains TRL's recorded numbers
     assert run(python, tmp_path, "-c", PARITY) == (0, "64 15\n")
 
 
@@ -228,7 +228,7 @@ output_dir: run
 
 @pytest.mark.slow
 def test_a_recipe_and_four_files_of_a_new_user(python, tmp_path):
-    """A stage, a loss, an engine and a tracker as docs/developer_guide.md writes them, in an empty folder."""
+    """The stage, loss, engine and tracker of docs/developer_guide.md work in an empty folder."""
     (tmp_path / "mine.yaml").write_text(MINE)
     for title in ("A stage", "A loss", "A rollout engine", "A tracker"):
         apply(tmp_path, DIFFS[title])
@@ -249,7 +249,9 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
     for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
         for path in (path for path in map(ROOT.joinpath, files()) if ROOT / folder in path.parents):
             wanted = path.suffix in (".py", ".typed", ".yaml", ".json", ".html", ".jinja", ".safetensors")
-            wanted = wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # points to kernels/ in a clone
+            wanted = (
+                wanted and path != ROOT / "minivlmrl" / "kernels" / "__init__.py"
+            )  # this file points to kernels/ in a clone
             found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
             assert found.is_file() == wanted, path
     assert (python.parent / "minivlmrl").is_file()
@@ -257,7 +259,7 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
 
 @pytest.mark.slow
 def test_an_index_takes_the_wheels(wheels):
-    """As twine and the index check what they are given: fields, a README that they can show, license, versions."""
+    """The wheels pass the checks of twine and of the index: fields, a README that can be shown, license, versions."""
     versions = []
     for path in wheels:
         with zipfile.ZipFile(path) as archive:
@@ -280,7 +282,7 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
 
 
 def test_what_is_installed_is_pinned():
-    """Also what dependencies bring along; PyTorch pins the packages of CUDA itself."""
+    """Dependencies of dependencies are pinned, too, except the packages of CUDA, which PyTorch pins itself."""
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pins = {name.replace("_", "-"): version for name, version in pins.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -291,10 +293,12 @@ def test_what_is_installed_is_pinned():
         name = re.sub(r"[-_.]+", "-", wanted.name).lower()
         if name in found or name == "minivlmrl" or name.startswith(("nvidia", "cuda")):
             continue
-        with contextlib.suppress(metadata.PackageNotFoundError):  # of another platform
+        with contextlib.suppress(metadata.PackageNotFoundError):  # a package for another platform
             found[name] = metadata.version(name)
             waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
-    if found["torch"].partition("+")[0] != pins["torch"]:  # without constraints.txt: other versions, no new names
+    if (
+        found["torch"].partition("+")[0] != pins["torch"]
+    ):  # installed without constraints.txt, so only names are compared
         found = {name: pins.get(name) for name in found}
     assert {name: version for name, version in found.items() if pins.get(name) != str(version).partition("+")[0]} == {}
 
