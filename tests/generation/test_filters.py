@@ -12,7 +12,7 @@ from minivlmrl.model.packing import pack
 
 import tiny
 from draws import SETTINGS, logits, options, prompts, sample
-from stages import drawn, folder, lively, samples, stage  # noqa: F401 (fixtures)
+from stages import completions_of, folder, lively, samples, stage  # noqa: F401 (fixtures)
 
 EXTREMES = [
     dict(top_k=1), dict(top_k=1000), dict(top_p=1e-6), dict(top_p=0.999), dict(min_p=1.0), dict(temperature=1e-6),
@@ -107,5 +107,5 @@ def test_every_score_is_of_what_was_drawn_from(stage, samples, name, option):  #
     run = stage(name, "--sampling.top_p=0.5", "--sampling.max_batch_tokens=200", *more, f"--{name}.{option}")
     [metrics] = run.go()
     assert metrics["rollout/logp_mismatch"] < 1e-5 and metrics.get("kl", 0) == 0
-    counts = torch.cat([c.sampling_mask[0] for c in drawn(samples[0])])
+    counts = torch.cat([c.sampling_mask[0] for c in completions_of(samples[0])])
     assert 1 <= counts.min() < counts.max() < run.model.config.vocab_size / 2

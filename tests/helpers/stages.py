@@ -162,17 +162,17 @@ def without_idle_rows(stage, script, rewards, *options):
     return some, all_rows
 
 
-def earned(trainer, rollout):
+def letter_rewards(trainer, rollout):
     """Compute the reward `letters` of a rollout's completions, (n,)."""
-    return torch.tensor(letters([trainer.processor.decode(c.ids) for c in drawn(rollout)]))
+    return torch.tensor(letters([trainer.processor.decode(c.ids) for c in completions_of(rollout)]))
 
 
-def drawn(rollout):
+def completions_of(rollout):
     """Return the completions of a rollout in order."""
     return [completion for group in rollout.completions for completion in group]
 
 
-class Second(World):
+class SecondRank(World):
     """Rank 1 of 2 in a single process. The missing rank 0 has the same sums, and all its gathered values are 9."""
 
     def sum(self, *values):
@@ -185,7 +185,7 @@ class Second(World):
         return [value, value]
 
 
-SECOND = Second(1, 2, torch.device("cpu"))
+SECOND_RANK = SecondRank(1, 2, torch.device("cpu"))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from reward_table import CHOICE, CLASS, CLASSES, MATH, NUMBER, ROWS, YES_NO
 
 from recipes.answers import choice, class_name, judge_rows, yes_no
 
-from earnings import earnings
+from score_texts import score_texts
 
 
 @pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))
@@ -15,7 +15,7 @@ def test_right_answers_earn_and_hacks_do_not(reward):
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     wrong = []
     for _, solution, answer, earned in (row for row in ROWS if row[0] == reward):
-        found = earnings([reward], [answer], {"solution": [solution]}, "whole").item() if answer.strip() else earned
+        found = score_texts([reward], [answer], {"solution": [solution]}, "whole").item() if answer.strip() else earned
         if found != earned:
             wrong.append((solution, answer[:80], found))
     assert wrong == []
@@ -28,7 +28,7 @@ def test_without_solution_or_answer(reward):
     right = {NUMBER: "3", CHOICE: "B", YES_NO: "yes", MATH: "3"}.get(reward, "frilly")
     columns = {"solution": [None, "", "  ", right, right, f"<answer>{right}</answer>"]}
     texts = [right] * 3 + ["", " ", right]
-    found = earnings([reward], texts, columns, "whole")[:, 0]
+    found = score_texts([reward], texts, columns, "whole")[:, 0]
     assert found[:3].isnan().all() and found[3:].tolist() == [0, 0, 1]
 
 
@@ -45,7 +45,7 @@ def test_a_solution_that_is_none_is_named(judge, solution, error):
 
 def test_truths_that_are_no_text():
     assert yes_no(["yes", "no", "no"], [True, True, False]) == [1.0, 0.0, 1.0]
-    assert earnings([NUMBER], ["3", "3.5"], {"solution": [3, 3.5]}, "whole").tolist() == [[1.0], [1.0]]
+    assert score_texts([NUMBER], ["3", "3.5"], {"solution": [3, 3.5]}, "whole").tolist() == [[1.0], [1.0]]
 
 
 def test_classes_from_a_file_or_none_at_all(tmp_path):

@@ -8,7 +8,7 @@ from links import ROOT
 
 from recipes.vlm_r1 import read_objects
 
-from earnings import earnings
+from score_texts import score_texts
 
 RECIPE = f"{ROOT}/recipes/vlm_r1.py"
 NAMES = [f"{RECIPE}:detection", f"{RECIPE}:ap_50", f"{RECIPE}:weighted_sum"]
@@ -25,7 +25,7 @@ def js(*objects):
 
 def earned(said, *true, size=(100, 100), extent=(100, 100), names=NAMES):
     given = {"solution": [js(*true)], "image_sizes": [size], "answer_extents": [extent]}
-    return tuple(earnings(names, [said], given, "whole")[0].tolist())
+    return tuple(score_texts(names, [said], given, "whole")[0].tolist())
 
 
 ALL = (1, 1, 1)
@@ -84,10 +84,10 @@ def test_weights_of_the_sum():
 def test_a_wrong_solution_is_named(solution):
     given = {"solution": [solution], "image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
     with pytest.raises(ValueError, match=r"^reward detection: solution .* contains no objects; it must be a list of "):
-        earnings(NAMES[:1], ["[]"], given)
+        score_texts(NAMES[:1], ["[]"], given)
 
 
 def test_without_solution_or_image():
     given = {"solution": [None, "[]"], "image_sizes": [(9, 9), None], "answer_extents": [(9, 9), None]}
-    assert earnings(NAMES, ["[]", "[]"], given).isnan().all()
+    assert score_texts(NAMES, ["[]", "[]"], given).isnan().all()
     assert read_objects("```json\n[]\n```", (9, 9)) == []

@@ -15,7 +15,7 @@ from talk import user
 from minivlmrl.data.media import fetch_image
 from recipes.judge import judge
 
-from earnings import earnings
+from score_texts import score_texts
 
 
 def says(number):
@@ -96,7 +96,7 @@ def test_what_is_asked(url, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     picture = PIL.Image.new("RGBA", (2048, 512), "lime")
     columns = {"prompts": [[user("How many?")]], "solution": ["two"], "images": [[picture] * 2]}
-    found = earnings(
+    found = score_texts(
         [f"{ROOT}/recipes/judge.py:judge(url={url!r}, model='m')"], ["<answer>right {solution}</answer>"], columns
     )
     [(path, key, body)] = Server.asked

@@ -7,7 +7,7 @@ import pytest
 
 from recipes.lengths import repetition
 
-from earnings import earnings
+from score_texts import score_texts
 
 
 def test_cosine_equals_trl():
@@ -22,7 +22,7 @@ def test_cosine_equals_trl():
     )
     columns = {"completion_ids": ids, "solution": solution}
     name = "recipes/lengths.py:cosine(max_length=100, reward='recipes/answers.py:number')"
-    ours = earnings([name], said, columns, "whole")[:, 0].tolist()
+    ours = score_texts([name], said, columns, "whole")[:, 0].tolist()
     assert theirs[-1] is None and math.isnan(ours[-1])
     assert ours[:-1] == pytest.approx(theirs[:-1], abs=1e-6)
 

@@ -8,7 +8,7 @@ import pytest
 from minivlmrl.tasks.shapes import COLORS
 from recipes.localisation import GRID, Localisation, is_unseen
 
-from earnings import earnings
+from score_texts import score_texts
 
 SIDES = [(low, high) for low in range(GRID) for high in range(low + 1, GRID + 1)]
 EVERY_BOX = [(left, top, right, bottom) for left, right in SIDES for top, bottom in SIDES]
@@ -67,7 +67,7 @@ def test_the_solution_is_the_box_of_the_named_object(options):
         assert all(number % 7 == 0 for number in row.columns["solution"])
         assert row.columns["answer_extent"] == (8, 8)
         given = {"solution": [row.columns["solution"]], "image_sizes": [(56, 56)], "answer_extents": [(8, 8)]}
-        assert options or earnings(["iou", "box_format"], [row.completion], given).tolist() == [[1, 1]]
+        assert options or score_texts(["iou", "box_format"], [row.completion], given).tolist() == [[1, 1]]
 
 
 def test_training_never_shows_an_unseen_box():

@@ -67,7 +67,7 @@ COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:pytho
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_names_of_files_and_imports_are_those_of_today(page):
+def test_names_of_files_and_imports_are_up_to_date(page):
     """The text of a link to a Python file is the name of the file, and imports of minivlmrl in Python code work."""
     if page == "docs/changelog.md":  # this page contains old names
         return
@@ -181,7 +181,7 @@ def test_options_of_other_trainers_have_a_name_here():
 
 
 @pytest.mark.parametrize("row", rows_of(PAGES["docs/coming_from.md"], "From TRL"), ids=lambda row: row[0])
-def test_options_of_trl_are_trls_and_same_is_same(row):
+def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(row):
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     kinds = trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig
     known = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
@@ -202,7 +202,7 @@ def test_every_option_of_trls_grpo_is_on_the_page():
     assert len(own) > 80 and inherited and own - {*re.findall(r"`(\w+)`", PAGES["docs/coming_from.md"])} == set()
 
 
-def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
+def test_the_trl_script_and_its_recipe_are_equivalent(tmp_path, monkeypatch):
     """TRL accepts each argument of the script, and the recipe beside it trains with the same file of rewards."""
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     [script] = [code for code in blocks(PAGES["docs/coming_from.md"], "python") if "GRPOTrainer" in code]
@@ -244,7 +244,7 @@ def test_a_script_of_trls_and_its_recipe(tmp_path, monkeypatch):
     assert all(re.search(ours.adapter.target[0], name) for name in trained)
 
 
-def test_the_changelog_names_what_a_recipe_could_once_set():
+def test_the_changelog_lists_all_removed_options():
     """Every option since 0.1.0 (recorded) still exists, is back, or has a row that says what to use instead."""
     page = PAGES["docs/changelog.md"]
     gone = [name for names, _ in rows_of(page, "Removed options") for name in re.findall("`([^`]+)`", names)]
@@ -323,7 +323,7 @@ def test_the_same_in_a_notebook(own, tmp_path, monkeypatch):
     del REWARDS["brevity"]
 
 
-def test_grpo_of_plain_objects(own, monkeypatch):
+def test_the_training_loop_of_the_page(own, monkeypatch):
     """The training loop of docs/data.md changes the policy in each step."""
     [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
@@ -340,7 +340,7 @@ def test_grpo_of_plain_objects(own, monkeypatch):
     assert len(set(weights)) == 3
 
 
-def test_calls_of_tinkers_are_lines_of_ones_own_loop(own, monkeypatch):
+def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
     """Run the calls of docs/coming_from.md in order. The first two replace the line that loads the loop's model."""
     page = PAGES["docs/coming_from.md"]
     calls = [re.findall("`([^`]+)`", ours)[0] for _, ours in rows_of(page, "From Tinker")]
@@ -427,7 +427,7 @@ def test_a_page_is_as_committed(name):
 
 
 @pytest.mark.parametrize(("name", "page"), [("held_out", RESULTS), ("first_run", README.split("\n## ")[0])])
-def test_a_moving_picture_is_of_a_run_that_the_results_name(name, page):
+def test_animations_show_runs_that_the_results_name(name, page):
     """The animation has at most 1 MB, and README shows the default run. test_a_page_is_as_committed checks the rest."""
     path = ROOT / "docs" / f"{name}.svg"
     run = json.loads((ROOT / "docs" / "scripts" / f"{name}.json").read_text())
@@ -436,7 +436,7 @@ def test_a_moving_picture_is_of_a_run_that_the_results_name(name, page):
     assert path.stat().st_size < 2**20
 
 
-def test_torch_is_that_of_the_pins():
+def test_the_readme_installs_the_pinned_torch():
     [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
     assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
 

@@ -66,7 +66,7 @@ def test_a_lost_function_is_named(tmp_path):
     ("return (rewards - rewards.mean()) / (rewards.std() + EPSILON)",
      'perhaps: "none" divides by nothing; you divide always'),
 ])  # fmt: skip
-def test_what_is_no_known_mistake_is_shown(filled, says):
+def test_unknown_mistakes_are_shown(filled, says):
     passed, said = check(EXERCISES[9], EXERCISES[9].text(filled), "mine.py")
     assert not passed and says in said
 
@@ -76,7 +76,7 @@ def test_the_page_shows_what_is_printed_today():
     assert exercises.PAGE.read_text(encoding="utf-8") == exercises.page()
 
 
-def test_a_readers_way(tmp_path, monkeypatch, capsys):
+def test_the_commands_that_a_reader_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "exercise_9.py"
     exercise = EXERCISES[9]

@@ -49,7 +49,7 @@ def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
     assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
 
 
-def test_elsewhere_the_band_decides(trained, monkeypatch):
+def test_on_another_machine_the_band_decides(trained, monkeypatch):
     code, lines = trained(environment="another CPU", sampled=0.3)  # two standard errors of 4 rows are 0.35
     assert code == 0 and len(lines) == 3
     assert lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
@@ -67,7 +67,7 @@ def test_elsewhere_the_band_decides(trained, monkeypatch):
     (0.86, "inside", False),
     (0.99, "above", False),
 ])  # fmt: skip
-def test_of_ten_runs_one_may_go_astray_and_too_good_is_a_sentence(got, position, is_low, capsys):
+def test_the_lowest_of_ten_runs_is_ignored_and_a_better_result_passes(got, position, is_low, capsys):
     """Ten runs reached 0.742 and nine times 0.89 to 0.93 on 256 rows.
 
     The lowest run is ignored, so the range begins at 0.89 minus two standard errors, 0.039.

@@ -94,7 +94,7 @@ def test_windows_trains_resumes_and_saves_the_same_bytes(tmp_path):
     assert files[0] == files[1] and len(files[0]) > 9
 
 
-def test_the_most_memory_of_a_process_is_said_in_another_unit_on_macos_and_not_on_windows(monkeypatch):
+def test_peak_memory_has_another_unit_on_macos_and_is_missing_on_windows(monkeypatch):
     [here] = peak_memory().values()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert peak_memory() == {"peak_memory_gib": pytest.approx(here / 1024, abs=1e-3)}

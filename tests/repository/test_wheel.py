@@ -258,7 +258,7 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
 
 
 @pytest.mark.slow
-def test_an_index_takes_the_wheels(wheels):
+def test_the_wheels_pass_the_checks_of_an_index(wheels):
     """The wheels pass the checks of twine and of the index: fields, a README that can be shown, license, versions."""
     versions = []
     for path in wheels:

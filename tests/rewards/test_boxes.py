@@ -17,7 +17,7 @@ from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_giou, mean_iou
 from recipes import localisation
 from recipes.point import point
 
-from earnings import earnings
+from score_texts import score_texts
 
 SIZE = (200, 100)  # width and height of the image file
 EXTENT = (100.0, 50.0)  # width and height of the resized image that the model sees
@@ -32,7 +32,7 @@ def columns(solution=SOLUTION, count=1, size=SIZE, extent=EXTENT):
 
 
 def rewards(completion, **settings):
-    return tuple(earnings(NAMES, [completion], columns(**settings))[0].tolist())
+    return tuple(score_texts(NAMES, [completion], columns(**settings))[0].tolist())
 
 
 def say(text):
@@ -91,7 +91,7 @@ HACKS = {
 
 
 def test_red_team():
-    found = earnings(NAMES, list(HACKS), columns(count=len(HACKS)))
+    found = score_texts(NAMES, list(HACKS), columns(count=len(HACKS)))
     for said, earned in zip(HACKS, found.tolist(), strict=True):
         assert tuple(earned) == approx(*HACKS[said]), said
 
@@ -130,7 +130,7 @@ def test_solutions_in_every_form(solution):
 def test_a_wrong_solution_is_named(solution):
     for name in ("iou", "acc_0_5", "giou"):
         with pytest.raises(ValueError) as raised:
-            earnings([name], [say(RIGHT)], columns(solution))
+            score_texts([name], [say(RIGHT)], columns(solution))
         message = f"reward {name}: solution {solution!r} is not a box; it must be [x1, y1, x2, y2]"
         assert str(raised.value).startswith(message)
 
@@ -157,7 +157,7 @@ def test_each_completion_is_judged_by_its_own_row():
         "image_sizes": [(100, 100), (100, 100), (50, 40)],
         "answer_extents": [(100, 100), (100, 100), (100, 80)],
     }
-    values = earnings(NAMES, [say("10 10 20 20")] * 3, given)
+    values = score_texts(NAMES, [say("10 10 20 20")] * 3, given)
     assert values[0].tolist() == [1, 1, 1, 1]
     assert values[1, 3] == 1
     assert values[2].tolist() == approx(0, 0, -100 / 225, 1)  # the answer is (5, 5, 10, 10)

@@ -16,7 +16,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.rewards import registry as file
 from minivlmrl.rewards.registry import REWARDS, get_reward
 
-from earnings import earnings
+from score_texts import score_texts
 
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
 
@@ -227,7 +227,7 @@ def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path,
 def test_a_reward_judges_only_rows_of_files_that_name_it():
     """data.train may list the rewards of a file; other rewards are not called on its rows."""
     rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]]}
-    values = earnings(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
+    values = score_texts(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]
 

@@ -6,7 +6,7 @@ from minivlmrl.rewards import text as rewards_file
 from minivlmrl.rewards.registry import get_reward, required_columns
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 
-from earnings import earnings
+from score_texts import score_texts
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
@@ -40,7 +40,7 @@ def test_accuracy_is_earned():
         ("<answer>red</answer> no: <answer>green square</answer> yes", "green square"),
         ("<answer>3.</answer>", "3"),
     ):
-        assert earnings(["accuracy"], [completion], {"solution": [solution]}).item() == 1, completion
+        assert score_texts(["accuracy"], [completion], {"solution": [solution]}).item() == 1, completion
 
 
 def test_accuracy_cannot_judge_without_a_solution():
@@ -66,7 +66,7 @@ HACKS = {
 
 
 def test_red_team():
-    earned = earnings(["format", "accuracy"], list(HACKS), {"solution": ["green square"] * len(HACKS)})
+    earned = score_texts(["format", "accuracy"], list(HACKS), {"solution": ["green square"] * len(HACKS)})
     assert dict(zip(HACKS, map(tuple, earned.tolist()), strict=True)) == HACKS
 
 
@@ -105,7 +105,7 @@ def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
 def test_a_trl_reward_with_a_column_asks_for_it():
     name = f"{__file__}:right_level"
     assert required_columns(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
-    first, second = earnings([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
+    first, second = score_texts([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
     assert first.item() == 1 and second.isnan().item()
     with pytest.raises(ValueError, match=r"reward .*:right_level needs column 'ground_truth'; the rows have \[\]"):
-        earnings([name], ["ab"], {"prompts": [[]]})
+        score_texts([name], ["ab"], {"prompts": [[]]})

@@ -19,7 +19,7 @@ from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_class
 
-from stages import ONE, SECOND
+from stages import ONE, SECOND_RANK
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
     monkeypatch.setattr(file, "gather_and_save_model", lambda *_: None)  # which all ranks call
-    found = results(world=SECOND)
+    found = results(world=SECOND_RANK)
     found.write()
     assert not found.folder.exists()
 

@@ -5,7 +5,7 @@ import torch
 
 from minivlmrl.trainers import grpo as grpo_file
 
-from stages import drawn, earned, without_idle_rows
+from stages import completions_of, letter_rewards, without_idle_rows
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def test_a_step_is_its_rows_in_order(stage, samples):
     """Completions, the sampler's log-probabilities, advantages and masks are split into two micro-batches."""
     run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
     first, second = run.next()
-    completions = drawn(samples[0])
+    completions = completions_of(samples[0])
     ids = torch.cat([batch.group.completion_ids for batch in (first, second)])
     assert torch.equal(ids, torch.cat([c.ids for c in completions]))
     assert [b.completion_index.tolist() for b in (first, second)] == [[*range(6)], [*range(6, 12)]]
-    rewards = earned(run.trainer, samples[0]).view(4, 3)
+    rewards = letter_rewards(run.trainer, samples[0]).view(4, 3)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
     assert advantages.abs().max() > 0.1
     for batch in (first, second):

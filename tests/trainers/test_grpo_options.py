@@ -14,7 +14,7 @@ from minivlmrl.trainers.dynamic_sampling import gather_groups
 from minivlmrl.trainers.grpo import soft_overlong_punishment
 from tests.trainers.test_grpo import FOURS, REWARDS
 
-from stages import drawn, earned, snapshot
+from stages import completions_of, letter_rewards, snapshot
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def test_overlong_completions_are_punished(stage, samples):
     """With max_new_tokens 6 and a cache of 4 the penalty is 0 up to 2 tokens, then -1/4 for each further token."""
     run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.scale_rewards=none", "--grpo.micro_batch_size=4")
     [batch] = run.next()
-    lengths = torch.tensor([len(c.ids) for c in drawn(samples[0])])
+    lengths = torch.tensor([len(c.ids) for c in completions_of(samples[0])])
     assert len(set(lengths.tolist())) > 3
-    plain = earned(run.trainer, samples[0])
+    plain = letter_rewards(run.trainer, samples[0])
     rewards = plain - (lengths - 2).clamp(min=0) / 4
     expected = (rewards.view(4, 3) - rewards.view(4, 3).mean(1, keepdim=True)).flatten()
     torch.testing.assert_close(batch.advantages, expected)
@@ -107,13 +107,13 @@ def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
     run.go(2)
     for rollout, given in zip(samples, asked, strict=True):
         normalizer = given.normalizer
-        stopped = torch.tensor([c.stopped for c in drawn(rollout)])
+        stopped = torch.tensor([c.stopped for c in completions_of(rollout)])
         assert 0 < stopped.sum() < len(stopped)
         assert torch.equal(given.mask.bool().any(1), stopped)
         grad = given.logps.grad
         assert not grad[~stopped].any()
         assert (grad[stopped].abs().sum(1) > 0).any()
-        assert normalizer.tokens == sum(len(c.ids) for c in drawn(rollout) if c.stopped)
+        assert normalizer.tokens == sum(len(c.ids) for c in completions_of(rollout) if c.stopped)
         assert normalizer.sequences == 12
 
 
@@ -137,7 +137,7 @@ def test_rloo_by_hand(stage, samples, asked):
         logps, ref = (per_token_logps(model, batch.group)[0].split(lengths) for model in models)
     kl = torch.stack([(a - b).sum() for a, b in zip(logps, ref, strict=True)])
     assert kl.abs().min() > 1e-3
-    plain = earned(run.trainer, samples[-1])
+    plain = letter_rewards(run.trainer, samples[-1])
     rewards = (plain - 0.2 * kl).view(4, 3)
     others = (rewards.sum(1, keepdim=True) - rewards) / 2
     expected = (rewards - others).flatten().double()
@@ -155,14 +155,14 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
 
     def drift(rows):
         rollout = original(rows)
-        for c in drawn(rollout):
+        for c in completions_of(rollout):
             c.logps = c.logps + (c.ids % 5 - 2) / 2
         return rollout
 
     monkeypatch.setattr(run.trainer, "sample_rollout", drift)
     run.go()
     [given] = asked
-    drifted = torch.cat([c.logps for c in drawn(samples[0])])
+    drifted = torch.cat([c.logps for c in completions_of(samples[0])])
     real = given.mask.bool()
     ratio = given.token_weights
     expected = (given.logps.detach()[real] - drifted).exp().clamp(max=1.5)

@@ -10,7 +10,7 @@ from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.value_head import load_value_model
 
-from stages import drawn, earned, main, snapshot
+from stages import completions_of, letter_rewards, main, snapshot
 from tiny import pack
 
 SEPARATE = "--ppo.critic=separate"
@@ -39,13 +39,13 @@ def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
     )  # fmt: skip
     run.go(2)
     policy, reference = run.model, run.trainer.reference.model
-    batches, completions = run.next(), drawn(samples[-1])
+    batches, completions = run.next(), completions_of(samples[-1])
     prompts = [p for p in samples[-1].prompts for _ in range(2)]
     alone = pack(prompts, [[c.ids] for c in completions], policy.config, "cpu")
     with torch.no_grad():
         logps, ref = (alone.pad(per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
         values = alone.pad(run.trainer.critic(completion_states(policy, alone))[:, 0])
-    mask, scores = alone.completion_mask, earned(run.trainer, samples[-1])
+    mask, scores = alone.completion_mask, letter_rewards(run.trainer, samples[-1])
     assert values.abs().max() > 1e-3 and {c.stopped for c in completions} == {True, False}
     if penalty:  # TRL 1.12: scores[~contain_eos_token] -= missing_eos_penalty
         scores[[not c.stopped for c in completions]] -= penalty
@@ -63,7 +63,7 @@ def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
     run = stage("ppo", "--ppo.micro_batch_size=4")
     [batch] = run.next()
     assert batch.loss_mask.any(1).tolist() == [True, False, True, True, False, False, True, True]
-    lengths = [len(c.ids) for c in drawn(samples[0])]
+    lengths = [len(c.ids) for c in completions_of(samples[0])]
     assert batch.normalizer.tokens == sum(n for n, kept in zip(lengths, batch.loss_mask.any(1), strict=True) if kept)
     assert not batch.advantages[~batch.loss_mask.bool()].any()
     line = run.update()
@@ -90,7 +90,7 @@ def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
     run.trainer.trained.zero_grad()
     prompts = [p for p in samples[-1].prompts for _ in range(2)]
     total, tokens = 0.0, batch.loss_mask.sum()
-    for row, (prompt, completion) in enumerate(zip(prompts, drawn(samples[-1]), strict=True)):
+    for row, (prompt, completion) in enumerate(zip(prompts, completions_of(samples[-1]), strict=True)):
         alone, length = pack([prompt], [[completion.ids]], run.model.config, "cpu"), len(completion.ids)
         logps, values = per_token_logps(run.model, alone)[0], critic(alone)
         ratio = (logps - batch.old_per_token_logps[row, :length]).exp()

@@ -16,7 +16,7 @@ from minivlmrl.trainers.rollout_metrics import (
     tool_metrics,
 )
 
-from stages import ONE, SECOND
+from stages import ONE, SECOND_RANK
 
 
 def completions(*lengths):
@@ -36,7 +36,7 @@ def test_rewards_by_hand():
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [ONE, SECOND])
+@pytest.mark.parametrize("world", [ONE, SECOND_RANK])
 def test_lengths_by_hand(world):
     assert completion_metrics(completions(1, 3, 3, 3), False, world) == pytest.approx({
         "completions/mean_length": 2.5,

@@ -10,7 +10,7 @@ from minivlmrl.model.families.experts import choose_experts, chosen_experts
 from minivlmrl.model.families.routers import RouterLog, load_balancing_loss
 
 import tiny
-from stages import SECOND
+from stages import SECOND_RANK
 from tiny import pack
 
 MOE = ("qwen3_vl_moe", "qwen3_5_moe")
@@ -85,7 +85,7 @@ def test_tokens_of_text_and_images_are_counted_by_expert(model_type):
     with chosen_experts(model) as chosen:
         model(batch, select=select)
     chosen = chosen()
-    for world, times in ((World(), 1), (SECOND, 2)):
+    for world, times in ((World(), 1), (SECOND_RANK, 2)):
         log = RouterLog(config, world)
         assert log.take() == {}
         metrics = log.add(batch, chosen)

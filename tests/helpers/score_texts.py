@@ -5,7 +5,7 @@ from minivlmrl.rewards.registry import get_reward
 from minivlmrl.rewards.text import find_answer
 
 
-def earnings(names, completions, columns, where="tags"):
+def score_texts(names, completions, columns, where="tags"):
     """Compute K rewards of n texts, given the columns of their rows.
 
     Returns:
