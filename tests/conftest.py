@@ -1,14 +1,14 @@
-"""All tests run on one thread, so that a process may be forked in the middle of them.
+"""Fixtures and hooks for all tests. Tests run on one thread, so that a test may fork its process.
 
-A forked child has none of the threads of OpenMP's pool and waits for them forever, if its parent has made that pool.
+If the parent process has started OpenMP's thread pool, a forked child waits forever for threads that it does not have.
 """
 
 import json
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; passed on to the processes of a test
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers ask for the network otherwise
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, also in child processes
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise TRL's trainers access the network
 
 import PIL.Image
 import pytest
@@ -20,8 +20,8 @@ from runs import checkpoint, home, own, plain, rows, run, whole_run  # noqa: F40
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from stages import alone, folder, lively, samples, script, stage  # noqa: F401 (fixtures)
 
-SLOW_FILES = {}  # of slow tests that are left out: {"tests/repository/test_bias.py::test_x": "test_bias.py"}
-# so that no process of two is left alone with one of them at the end
+SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_bias.py::test_x": "test_bias.py"}
+# these files take longest and run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
     "test_plan", "test_trl_steps", "test_rehearsal", "test_ranks", "test_resume", "test_options", "test_backend",
     "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun", "test_routes", "test_mutation_study",
@@ -29,14 +29,14 @@ LONGEST_FILES = (
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files are begun first, in this order."""
+    """Move the tests of LONGEST_FILES to the front, in this order."""
     order = {name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Draw the same whatever ran before on this worker, and take back what a run with another num_threads has left."""
+    """Seed torch before each test, and reset the number of threads, which a run with num_threads may have changed."""
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_the_disk():
-    """No test cuts the power."""
+    """Make os.fsync do nothing. It is slow, and only a power failure would make a difference."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -52,19 +52,19 @@ def no_waiting_for_the_disk():
 
 @pytest.fixture
 def poisoned():
-    """Uninitialised memory holds NaN, so that what a kernel leaves out shows."""
+    """Fill uninitialised memory with NaN, so that a test notices values that a kernel does not write."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def pytest_deselected(items):
-    """Remember the slow tests that pyproject.toml's `-m "not slow"` leaves out."""
+    """Record the slow tests that `-m "not slow"` of pyproject.toml excludes."""
     SLOW_FILES.update({item.nodeid: item.path.name for item in items if item.get_closest_marker("slow")})
 
 
 def pytest_sessionfinish(session):
-    """A worker of pytest-xdist sends them to the process that prints."""
+    """Send the excluded tests of a pytest-xdist worker to the process that prints the summary."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["slow"] = SLOW_FILES
 
@@ -75,14 +75,14 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say what was not run, and how to run it."""
+    """Print which slow tests were not run, and how to run them."""
     if SLOW_FILES:
         files = ", ".join(sorted(set(SLOW_FILES.values())))
         terminalreporter.write_line(f"not run: {len(SLOW_FILES)} slow tests in {files}; run them with: pytest -m slow")
 
 
 def library(name, reason):
-    """Make a fixture of a library that may be missing: tests that ask for it are skipped then."""
+    """Return a fixture for an optional library; tests that use the fixture are skipped if the library is missing."""
     return pytest.fixture(scope="session", name=name)(lambda: pytest.importorskip(name, reason=reason))
 
 
@@ -96,14 +96,14 @@ scipy, av = (library(name, f"extra missing: pip install {name}") for name in ("s
 
 @pytest.fixture(scope="session")
 def published(trl):
-    """published("qwen2_5_vl"): the text of a chat template that TRL ships, a copy of the published one."""
+    """A function that returns the text of a published chat template, such as "qwen2_5_vl", from the copies in TRL."""
     templates = Path(trl.__file__).parent / "chat_templates"
     return lambda name: (templates / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def write_rows(tmp_path):
-    """Write rows (objects, or lines as they are) next to three one-colour images; returns the file."""
+    """A function that writes rows (objects or strings) beside three one-colour images, and returns the file."""
     for name, color in (("red", (255, 0, 0)), ("green", (0, 255, 0)), ("blue", (0, 0, 255))):
         PIL.Image.new("RGB", (4, 4), color).save(tmp_path / f"{name}.png")
 

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Put llama.cpp, its converter and its Python binding into folder $1, if they are not there, train a tiny model of each family
-# ($2 and more: of these) and compare llama.cpp's answers with ours. Python is that of the tests. Compiling needs cmake and g++.
+# Install llama.cpp, its converter and its Python binding into folder $1 if they are missing. Then train a tiny model of
+# each family (or only of the families $2, $3, ...) and compare llama.cpp's answers with ours. The script uses the Python
+# of the tests. Compiling llama.cpp requires cmake and g++.
 set -e
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)

@@ -1,6 +1,6 @@
-"""The folder of a checkpoint: files that are no JSON, and how a save replaces it.
+"""Check the files of a checkpoint folder: errors for invalid JSON, and how a save replaces the folder.
 
-Killed at any step or out of disk, a save leaves the old or the new checkpoint, whole.
+If a save is killed at any step, or the disk is full, either the old or the new checkpoint is complete.
 """
 
 import errno
@@ -41,18 +41,22 @@ def save(folder: Path, text: str):
 
 
 def saved(folder: Path) -> str:
-    """What is found to have been saved."""
+    """Return the text of the checkpoint that find_folder finds, after checking that it is complete."""
     between = not folder.exists()
     message = "checkpoint: the last save was killed, so .*checkpoint.replaced is read"
     with pytest.warns(UserWarning, match=message) if between else nullcontext():
         found = find_folder(folder)
     assert sorted(file.name for file in found.iterdir()) == WRITTEN
-    (text,) = {(found / name).read_text() for name in WRITTEN}  # not a mixture of two
+    (text,) = {(found / name).read_text() for name in WRITTEN}  # all files belong to the same checkpoint
     return text
 
 
 def killed_at(step: int, work) -> bool:
-    """Do `work` in a process that ends at its `step`-th change of the file system, without a chance to clean up."""
+    """Run `work` in a process that exits at its `step`-th change of the file system without any cleanup.
+
+    Returns:
+        True if the process exited in this way, False if the work was finished before.
+    """
     killed = 77
     left = [step]
 
@@ -82,7 +86,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
         folder.rename(folder.with_name(before))
         killed = killed_at(step, lambda at=folder: save(at, "new"))
         seen.append(saved(folder))
-        save(folder, "newest")  # the next save is not hindered, and cleans up
+        save(folder, "newest")  # the next save works and cleans up
         assert saved(folder) == "newest"
         assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
         if not killed:
@@ -92,7 +96,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
-    """The new one cannot go to its place, and the old one is renamed by then."""
+    """The old checkpoint is renamed first, and then the rename of the new one fails."""
     folder = tmp_path / "checkpoint"
     save(folder, "old")
     rename = Path.rename
@@ -138,7 +142,7 @@ def test_everything_is_on_disk_before_the_first_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", remember)
     monkeypatch.setattr(Path, "rename", check)
     save(tmp_path / "checkpoint", "new")
-    assert tmp_path.stat().st_ino in flushed  # and the rename itself in the end
+    assert tmp_path.stat().st_ino in flushed  # the rename itself is flushed at the end
 
 
 def test_a_link_stays_a_link_and_what_is_not_a_checkpoint_is_not_overwritten(tmp_path):
@@ -155,7 +159,7 @@ def test_a_link_stays_a_link_and_what_is_not_a_checkpoint_is_not_overwritten(tmp
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])
 def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, number):
-    """FUSE and CIFS are; a file that is not written is an error there too."""
+    """FUSE and CIFS cannot flush folders, which is ignored. If a file cannot be flushed, that is an error."""
 
     def fsync(_):
         raise OSError(number, os.strerror(number))
@@ -170,7 +174,7 @@ def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, num
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_the_umask_decides_who_reads_weights(tmp_path, umask):
-    """Else a server under another user cannot read an export; a file that is written again is as a new one."""
+    """A file that is rewritten has the permissions of a new file, so that a server of another user can read it."""
     before = os.umask(umask)
     try:
         for _ in range(2):

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Two hosts on one machine: network namespaces joined by a virtual cable, one torchrun and one rank in each (Linux, root,
-# iproute2). Shows that (1) two hosts end with the bytes of two ranks on one host, although the cable is cut on the way:
-# that ends the job with an error within the time limit, and the same two commands, started again, go on; (2) a rank that
-# dies is restarted by torchrun, and the job goes on by itself.
+# iproute2). The script shows two things. (1) Two hosts end with the same bytes as two ranks on one host, although the
+# cable is cut during the run. The cut ends the job with an error within the time limit, and the same two commands
+# resume it. (2) If a rank dies, torchrun restarts it, and the job continues.
 #
 #     tests/two_hosts.sh [FOLDER]        # about four minutes; PYTHON=... chooses the interpreter
 set -euo pipefail
@@ -36,8 +36,8 @@ for host in "$one:cable-one" "$two:cable-two"; do
   ip -n "${host%%:*}" link set "${host##*:}" up
 done
 
-# start OUTPUT LAUNCHER...: torchrun on both hosts, in the background as $first and $second; is_host says where the
-# rendezvous is, which torchrun otherwise tells by the hosts' names
+# start OUTPUT LAUNCHER...: run torchrun on both hosts in the background, as $first and $second. is_host tells torchrun
+# where the rendezvous is; otherwise it would compare the names of the hosts.
 start() {
   local output=$1
   shift

