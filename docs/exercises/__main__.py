@@ -1,13 +1,13 @@
-"""Ten functions of minivlmrl with a hole: write one to a file, then name the mistake in the lines that fill it.
+"""Write ten functions of minivlmrl yourself: each exercise is a function with a hole, and a check names your mistake.
 
-python -m docs.exercises              # the list, in the root of a clone
-python -m docs.exercises 9            # writes exercise_9.py
-python -m docs.exercises 9 --check    # says pass, or which mistake; there are --hint and --solution too
+python -m docs.exercises              # list the exercises; run this in the root of a clone
+python -m docs.exercises 9            # write exercise_9.py
+python -m docs.exercises 9 --check    # print "pass" or the mistake; --hint and --solution also exist
 
-An exercise is cut out of today's package: holes.yaml names the function and the statements to cut. Each exercise has a
-file with its task, its hint, wrong answers and `tries`, the calls that test the function. A wrong answer is an edit of
-the package's lines (or several edits that are the same mistake). A reader's file has this mistake if it answers all
-tries as the edited function does. Where a try has several results, a mistake may explain only some of them.
+The exercises are made from the current code: holes.yaml names the function and the statements to remove. Each exercise
+has a file with its task, its hint, wrong answers and `tries`, the calls that test the function. A wrong answer is an
+edit of the original lines, or several edits that make the same mistake. A reader's file has this mistake if all its
+results equal those of the edited function. If a call has several results, a mistake may explain only some of them.
 """
 
 import argparse
@@ -27,38 +27,41 @@ import yaml
 
 FOLDER = Path(__file__).resolve().parent
 PACKAGE = FOLDER.parents[1] / "minivlmrl"
-DRAWS = "asked twice, it answers differently: all that is drawn is in the arguments, such as `uniform`; draw nothing"
-LINES = 1_000_000  # that a filled-in file may run; the original functions run some hundreds
+DRAWS = (
+    "two calls with the same arguments return different results; do not generate random numbers, because all random "
+    "numbers are arguments, such as `uniform`"
+)
+LINES = 1_000_000  # limit of executed lines in a reader's file; the original functions execute some hundreds
 
 
 @dataclass
 class Exercise:
-    """A function of the package, the lines to cut, and what the exercise's file says."""
+    """A function of the package, the lines to remove, and the contents of the exercise's file."""
 
     number: int
-    path: Path  # the file of the function
-    name: str  # of this file in the package: losses/grpo.py
+    path: Path  # file that contains the function
+    name: str  # name of this file in the package, such as losses/grpo.py
     function: ast.FunctionDef
-    imports: list[str]  # what the function needs of its file
-    lines: tuple[int, int]  # first and last line to cut, from 1
-    margin: str  # spaces before these
-    own: dict  # TASK, HINT, WRONG, tries
+    imports: list[str]  # import statements that the function needs
+    lines: tuple[int, int]  # first and last line to remove, counted from 1
+    margin: str  # spaces before these lines
+    own: dict  # TASK, HINT, WRONG and tries of the exercise's file
 
     @property
     def solution(self) -> str:
-        """The lines that are cut."""
+        """The removed lines."""
         return textwrap.dedent("\n".join(self.source(*self.lines)))
 
     def source(self, first: int, last: int) -> list[str]:
-        """Lines of the function's file, both included."""
+        """Return the lines `first` to `last` of the function's file."""
         return self.path.read_text(encoding="utf-8").splitlines()[first - 1 : last]
 
     def text(self, fill: str | None = None) -> str:
-        """The file for a reader; with `fill` instead of the hole."""
+        """Return the file that the reader gets, or the file with `fill` in place of the hole."""
         first, last = self.lines
         if fill is None:
             fill = (
-                f"# ---- your lines; minivlmrl has {last - first + 1} here\n"
+                f"# ---- your lines; minivlmrl has {last - first + 1} lines here\n"
                 f'raise NotImplementedError("exercise {self.number}: fill this in")\n'
                 "# ---- end of your lines"
             )
@@ -74,7 +77,7 @@ class Exercise:
         return "\n".join([docstring, *self.imports, "\n", *before, filled, *after, ""])
 
     def wrong_answers(self) -> list[tuple[str, str]]:
-        """(what is wrong, a filling of the hole); an edit whose words are no longer there is left out."""
+        """Return (mistake, lines with this mistake); an edit is skipped if its text is no longer in the function."""
         answers = []
         for mistake, edits in self.own["WRONG"].items():
             for right, wrong in edits if isinstance(edits, list) else [edits]:
@@ -84,16 +87,20 @@ class Exercise:
 
     @cached_property
     def right(self) -> dict[str, list]:
-        """What the function of the package answers."""
+        """The results of the original function."""
         return self.answers(self.text(self.solution), "the package")
 
     @cached_property
     def known(self) -> list[tuple[str, dict[str, list]]]:
-        """(what is wrong, what the function with this mistake answers)."""
+        """(mistake, results of the function with this mistake), for all known mistakes."""
         return [(mistake, self.answers(self.text(fill), "a wrong answer")) for mistake, fill in self.wrong_answers()]
 
     def answers(self, text: str, where: str) -> dict[str, list]:
-        """What the function of a file answers: for each thing it makes, (what was asked, answer) of each try."""
+        """Run all tries with the function in `text`.
+
+        Returns:
+            {name of a result: (description of the call, result) of each try}.
+        """
         names = {}
         answers = {}
         tracer = sys.gettrace()
@@ -111,38 +118,42 @@ class Exercise:
 
 
 def line_counter(where: str):
-    """Make a trace function that ends code of the file `where` after LINES lines."""
+    """Return a trace function that stops code of the file `where` after LINES lines."""
     lines = 0
 
     def count(frame, event, argument):
         nonlocal lines
         if frame.f_code.co_filename != where:
-            return None  # nor its lines
+            return None  # do not trace the lines of this call
         lines += 1
         if lines > LINES:
-            raise RuntimeError(f"{LINES:,} lines were run and it goes on: which loop never ends?")
+            raise RuntimeError(f"the function has not returned after {LINES:,} lines; look for a loop that never ends")
         return count
 
     return count
 
 
 def never_none(function):
-    """The function, which may not return None."""
+    """Wrap a function so that it raises ValueError if it returns None."""
 
     def asked(*arguments, **options):
         answer = function(*arguments, **options)
         if answer is None:
-            raise ValueError(f"{function.__name__} returns nothing: end it with a return")
+            raise ValueError(f"{function.__name__} returns None; end the function with a return statement")
         return answer
 
     return asked
 
 
 def load(number: int, package: Path = PACKAGE) -> Exercise:
-    """Cut an exercise out of the package (ValueError: there is no such exercise, or no such function)."""
+    """Build an exercise from the current code of the package.
+
+    Raises:
+        ValueError: the exercise or its function does not exist.
+    """
     holes = markers()
     if not 1 <= number <= len(holes):
-        raise ValueError(f"there is no exercise {number}: they are 1 to {len(holes)}")
+        raise ValueError(f"exercise {number} does not exist; choose a number from 1 to {len(holes)}")
     hole = holes[number - 1]
     path, tree, function = find_function(hole, number, package)
     first_number, last_number = hole["cut"]
@@ -162,7 +173,11 @@ def load(number: int, package: Path = PACKAGE) -> Exercise:
 
 
 def find_function(hole: dict, number: int, package: Path) -> tuple[Path, ast.Module, ast.FunctionDef]:
-    """Find the function of a hole in the package by its name, else by how its docstring begins; with its file."""
+    """Find the function of a hole by its name, or otherwise by the beginning of its docstring.
+
+    Returns:
+        The file, its syntax tree and the function.
+    """
     by_docstring = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -177,25 +192,28 @@ def find_function(hole: dict, number: int, package: Path) -> tuple[Path, ast.Mod
     if not by_docstring:
         raise ValueError(
             f"docs/exercises/holes.yaml: no function of minivlmrl is named {hole['function']} or has a docstring that "
-            f"begins with {hole['does']!r}; say what exercise {number} is about"
+            f"begins with {hole['does']!r}; correct the entry of exercise {number}"
         )
     return by_docstring[0]
 
 
 def markers() -> list[dict]:
-    """The list of holes."""
+    """Return the entries of holes.yaml."""
     return yaml.safe_load((FOLDER / "holes.yaml").read_text(encoding="utf-8"))
 
 
 def statements(function: ast.FunctionDef) -> list[ast.stmt]:
-    """All statements of a function but its docstring, in the order of their lines, also those inside others."""
+    """Return all statements of a function in the order of lines, including nested ones, without the docstring."""
     nodes = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
     nodes.sort(key=lambda node: (node.lineno, node.col_offset))
     return nodes[1:] if ast.get_docstring(function) else nodes
 
 
 def needed(tree: ast.Module, function: ast.FunctionDef, module: str) -> list[str]:
-    """The imports of a function that is alone in a file: of what its module imports and defines, what it uses."""
+    """Return the import statements that a function needs in a file of its own.
+
+    They import the names that the function uses and that its module imports or defines.
+    """
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     used.add("torch")
     used.discard(function.name)
@@ -220,7 +238,7 @@ def needed(tree: ast.Module, function: ast.FunctionDef, module: str) -> list[str
 
 
 def check(exercise: Exercise, text: str, where: str) -> tuple[bool, str]:
-    """Whether a filled-in file is right, and what to say of it."""
+    """Check a reader's file. Return whether it is right, and the text to print."""
     try:
         given, *others = [exercise.answers(text, where) for _ in range(4)]
     except Exception as error:  # a reader's code may raise anything
@@ -231,7 +249,7 @@ def check(exercise: Exercise, text: str, where: str) -> tuple[bool, str]:
     wrong_kinds = [kind for kind in right if not same(given[kind], right[kind])]
     if not wrong_kinds:
         num_tries = max(map(len, right.values()))
-        return True, f"pass: it answers all {num_tries} tries as minivlmrl/{exercise.name} does"
+        return True, f"pass: in all {num_tries} tries, the results equal those of minivlmrl/{exercise.name}"
     mistakes, unexplained = find_mistakes(exercise, given, wrong_kinds)
     if unexplained:
         mistakes.append(describe_difference(exercise, given[unexplained[0]], unexplained[0]))
@@ -239,7 +257,7 @@ def check(exercise: Exercise, text: str, where: str) -> tuple[bool, str]:
 
 
 def describe_error(error: Exception, where: str) -> str:
-    """Say what a filled-in file raised, and in which of its lines."""
+    """Describe an exception that a reader's file raised, with its line."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == where]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
     place = f"{where}, line {line}" if line else where
@@ -247,12 +265,16 @@ def describe_error(error: Exception, where: str) -> str:
 
 
 def find_mistakes(exercise: Exercise, given: dict, wrong_kinds: list[str]) -> tuple[list[str], list[str]]:
-    """Find the known mistakes that explain most of what is wrong, and what none of them explains."""
+    """Find the known mistakes that explain the wrong results.
+
+    Returns:
+        The mistakes, and the names of the wrong results that no mistake explains.
+    """
     right = exercise.right
     right_kinds = right.keys() - wrong_kinds
-    explained = []  # (mistake, the kinds of answers that it explains)
+    explained = []  # (mistake, names of the results that it explains)
     for mistake, answers in exercise.known:
-        # a mistake that changes what is right here was not made
+        # the reader did not make a mistake that would change a result that is right
         if all(same(answers[kind], right[kind]) for kind in right_kinds):
             explained.append((mistake, {kind for kind in wrong_kinds if same(given[kind], answers[kind])}))
     mistakes = []
@@ -267,15 +289,15 @@ def find_mistakes(exercise: Exercise, given: dict, wrong_kinds: list[str]) -> tu
 
 
 def describe_difference(exercise: Exercise, given: list, kind: str) -> str:
-    """Say of what is no known mistake how it differs, and which mistakes would answer the first try so."""
+    """Describe the first wrong result of an unknown mistake, and name known mistakes with the same first result."""
     right = exercise.right[kind]
-    first = 0  # the first try that differs
+    first = 0  # index of the first try with a wrong result
     while same(given[first], right[first]):
         first += 1
     asked, expected = right[first]
     _, got = given[first]
     label = f"expected {kind}" if kind else "expected"
-    lines = [f"asked: {asked}", f"{label}: {expected}", f"got: {got}"]
+    lines = [f"input: {asked}", f"{label}: {expected}", f"got: {got}"]
     difference = form(got, expected) or compare(got, expected)
     if difference:
         lines.insert(0, difference)
@@ -287,7 +309,7 @@ def describe_difference(exercise: Exercise, given: list, kind: str) -> str:
 
 
 def compare(got, expected) -> str:
-    """Say where two answers of one form differ, by how much, and what all differences have in common."""
+    """Describe where and by how much two results of the same form differ, and a pattern of all differences."""
     places = [place for place, _ in leaves(got)]
     pairs = list(zip([value for _, value in leaves(got)], [value for _, value in leaves(expected)], strict=True))
     wrong = [index for index, pair in enumerate(pairs) if not same(*pair)]
@@ -304,9 +326,9 @@ def compare(got, expected) -> str:
     text = f"{len(wrong)} of {len(pairs)} values differ"
     if place:
         text += f", most at {place}"
-    text += f": {shown(ours)} where {shown(theirs)} is right"
+    text += f": your value is {shown(ours)}, the right one is {shown(theirs)}"
     if is_number(ours) and is_number(theirs) and math.isfinite(ours - theirs):
-        text += f", by {abs(ours - theirs):.3g}"
+        text += f" (difference {abs(ours - theirs):.3g})"
     return text + common(pairs)
 
 
@@ -315,7 +337,7 @@ def shown(value) -> str:
 
 
 def common(pairs: list[tuple]) -> str:
-    """Say whether all numbers are those that are right in another order, or times or plus one number."""
+    """Describe numbers that are the right ones in another order, or times a factor, or plus a constant."""
     numbers = [x for pair in pairs for x in pair]
     if len(pairs) < 3 or not all(is_number(x) and math.isfinite(x) for x in numbers):
         return ""
@@ -323,16 +345,16 @@ def common(pairs: list[tuple]) -> str:
     factor = (got @ right / (right @ right)).item() if right.any() else 0.0
     offset = (got - right).mean().item()
     if abs(factor - 1) > 1e-3 and len(set(right.tolist())) > 1 and same(got, factor * right):
-        return f"; each is {factor:.4g} times what is right"
+        return f"; each value is {factor:.4g} times the right one"
     if same(got.sort().values, right.sort().values):
-        return "; the numbers are right, their order is not"
+        return "; the values are right, but their order is wrong"
     if same(got, right + offset):
-        return f"; each is {abs(offset):.4g} too {'large' if offset > 0 else 'small'}"
+        return f"; each value is {abs(offset):.4g} too {'large' if offset > 0 else 'small'}"
     return ""
 
 
 def leaves(value, place: str = "") -> list[tuple[str, object]]:
-    """List the numbers and texts in an answer with their indices: [("[0, 2]", 0.5)]."""
+    """List the numbers and strings in a result with their indices, such as [("[0, 2]", 0.5)]."""
     if isinstance(value, torch.Tensor):
         indices = product(*map(range, value.shape))
         return [(f"{place}{list(index)}", value[index].item()) for index in indices]
@@ -349,16 +371,16 @@ def is_number(value) -> bool:
 
 
 def form(got, expected) -> str:
-    """Say how shape, length or type of an answer differ, "" if they do not."""
+    """Describe how the type, shape or length of a result is wrong; return "" if they are right."""
     if type(got) is not type(expected):
-        return f"it is of type {type(got).__name__}; {type(expected).__name__} is right"
+        return f"your result has the type {type(got).__name__}; {type(expected).__name__} is right"
     if isinstance(got, torch.Tensor) and got.shape != expected.shape:
-        return f"its shape is {tuple(got.shape)}; {tuple(expected.shape)} is right"
+        return f"your result has the shape {tuple(got.shape)}; {tuple(expected.shape)} is right"
     if isinstance(got, torch.Tensor) and got.is_floating_point() != expected.is_floating_point():
-        return f"it is {got.dtype}; {expected.dtype} is right"
+        return f"your result has the dtype {got.dtype}; {expected.dtype} is right"
     if isinstance(got, list | tuple):
         if len(got) != len(expected):
-            return f"its length is {len(got)}; {len(expected)} is right"
+            return f"your result has the length {len(got)}; {len(expected)} is right"
         for ours, theirs in zip(got, expected, strict=True):
             if form(ours, theirs):
                 return form(ours, theirs)
@@ -366,7 +388,7 @@ def form(got, expected) -> str:
 
 
 def same(a, b) -> bool:
-    """Whether two answers are equal, floats to about five digits."""
+    """Return whether two results are equal; floats are compared to about five digits."""
     if form(a, b):
         return False
     if isinstance(a, torch.Tensor):
@@ -377,10 +399,12 @@ def same(a, b) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 1 if what was filled in is not right, 2 for a mistake in the command."""
+    """Run the command and return its exit status: 1 if the reader's lines are wrong, 2 if the command is wrong."""
     parser = argparse.ArgumentParser(prog="python -m docs.exercises", description=__doc__.split("\n")[0])
-    parser.add_argument("number", type=int, nargs="?", help="1 to 10, in the order of the reading list; none: the list")
-    parser.add_argument("--check", metavar="FILE", nargs="?", const="", help="by default exercise_NUMBER.py")
+    parser.add_argument("number", type=int, nargs="?", help="number of the exercise; without it, all are listed")
+    parser.add_argument(
+        "--check", metavar="FILE", nargs="?", const="", help="check FILE, by default exercise_NUMBER.py"
+    )
     parser.add_argument("--hint", action="store_true", help="print a hint")
     parser.add_argument("--solution", action="store_true", help="print the lines of minivlmrl")
     options = parser.parse_args(arguments)
@@ -392,7 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the command line asks for."""
+    """Execute the command: list, write, check, or print a hint or a solution."""
     if options.number is None:
         for number in range(1, len(markers()) + 1):
             print(describe(load(number)))
@@ -401,7 +425,7 @@ def run(options: argparse.Namespace) -> int:
     file = Path(options.check or f"exercise_{options.number}.py")
     if options.check is not None:
         if not file.is_file():
-            raise ValueError(f"{file}: no such file; `python -m docs.exercises {options.number}` writes it")
+            raise ValueError(f"{file} does not exist; `python -m docs.exercises {options.number}` writes it")
         passed, text = check(exercise, file.read_text(encoding="utf-8"), str(file))
         print(text, file=sys.stdout if passed else sys.stderr)
         return 0 if passed else 1
@@ -410,19 +434,21 @@ def run(options: argparse.Namespace) -> int:
     elif options.solution:
         print(exercise.solution)
     elif file.exists():
-        raise ValueError(f"{file} is there already: check it with --check, or remove it to begin anew")
+        raise ValueError(f"{file} already exists; check it with --check, or delete it to start again")
     else:
         file.write_text(exercise.text(), encoding="utf-8")
-        print(f"{file} is {exercise.function.name} with a hole. Fill it in, then add --check to this command.")
+        print(
+            f"{file} contains {exercise.function.name} with a hole. Fill in the hole, then add --check to this command."
+        )
     return 0
 
 
 def describe(exercise: Exercise) -> str:
-    """A line of the list."""
+    """Return the line of an exercise in the list."""
     first, last = exercise.lines
     place = f"{exercise.function.name} in {exercise.name}"
     num_mistakes = len(exercise.own["WRONG"])
-    return f"{exercise.number:3}  {place:44}{last - first + 1:3} lines, {num_mistakes} mistakes known"
+    return f"{exercise.number:3}  {place:44}{last - first + 1:3} lines, {num_mistakes} known mistakes"
 
 
 if __name__ == "__main__":

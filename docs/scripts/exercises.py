@@ -1,4 +1,4 @@
-"""Write the outputs in docs/exercises.md anew: python -m docs.scripts.exercises"""
+"""Update the outputs in docs/exercises.md: python -m docs.scripts.exercises"""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[1] / "exercises.md"
 
 
 def page() -> str:
-    """The page with what its commands print today, one after the other in an empty folder."""
+    """Return the page with the current output of its commands, which run one after the other in an empty folder."""
     text, file, exercise = PAGE.read_text(encoding="utf-8"), Path("exercise_9.py"), load(9)
     [wrong] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -27,7 +27,7 @@ def page() -> str:
 
 
 def output(*arguments: str) -> str:
-    """What `python -m docs.exercises` prints."""
+    """Return the output of `python -m docs.exercises` with these arguments."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         main([*arguments])
