@@ -1,6 +1,6 @@
 """Load tool environments by name, and inspect their tools and settings.
 
-docs/tools.md has an example of an environment.
+See docs/tools.md for an example of an environment.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from minivlmrl.data.rows import Environment
 class RewardingEnvironment(Environment, Protocol):
     """Interface of an environment that scores its own completion.
 
-    The recipe needs `rewards: {environment: 1}` for such an environment.
+    A recipe with such an environment must set `rewards: {environment: 1}`.
     """
 
     def get_reward(self) -> float | list[float] | None:
@@ -32,11 +32,11 @@ class RewardingEnvironment(Environment, Protocol):
 
 @dataclass
 class Settings:
-    """Settings of an environment. Its class may override them in attributes of the same names."""
+    """Settings of an environment. Attributes of its class with the same names override them."""
 
-    # whether the system message declares the tools, in the format of the model family's template
+    # whether the system message declares the tools, in the format of the model's chat template
     declare_tools: bool = True
-    # maximum number of tool calls in a completion; further calls are ignored
+    # maximum number of tool calls in a completion; additional calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
     # time limit of one tool call, in seconds
     max_tool_seconds: Annotated[float, "> 0"] = 30.0
@@ -49,12 +49,12 @@ class Settings:
 def get_environment(name: str) -> Callable[[], Environment]:
     """Return the constructor of an environment, given its name in a recipe.
 
-    The name refers to a class, to one function, or to a list of functions, which become the tools
-    of a stateless environment. Arguments of the class are written in brackets, for example
+    The name refers to a class, a function, or a list of functions. Functions become the tools of a
+    stateless environment. Arguments of the class are written in parentheses, for example
     "my_tools.py:Turn(step=45)".
 
     Raises:
-        ValueError: the name cannot be resolved, or the object is not a valid environment.
+        ValueError: if the name cannot be resolved, or the object is not a valid environment.
     """
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
@@ -65,7 +65,10 @@ def get_environment(name: str) -> Callable[[], Environment]:
         settings_of(environment)
         tools = tools_of(environment)
         if not tools or not hasattr(environment, "reset"):
-            raise ValueError("it needs reset(self, **columns), and tools: other public methods")
+            raise ValueError(
+                "an environment needs a method reset(self, **columns) and at least one other "
+                "public method, which is a tool"
+            )
         for tool in tools.values():
             arguments_of(tool)
     return make
@@ -82,13 +85,15 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
     """Create an environment class whose tools are the given function or functions.
 
     Raises:
-        ValueError: an object in the list is not a function.
+        ValueError: if an object is not a function.
     """
     listed = functions if isinstance(functions, list) else [functions]
     members = {}
     for function in listed:
         if not inspect.isfunction(function):
-            raise ValueError(f"it is {functions!r:.60}, no class, function or list of functions")
+            raise ValueError(
+                f"expected a class, a function or a list of functions, but found {functions!r:.60}"
+            )
         members[function.__name__] = staticmethod(function)
     return type("Functions", (Stateless,), members)
 
@@ -103,9 +108,8 @@ def with_tools(processor: Processor, name: str) -> Processor:
             # The default template of Qwen2-VL and Qwen2.5-VL cannot declare tools.
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            files = (
-                processor.tokenizer.files
-            )  # an exported checkpoint contains the new template too
+            # Exported checkpoints contain these files, so they also contain the new template.
+            files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
         with error_context(f"sampling.environment {name}"):
@@ -119,10 +123,14 @@ def environment_reward(
     """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
 
     If get_reward returns a list with one number for each turn of a trajectory, the reward is the
-    sum of this list. A completion without an environment has the reward None.
+    sum of the list. The reward of a completion without an environment is None.
 
+    Args:
+        environments: the environment of each completion, or None.
+        turn_texts: the texts of all turns of each completion.
+        columns: the columns of the data set, which are ignored.
     Raises:
-        ValueError: the length of such a list differs from the number of turns.
+        ValueError: if the length of a list differs from the number of turns.
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
@@ -134,7 +142,7 @@ def environment_reward(
                 if len(reward) != len(texts):
                     raise ValueError(
                         f"get_reward returned {len(reward)} numbers for {len(texts)} turns; "
-                        "return one for each turn, or one number"
+                        "return one number for each turn, or a single number"
                     )
                 reward = sum(reward)
         rewards.append(reward)
@@ -142,23 +150,33 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that `rewards` lists "environment" exactly if the environment has get_reward.
+    """Check that the recipe uses the reward "environment" if and only if get_reward exists.
 
+    Args:
+        name: name of the environment, or None.
+        rewards: names of the rewards in the recipe.
     Raises:
-        ValueError: get_reward exists and is not used, or is used and does not exist.
+        ValueError: if the environment has a method get_reward that the recipe does not use, or if
+            the recipe uses get_reward, but the environment does not have this method.
     """
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward and "environment" not in rewards:
-        raise ValueError(f"{name} has get_reward, which rewards: {{environment: 1}} asks")
+        raise ValueError(
+            f"the environment {name} has a method get_reward, but the recipe does not use it; set "
+            "rewards: {environment: 1}"
+        )
     if "environment" in rewards and not has_reward:
-        raise ValueError(f"{name} lacks get_reward, which rewards: {{environment: 1}} asks")
+        raise ValueError(
+            f"the recipe sets rewards: {{environment: 1}}, but sampling.environment ({name}) does "
+            "not have a method get_reward; add the method or remove this reward"
+        )
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Return the settings of an environment, with the values that its attributes override.
+    """Return the settings of an environment: its attributes, or else the default values.
 
     Raises:
-        ValueError: an attribute has an invalid value.
+        ValueError: if an attribute has an invalid value.
     """
     values = {}
     for field in fields(Settings):
@@ -170,7 +188,7 @@ def settings_of(environment: Environment) -> Settings:
 def tools_of(environment: Environment) -> dict[str, Callable]:
     """Return the tools of an environment as {name: bound method}.
 
-    The tools are all public methods except reset, get_reward and observe.
+    All public methods are tools, except reset, get_reward and observe.
     """
     tools = {}
     for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
@@ -183,14 +201,14 @@ def arguments_of(tool: Callable) -> type:
     """Create a dataclass with the arguments of a tool, so that `build` can validate a call.
 
     Raises:
-        ValueError: an argument has no type, or a type that JSON cannot represent.
+        ValueError: if an argument does not have a type hint, or has one that JSON cannot represent.
     """
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         hints = call_user_code("a type", typing.get_type_hints, tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
             if name not in hints:
-                raise ValueError(f"its argument {name!r} needs a type")
+                raise ValueError(f"the argument {name!r} does not have a type hint; add one")
             type_schema(hints[name])
             field = [name, hints[name]]
             if parameter.default is not parameter.empty:

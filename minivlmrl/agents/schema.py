@@ -1,4 +1,4 @@
-"""Generate the JSON schema of a tool, equal to the schema of transformers' get_json_schema."""
+"""Generate the JSON schema of a tool, equal to the result of transformers' get_json_schema."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# matches one argument of a Google-style docstring: indentation, name, and description
+# matches one argument in a Google-style docstring; groups: indentation, name and description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
@@ -29,10 +29,12 @@ CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Return the JSON schema of a tool, from its signature, type hints and Google-style docstring.
+    """Return the JSON schema of a tool.
+
+    The schema is generated from the tool's signature, type hints and Google-style docstring.
 
     Raises:
-        ValueError: JSON cannot represent the type of an argument.
+        ValueError: if JSON cannot represent the type of an argument.
     """
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
@@ -57,8 +59,8 @@ def add_descriptions(properties: dict[str, dict], section: str):
     """Add the descriptions in the Args section of a docstring to the schemas of the arguments.
 
     Args:
-        properties: {argument name: schema}, modified in place. "(choices: [...])" at the end of a
-            description becomes the "enum" of the schema.
+        properties: {argument name: schema}, modified in place. If a description ends with
+            "(choices: [...])", this list becomes the "enum" of the schema.
         section: text of the Args section.
     """
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
@@ -77,7 +79,7 @@ def type_schema(hint) -> dict:
     """Return the JSON schema of a type hint.
 
     Raises:
-        ValueError: JSON cannot represent values of this type.
+        ValueError: if JSON cannot represent values of this type.
     """
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
@@ -98,14 +100,16 @@ def type_schema(hint) -> dict:
         return {"type": "array", "prefixItems": [type_schema(part) for part in inside]}
     if origin in (list, tuple):
         return {"type": "array", "items": type_schema(inside[0])}
-    raise ValueError(f"{hint!r:.80} is no type of JSON, as int or list[str]")
+    raise ValueError(
+        f"JSON cannot represent the type hint {hint!r:.80}; use a type such as int or list[str]"
+    )
 
 
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema of a union of types.
 
-    If all schemas consist only of a type name, the union is a list of type names. Otherwise it is
-    an "anyOf" list of schemas. A union with None is marked as "nullable".
+    If the schema of each type is only a type name, the schema of the union is a list of type names.
+    Otherwise it is an "anyOf" list of schemas. A union with None is marked as "nullable".
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

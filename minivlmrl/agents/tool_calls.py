@@ -1,7 +1,7 @@
 """Parse the tool calls in a completion, execute the tools, and render their results as text.
 
-A call is written either in tags named like the tool, for example <zoom>1, 2</zoom>, or in Qwen's
-<tool_call> format.
+A call is written either in tags with the name of the tool, for example <zoom>1, 2</zoom>, or in
+Qwen's <tool_call> format.
 """
 
 import json
@@ -31,26 +31,26 @@ from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 
-# JSON for the Python constants that Qwen3.5 writes in its tool calls
+# JSON constants for the Python constants that Qwen3.5 writes in its tool calls
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
-# name of the tool ("" for a call in Qwen's format), and the text between the tags
+# the name of the tool ("" for a call in Qwen's format), and the text between the tags
 Call = tuple[str, str]
-# image that a tool returned, and the image_grid_thw that it will have
+# an image that a tool returned, and the image_grid_thw that its patches will have
 Picture = tuple[Image, tuple[int, int, int]]
 
 
 class Overtime(BaseException):
     """Raised inside a tool that exceeds its time limit.
 
-    The base class is BaseException, because a tool may catch every Exception.
+    The base class is BaseException, because a tool may catch every `Exception`.
     """
 
 
-# interval in seconds after which Overtime is raised again in a tool that has caught it
+# interval in seconds at which Overtime is raised again in a tool that catches it
 REPEATED = 0.01
-# exceptions of a tool that become an error message for the model
+# exceptions in a tool that are turned into an error message for the model
 FAILURES = Exception, SystemExit, Overtime
 
 
@@ -58,7 +58,7 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
     """Find the tool calls in the text that the policy wrote since the last tool result.
 
     A call in tags is found as soon as its tag is closed. Calls in Qwen's format are found only
-    when the turn has ended, because one turn may contain several of them.
+    when the turn has ended, because one turn may contain several calls in this format.
 
     Args:
         text: text since the last tool result.
@@ -66,9 +66,9 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
         ended: whether the turn has ended.
 
     Returns:
-        The calls in the order of the text; at most one if the call is in tags.
+        The calls in the order of the text. If a call is in tags, it is the only one in the list.
     """
-    begins = {}  # tool name -> position in the text where its arguments begin
+    begins = {}  # {tool name: position in the text where its arguments begin}
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
         name = tag[2]
         if not tag[1]:
@@ -85,17 +85,21 @@ def answer_call(
 ) -> tuple[list[dict], list[Picture], bool]:
     """Execute one tool call, and return the message parts of its result.
 
-    An exception of the tool, an invalid argument, or a result over a limit of `settings` becomes a
-    text part "error: ...", which the model reads.
+    If the tool raises an exception, an argument is invalid, or the result exceeds a limit of
+    `settings`, the result is a text part "error: ...", which the model reads.
 
     Args:
-        name, inside: the Call.
+        tools: the tools of the environment by name.
+        name: name of the tool, or "" for a call in Qwen's format.
+        inside: text between the tags.
+        processor: processor that will encode the images in the result.
+        settings: settings of the environment, with its limits.
 
     Returns:
-        Message parts, images with their grids, and whether the call succeeded.
+        The message parts, the images with their grids, and whether the call succeeded.
 
     Raises:
-        ValueError: the tool raised KeyboardInterrupt, which ends the run.
+        ValueError: if the tool raised KeyboardInterrupt, which ends the run.
     """
     try:
         with time_limit(settings.max_tool_seconds):
@@ -112,8 +116,10 @@ def answer_call(
             check_field(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
         return parts, [(image, grid_of(image, processor.image_processor)) for image in images], True
     except KeyboardInterrupt as error:
-        raise ValueError(f"the tool {name or inside:.80} raised KeyboardInterrupt") from error
-    except FAILURES as error:  # the model reads the error message
+        raise ValueError(
+            f"the tool call {name or inside:.80} raised KeyboardInterrupt, so the run ends"
+        ) from error
+    except FAILURES as error:  # the error message becomes the result, which the model reads
         text = f"error: {str(error) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
 
@@ -121,9 +127,9 @@ def answer_call(
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
     """Compute the image_grid_thw of an image without computing its patches.
 
-    Errors of PIL are passed on if the image cannot be decoded.
+    If the image cannot be decoded, PIL's exception is propagated.
     """
-    width, height = to_rgb(image).size  # raises if the image cannot be decoded
+    width, height = to_rgb(image).size  # raises an exception if the image cannot be decoded
     height, width = smart_resize(
         height,
         width,
@@ -139,8 +145,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise Overtime inside a `with` block that runs longer than `seconds`.
 
     Overtime is raised repeatedly, because the block may catch it. The limit has no effect outside
-    the main thread, on Windows, and inside C code that does not return. A SIGALRM timer that was
-    set before is restored afterwards.
+    the main thread, on Windows, or while C code runs. If a SIGALRM timer was set before, it is
+    restored afterwards.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -148,7 +154,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(*_):
-        raise Overtime(f"it took over {seconds:g} seconds")
+        raise Overtime(f"the call took more than {seconds:g} seconds")
 
     start = time.monotonic()
     former_handler = signal.signal(signal.SIGALRM, stop)
@@ -158,9 +164,10 @@ def time_limit(seconds: float) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:  # the alarm may have interrupted the line above, so the timer is cleared again
+    finally:
+        # The alarm may have interrupted the line above, so the timer is cleared again.
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # signal.signal returns None if the former handler was not installed from Python
+        # signal.signal returns None if the former handler was not installed from Python.
         signal.signal(signal.SIGALRM, former_handler or signal.SIG_DFL)
         if former_seconds:
             remaining = max(former_seconds - (time.monotonic() - start), 0.001)
@@ -171,20 +178,23 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
     """Construct an environment, and call its `reset` with the columns of a row.
 
     Raises:
-        ValueError: `reset` raised an exception, exceeded max_tool_seconds, or returned a value.
+        ValueError: if `reset` raised an exception, exceeded max_tool_seconds, or returned a value.
     """
     environment = call_user_code("__init__", make)
     text = call_method(environment, "reset", **columns)
     if text is not None:
-        raise ValueError(f"reset returned {text!r:.40}; put it into the row's prompt")
+        raise ValueError(
+            f"reset returned {text!r:.40}, but it must return None; put text for the model into "
+            "the row's prompt"
+        )
     return environment
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
-    """Construct the environment with this name, and call its `reset` with a row of the dataset.
+    """Construct the environment `name`, and call its `reset` with a row of the data set.
 
     Raises:
-        ValueError: `reset` failed, see `begin`. The message contains the location of the row.
+        ValueError: if `reset` failed, see `begin`. The message contains the location of the row.
     """
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
@@ -195,7 +205,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
     """Call a method of an environment that is not a tool, for example `reset` or `observe`.
 
     Raises:
-        ValueError: the method raised an exception, or exceeded max_tool_seconds.
+        ValueError: if the method raised an exception or exceeded max_tool_seconds.
     """
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
@@ -208,7 +218,7 @@ def call(tools: dict[str, Callable], name: str, inside: str):
     """Parse and validate the arguments of a call, run the tool, and return its result.
 
     Raises:
-        ValueError: the arguments do not match the type hints of the tool.
+        ValueError: if the arguments do not match the type hints of the tool.
     """
     if name:
         arguments = read_values(name, inside, tools)
@@ -220,8 +230,9 @@ def call(tools: dict[str, Callable], name: str, inside: str):
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     """Parse the text between the tags of a tool into {argument name: value}.
 
-    The text holds the arguments in the order of the signature, as JSON values separated by commas.
-    If the only argument is a str, or the text is not JSON, the whole text is the first argument.
+    The text contains the arguments in the order of the signature, as JSON values that are separated
+    by commas. If the tool's only argument is a str, or the text is not JSON, the whole text is used
+    as the first argument.
     """
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
@@ -237,18 +248,24 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
     """Parse a call in Qwen's <tool_call> format into the name of the tool and its arguments.
 
     Raises:
-        ValueError: the text is not a valid call, or no tool has this name.
+        ValueError: if the text is not a valid call, or there is no tool with this name.
     """
     written_call = read_parameters(inside, tools) or json.loads(inside)
     if not isinstance(written_call, dict) or "name" not in written_call:
-        raise ValueError('a call is {"name": ..., "arguments": {...}}')
+        raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
     if written_call["name"] not in tools:
-        raise ValueError(f"no tool {written_call['name']!r}; there are {', '.join(tools)}")
+        raise ValueError(
+            f"there is no tool {written_call['name']!r}; the tools are {', '.join(tools)}"
+        )
     return written_call["name"], written_call.get("arguments", {})
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a call in the <function=...> format of Qwen3.5; return None for any other format."""
+    """Parse a call in the <function=...> format of Qwen3.5.
+
+    Returns:
+        {"name": ..., "arguments": ...}, or None if the text is not in this format.
+    """
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -263,11 +280,11 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 
 
 def read_parameter(hint, text: str):
-    """Parse one argument in Qwen3.5's format, which writes strings verbatim and other values as JSON.
+    """Parse one argument in Qwen3.5's format, where strings are verbatim and other values are JSON.
 
-    The text is parsed as JSON if the result is not a string and matches the type hint. Otherwise
-    the text itself is the value. For example, for the hint int | str the text 7 is a number, while
-    7.5, seven and "7" (including its quotes) are strings.
+    If the text is JSON for a value that is not a string and that matches the type hint, this value
+    is returned. Otherwise the text itself is the value. For example, with the hint int | str, the
+    text 7 is a number, while 7.5, seven and "7" (including its quotes) are strings.
     """
     value = text
     with suppress(ValueError, RecursionError):
@@ -278,14 +295,15 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # `build` raises the error for a value of the wrong type
+    return value  # a value of the wrong type, for which `build` raises an error
 
 
 def part(result) -> dict:
     """Convert the result of a tool into a message part.
 
-    A PIL image, or a part in TRL's format, becomes an image or text part. Any other object becomes
-    text by `str`. Lone surrogates are replaced by "?", so that the text can be encoded as UTF-8.
+    A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part.
+    Any other object is converted to text with `str`. Lone surrogates are replaced by "?", so that
+    the text can be encoded as UTF-8.
     """
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
@@ -296,7 +314,7 @@ def part(result) -> dict:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the text pieces that the template puts between <|im_end|> and the next assistant turn."""
+    """Return the text pieces that the template puts between <|im_end|> and the assistant's turn."""
     lay = render if processor.template is None else processor.template.render
     pieces = lay([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
@@ -308,9 +326,9 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: message parts of each result.
-        opening: pieces that open the next assistant turn, see `turn_opening`. If empty, there is
-            one result, and it is rendered as <result>...</result> inside the policy's turn.
-            Otherwise the results are rendered in a user turn, which precedes `opening`.
+        opening: text pieces that open the next assistant turn, see `turn_opening`. If it is empty,
+            there must be one result, which is rendered as <result>...</result> inside the policy's
+            turn. Otherwise the results are rendered in a user turn, and `opening` follows it.
     """
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]

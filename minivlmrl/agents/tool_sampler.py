@@ -2,7 +2,7 @@
 
 When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding
 continues after the result. The samples of a prompt depend only on the key of the prompt. Training
-uses the token ids, positions and patches that are recorded here, so nothing is tokenized again.
+uses the token ids, positions and patches that this module records, so text is not tokenized again.
 """
 
 import re
@@ -50,13 +50,16 @@ class ToolEpisode:
         self.settings = settings_of(environment)
         self.num_calls = 0
         self.num_failed = 0
-        # The pattern is longer than any closing tag, so its length bounds the length of a tag.
+        # The pattern is longer than each closing tag, so its length is an upper bound for tags.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
-        self.text = b""  # UTF-8 text that the policy wrote since the last tool result
-        self.ids: list[int] = []  # all tokens of the completion, including tool results
-        self.policy_mask: list[bool] = []  # whether the policy sampled the token, for each id
+        self.text = b""  # UTF-8 text that the policy generated since the last tool result
+        self.ids: list[int] = []  # token ids of the completion, including tool results
+        # for each id: True if the policy sampled it, False if it belongs to a tool result
+        self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
-        self.unread: list[Prompt] = []  # at most one tool result that the model has not read yet
+        self.unread: list[
+            Prompt
+        ] = []  # the tool result (at most one) that the model must still read
         self.cut = False  # whether a tool result exceeded max_new_tokens
         self.ended = False
 
@@ -67,9 +70,10 @@ class ToolEpisode:
             token: id of the sampled token.
             turn_ends: whether the token is a stop token.
             text_ends: whether the token completes a stop string.
+            sampler: the sampler, with its options and processor.
 
         Returns:
-            Whether the completion ends with this token; max_new_tokens is not considered.
+            True if the completion ends with this token. The limit max_new_tokens is not considered.
         """
         if self.ended:  # `generate` keeps decoding finished rows until it removes them
             return True
@@ -87,7 +91,7 @@ class ToolEpisode:
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append the bytes of a token to the text, and return the calls that the token completes.
 
-        Calls beyond max_tool_calls are left out.
+        After max_tool_calls calls, additional calls are ignored.
         """
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
@@ -97,7 +101,10 @@ class ToolEpisode:
         return calls[: self.settings.max_tool_calls - self.num_calls]
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether a tool's tag is closed at or after byte `searched_from` of the text."""
+        """Return whether the text contains a tool's closing tag at or after byte `searched_from`.
+
+        The tag counts only if the text also contains the opening tag of the same tool.
+        """
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
 
@@ -107,16 +114,21 @@ class ToolEpisode:
         """Execute tool calls, and append their results to the completion.
 
         Args:
+            calls: the tool calls.
+            turn_ended: whether the policy ended its turn, see encode_answers.
             tokens_left: number of tokens that may still be added to the completion.
+            processor: processor that encodes the results.
 
         Returns:
-            Whether the completion ends, because the environment is done or the results do not fit.
+            True if the completion ends, because the environment is done or the results are longer
+            than `tokens_left` allows.
         """
         answers, pictures = self.call_tools(calls, processor)
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # Results are not truncated, because images cannot be. At least one token must follow.
+        # Results are not truncated, because images cannot be truncated. There must be room for at
+        # least one token after the results.
         self.cut = len(ids) >= tokens_left
         if self.cut:
             return True
@@ -131,7 +143,7 @@ class ToolEpisode:
     def call_tools(
         self, calls: list[Call], processor: Processor
     ) -> tuple[list[list[dict]], list[Picture]]:
-        """Execute tool calls; return the message parts of each result, and all images."""
+        """Execute tool calls, and return the message parts of each result and the images of all."""
         answers = []
         pictures = []
         for name, inside in calls:
@@ -150,7 +162,7 @@ class ToolEpisode:
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add tool results, the environment and the numbers of calls to a sampled completion."""
+        """Add the tool results, the environment and the numbers of calls to a completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
@@ -168,9 +180,9 @@ class ToolEpisode:
         sampled_logps = completion.sampled_logps
         completion.logps = torch.zeros(len(policy_mask)).masked_scatter(policy_mask, sampled_logps)
         if completion.sampling_mask:
-            counts, kept_ids = completion.sampling_mask
+            counts, allowed_ids = completion.sampling_mask
             counts = policy_mask.long().masked_scatter(policy_mask, counts)
-            completion.sampling_mask = counts, kept_ids
+            completion.sampling_mask = counts, allowed_ids
 
 
 def encode_answers(
@@ -178,8 +190,8 @@ def encode_answers(
 ) -> list[int]:
     """Tokenize the results of tools.
 
-    If the policy's turn has ended, the results form a user turn, followed by the opening of the
-    next assistant turn. Otherwise they continue the policy's turn.
+    If the policy has ended its turn, the results form a user turn, which is followed by the opening
+    of the next assistant turn. Otherwise the results are inserted into the policy's turn.
     """
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
@@ -192,7 +204,7 @@ def as_prompt(
     """Convert encoded tool results into a Prompt that the model can read.
 
     Returns:
-        The Prompt, and the images as (image, patches, grid) for Completion.pictures.
+        The Prompt, and one tuple (image, patches, grid) per image, for Completion.pictures.
     """
     shown = [(image, *processor.image_processor(image)) for image, _ in pictures]
     no_patches = torch.zeros(0, processor.image_processor.patch_dim)
@@ -201,10 +213,10 @@ def as_prompt(
     return Prompt(torch.tensor(ids), patches, grids, torch.zeros(len(grids))), shown
 
 
-def shared(image: Image) -> Image:
+def copy_on_write(image: Image) -> Image:
     """Return a copy-on-write view of an image.
 
-    The pixels are copied only when a tool writes to them, so that environments can share an image.
+    The pixels are copied only if a tool writes to them, so several environments can share an image.
     """
     image.load()
     image = image._new(image.im)
@@ -214,14 +226,14 @@ def shared(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """Position of one tool result in the packed batch of results and in its row of the decoding."""
+    """Position of one tool result in the packed batch of results and in the decoding batch."""
 
     row: int  # index of the row in the decoding batch
     tokens: slice  # positions of the result in the packed tokens of all results
     prompt: int  # index of the row's prompt in the decoding batch
     prompt_length: int
-    begin: int  # first position of the result in the row's own tokens (after the prompt)
-    end: int  # position after the result's last token
+    begin: int  # position of the result's first token, counted in the row's tokens after the prompt
+    end: int  # position after the result's last token, counted in the same way
 
 
 class AnswerAttention(DecodeAttention):
@@ -231,8 +243,8 @@ class AnswerAttention(DecodeAttention):
     causally to each other. Their keys and values are added to the row's KV cache.
 
     Args:
-        decoding: attention of the decoding, whose KV cache is extended.
-        rows: row in the decoding batch of each result.
+        decoding: attention of the decode steps, whose KV cache is extended.
+        rows: index in the decoding batch of each result's row.
         lengths: number of tokens of each result.
     """
 
@@ -241,9 +253,10 @@ class AnswerAttention(DecodeAttention):
         self.recurrent_state = decoding.recurrent_state
         self.answer_spans = []
         self.response_rows = rows
-        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # length B
-        newest = decoding.newest.tolist()  # length R
-        self.spans = []  # for recurrent layers: slice of the row, and slice of its packed tokens
+        prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
+        newest = decoding.newest.tolist()  # position of the newest token of each row
+        # for recurrent layers: the slice of each result's row, and the slice of its packed tokens
+        self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0
         for row, length in zip(rows, lengths, strict=True):
@@ -266,11 +279,14 @@ class AnswerAttention(DecodeAttention):
         decoding.advance(new_tokens, max(longest - max(newest), 0))
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        row_k, row_v = self.decoding.row_kv[layer_index]  # (R, K, C, D)
-        prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]  # (B, K, P, D)
+        # (R, K, C, D): rows, key heads, completion tokens, head dimension
+        row_k, row_v = self.decoding.row_kv[layer_index]
+        # (B, K, P, D): prompts, key heads, prompt tokens, head dimension
+        prompt_k, prompt_v = self.decoding.prompt_kv[layer_index]
         out = []
         for span in self.answer_spans:
-            queries = q[span.tokens].transpose(0, 1)[None]  # (1, H, tokens, D)
+            # (1, H, tokens, D): the queries of one tool result
+            queries = q[span.tokens].transpose(0, 1)[None]
             keys = extend(row_k, prompt_k, k, span)
             values = extend(row_v, prompt_v, v, span)
             attended = dense_attention(queries, keys, values, is_causal=True)
@@ -282,22 +298,23 @@ def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) ->
     """Write the keys (or values) of a tool result into the row's cache, and return its context.
 
     Args:
-        row_cache: (R, K, C, D) cache of the rows' own tokens, modified in place.
-        prompts: (B, K, P, D) cache of the prompts.
-        new: (tokens, K, D) keys or values of all packed results.
+        row_cache: (R, K, C, D), cache of the rows' own tokens, modified in place.
+        prompts: (B, K, P, D), cache of the prompts.
+        new: (tokens, K, D), keys or values of all packed results.
         span: position of the result.
 
     Returns:
-        (1, K, prompt_length + end, D): keys or values of the prompt, and of the row's own tokens
-        up to the end of the result.
+        (1, K, prompt_length + end, D), the keys or values of the prompt, followed by those of the
+        row's own tokens up to the end of the result.
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
-    seen_prompt = prompts[span.prompt, :, : span.prompt_length]  # (K, P, D)
+    # (K, P, D): key heads, prompt tokens without padding, head dimension
+    seen_prompt = prompts[span.prompt, :, : span.prompt_length]
     return torch.cat([seen_prompt, row_cache[span.row, :, : span.end]], dim=1)[None]
 
 
 class ReadingDecode(Decode):
-    """Decode step that also runs one forward pass over the tool results that are still unread."""
+    """Decode step that also runs a forward pass over the tool results that are still unread."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -318,15 +335,17 @@ class ReadingDecode(Decode):
         self, model: Qwen2_5_VL, attention: DecodeAttention, rows: list[int], index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:  # fmt: skip
-        """Run the model on the tool results of some rows, and return the next tokens' logits.
+        """Run the model on the tool results of some rows.
 
         Args:
-            rows: rows of the decoding batch that have a tool result.
+            model: the policy.
+            attention: attention of the decode steps, whose KV cache is extended.
+            rows: indices of the rows in the decoding batch that have a tool result.
             index: `rows` as a tensor.
             answers: the tool result of each of these rows.
 
         Returns:
-            (len(rows), V) logits of the token that follows each result.
+            (len(rows), V), the logits of the token that follows each result.
         """
         batch = pack(answers, [[] for _ in answers], model.config, attention.device)
         lengths = batch.layout.prompt_lengths
@@ -335,7 +354,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # An image occupies fewer positions than tokens, so `start` is computed again.
+        # `start` is computed again, because an image has fewer positions than tokens.
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -386,15 +405,20 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     """Return the constructor of the environment that the options of a sampler name.
 
     Raises:
-        ValueError: sampling.environment is not set, or rollout.gather_weights is false.
+        ValueError: if sampling.environment is not set, or rollout.gather_weights is false.
     """
     name = sampler.sampling.environment
     if name is None:
-        raise ValueError("sampling.environment: a sampler with tools needs one")
+        raise ValueError(
+            "sampling.environment is not set, but a sampler with tools needs an environment"
+        )
     make = get_environment(name)
     # Ranks read tool results at different steps, so FSDP cannot gather weights layer by layer.
     if not sampler.gather_weights:
-        raise ValueError("sampling.environment: leave out rollout.gather_weights: false")
+        raise ValueError(
+            "rollout.gather_weights is false, which is not supported with sampling.environment; "
+            "set it to true or remove it"
+        )
     return make
 
 
@@ -405,28 +429,36 @@ def begin_episodes(
     prompts: Iterable[Prompt],
     num_generations: int,
 ) -> list[AnyEpisode]:
-    """Create one episode for each completion, with its own environment reset to the prompt's row.
+    """Create one episode for each completion.
+
+    Each episode has its own environment, which is reset with the row of the prompt.
 
     Args:
-        make_episode: called with the environment, the prompt and its row.
+        make_episode: constructor of an episode from the environment, the prompt and its row.
         make_environment: constructor of the environment.
+        sampler: the sampler, with its options and processor.
+        prompts: the prompts.
+        num_generations: number of completions per prompt.
 
     Returns:
-        Episodes of all completions, `num_generations` for each prompt in order.
+        The episodes of all completions, `num_generations` for each prompt, in order.
 
     Raises:
-        ValueError: a prompt has no row, or `reset` failed.
+        ValueError: if a prompt does not have a row, or `reset` failed.
     """
     episodes = []
     for prompt in prompts:
         row = prompt.row
         if row is None:
-            raise ValueError("environments are told a prompt's row: make it with Row.prompt")
+            raise ValueError(
+                "the prompt does not have a row, which the environment's reset needs; create the "
+                "prompt with Row.prompt"
+            )
         columns = reset_columns(prompt, row, sampler.processor)
         name = f"{row.where or f'row {row.index}'}: sampling.environment"
         with error_context(f"{name} {sampler.sampling.environment}"):
             for _ in range(num_generations):
-                copies = {id(image): shared(image) for image in columns["images"]}
+                copies = {id(image): copy_on_write(image) for image in columns["images"]}
                 environment = begin(make_environment, deepcopy(columns, copies))
                 episodes.append(make_episode(environment, prompt, row))
     return episodes
@@ -435,13 +467,14 @@ def begin_episodes(
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     """Return the keyword arguments of an environment's `reset`.
 
-    They are the columns of the row, its images, the messages of the prompt, and the extents: for
-    each image the (width, height) of the coordinate system in which its boxes are written.
+    They are the columns of the row, its images, the messages of the prompt, and the extents. The
+    extent of an image is the (width, height) of the coordinate system of the boxes in the image.
     """
-    images = list(row.images)  # may decode the files, because images are loaded lazily
+    images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()  # images only, no videos
+    # the grids of images; videos are excluded, because their second_per_grid_ts is not 0
+    grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
         resized = (patch_size * columns, patch_size * rows)
@@ -456,13 +489,15 @@ def step_episodes(
     """Append one sampled token to the episode of each row.
 
     Args:
-        rows: (r,) index of the episode of each token.
-        ids: (r,) sampled token ids.
-        turn_ends: (r,) bool, whether the token is a stop token.
-        text_ends: (r,) bool, whether the token completes a stop string.
+        episodes: the episodes of all rows.
+        sampler: the sampler, with its options and processor.
+        rows: (r,), the index of the episode of each token.
+        ids: (r,), the sampled token ids.
+        turn_ends: (r,) bool, True where the token is a stop token.
+        text_ends: (r,) bool, True where the token completes a stop string.
 
     Returns:
-        (r,) bool, whether the completion of the row is finished.
+        (r,) bool, True where the completion of the row is finished.
     """
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []

@@ -1,11 +1,11 @@
-"""Sample trajectories: completions of several turns, each sampled from its own context window.
+"""Sample trajectories, which are completions of several turns with separate context windows.
 
-The window of a turn is the prompt from which the turn is sampled. The first window is the prompt of
-the row. A later window contains the messages that the environment's `observe(rounds)` returns, or,
-with sampling.history=K, all text so far and the images of the newest K rounds. A round is a turn
-together with the results of its tool calls. A trajectory ends with a turn that calls no tool, or
-when the environment sets `done`. A trajectory is one Completion and one row of a loss; see
-docs/agents.md.
+The context window of a turn is the prompt from which the turn is sampled. The first window is the
+prompt of the row. A later window contains the messages that the environment's `observe(rounds)`
+returns. With sampling.history=K instead, it contains all text so far and the images of the newest K
+rounds. A round is a turn together with the results of its tool calls. A trajectory ends with a turn
+that does not call a tool, or when the environment sets `done`. A trajectory is one Completion and
+one row of a loss; see docs/agents.md.
 """
 
 from collections.abc import Sequence
@@ -44,24 +44,28 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
-    """Return TrajectorySampler or ToolSampler, whichever the environment with this name needs."""
+    """Return the sampler class for an environment: TrajectorySampler or ToolSampler.
+
+    See has_windows for the arguments.
+    """
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether each turn has its own context window, so that completions are trajectories.
+    """Return whether each turn has its own context window, which makes completions trajectories.
 
     Args:
         name: name of the environment.
-        history: sampling.history, the number of rounds whose images are kept.
+        history: the option sampling.history, the number of rounds whose images are shown.
 
     Raises:
-        ValueError: the environment has `observe` and `history` is set as well.
+        ValueError: if the environment has a method `observe`, and `history` is set as well.
     """
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
         raise ValueError(
-            f"sampling.history: {name} has observe, which says what is seen; leave one of them out"
+            f"sampling.history is set, but the environment {name} has a method observe, which also "
+            "defines the context windows; remove one of the two"
         )
     return observes or history is not None
 
@@ -74,7 +78,7 @@ def pack_turns(
 ) -> GroupBatch:
     """Pack all turns of trajectories into one batch, each turn after its own context window.
 
-    The first turns of a group share their prompt. Each row of the batch is a trajectory.
+    The first turns of a group share their prompt. Each trajectory is one row of the batch.
     Completions without turns are packed unchanged.
     """
     packed_prompts = []
@@ -97,7 +101,7 @@ def pack_turns(
 class Round:
     """A turn that called tools, together with the results of its calls."""
 
-    text: str  # text that the policy wrote in this turn
+    text: str  # text that the policy generated in this turn
     parts: list[dict]  # message parts of the tool results
     answers: Prompt  # tool results as token ids and patches
     images: list[PIL.Image.Image]  # images in the tool results
@@ -106,22 +110,22 @@ class Round:
 class Episode(ToolEpisode):
     """State of one trajectory during sampling.
 
-    Tool results are not inserted into the turn. They become part of the next context window.
+    Tool results are not inserted into the turn. They are part of the next context window instead.
     """
 
     def __init__(self, environment: Environment, prompt: Prompt, row: Row):
         super().__init__(environment)
         self.prompt = prompt
         self.row = row
-        self.key = ""  # seeds the sampling, together with the number of the turn
+        self.key = ""  # seed of the sampling, together with the number of the turn
         self.turns: list[Completion] = []
         self.rounds: list[Round] = []
 
     @property
-    def goes_on(self) -> bool:
-        """Return whether another turn follows.
+    def has_next_turn(self) -> bool:
+        """Return whether the trajectory has a next turn.
 
-        That is so if the last turn called tools and the environment is not done.
+        It has one if the last turn called tools and the environment is not done.
         """
         return len(self.rounds) == len(self.turns)
 
@@ -131,7 +135,8 @@ class Episode(ToolEpisode):
         """Execute tool calls and record the round, unless the environment is done.
 
         Returns:
-            True, because the turn always ends: the results belong to the next context window.
+            True, because a tool call always ends the turn. The results of the call are part of the
+            next context window.
         """
         answers, pictures = self.call_tools(calls, processor)
         if not self.done:
@@ -153,7 +158,8 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion.
 
-        Its `pictures` are only for display: the newest image of each window after the first.
+        The `pictures` of the completion are only used for display. They are the newest image of
+        each window after the first.
         """
         windows = [turn.prompt for turn in self.turns[1:]]
         shown = [window.row.images[-1:] for window in windows if window and window.row]
@@ -171,9 +177,9 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler of trajectories.
 
-    The sampling of a turn is seeded by the key of its row, the index of the completion in its
-    group, and the number of the turn. Ranks may sample different numbers of turns, so sharded
-    weights are gathered once for all turns.
+    The seed of a turn is the key of its prompt, the index of the completion in its group, and the
+    number of the turn. Sharded weights are gathered once for all turns, because ranks may sample
+    different numbers of turns.
     """
 
     def __init__(self, *arguments, **options):
@@ -197,7 +203,7 @@ class TrajectorySampler(Sampler):
     ) -> list[list[Completion]]:  # fmt: skip
         episodes = self.episodes
         self.sample_turns(model, prompts, num_generations, sample_token)
-        while unfinished := [episode for episode in episodes if episode.goes_on]:
+        while unfinished := [episode for episode in episodes if episode.has_next_turn]:
             windows = [self.window(episode) for episode in unfinished]
             next_turns = partial(self.sample_next_turns, model)
             sample_in_micro_batches(next_turns, windows, 1, unfinished, self.sampling, None)
@@ -209,7 +215,7 @@ class TrajectorySampler(Sampler):
         self, model: Qwen2_5_VL, windows: list[Prompt], num_generations: int,
         episodes: list[Episode],
     ) -> list[list[Completion]]:  # fmt: skip
-        """Sample the next turn of each of these trajectories from its context window."""
+        """Sample the next turn of each episode from its context window."""
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
         sample_token = super().token_sampler(windows, num_generations, keys)
@@ -236,8 +242,8 @@ class TrajectorySampler(Sampler):
         """Build the next context window of a trajectory.
 
         Raises:
-            ValueError: the window leaves no space for max_new_tokens within the positions of the
-                model. The message contains the location of the row.
+            ValueError: if the window and max_new_tokens together exceed the model's
+                max_position_embeddings. The message contains the location of the row.
         """
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
@@ -251,9 +257,10 @@ class TrajectorySampler(Sampler):
             num_tokens = len(window.input_ids)
             if num_tokens > limit:
                 raise ValueError(
-                    f"its window has {num_tokens} tokens; with sampling.max_new_tokens that is "
-                    f"over the model's {max_positions} (max_position_embeddings): show fewer or "
-                    f"smaller pictures, or lower {type(episode.environment).__name__}.max_tool_calls"
+                    f"the context window has {num_tokens} tokens, which together with "
+                    f"sampling.max_new_tokens exceeds the model's max_position_embeddings "
+                    f"({max_positions}); show fewer or smaller images, or decrease "
+                    f"{type(episode.environment).__name__}.max_tool_calls"
                 )
         return window
 
@@ -261,23 +268,24 @@ class TrajectorySampler(Sampler):
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
     """Build a context window from the messages that the environment's `observe(rounds)` returns.
 
-    Each of the rounds is a tuple: text of the policy, and message parts of the tool results.
+    Each round is a tuple of the text that the policy generated and the message parts of the tool
+    results.
 
     Raises:
-        ValueError: `observe` failed, or did not return a valid list of messages.
+        ValueError: if `observe` failed, or did not return a valid list of messages.
     """
     rounds = [(past.text, past.parts) for past in episode.rounds]
     messages = call_method(episode.environment, "observe", rounds)
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"observe returned {messages!r:.40}; it must be a list of messages")
+        raise ValueError(f"observe must return a list of messages, but returned {messages!r:.40}")
     check_messages(messages)
     images = []
     for part in shown_parts_of(messages):
         image = part.get("image")
         if not isinstance(image, PIL.Image.Image):
             raise ValueError(
-                f"observe shows {image!r:.40}; a part names its picture: "
-                '{"type": "image", "image": a PIL image}'
+                f"observe returned an image part with {image!r:.40} instead of a PIL image; write "
+                'the part as {"type": "image", "image": a PIL image}'
             )
         images.append(image)
     return Row(messages, images).prompt(processor)
@@ -286,8 +294,8 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
     """Build a context window from all text so far and the images of the newest `history` rounds.
 
-    If `history` covers all rounds, the window has exactly the tokens that a completion without
-    `history` would have at this point.
+    If `history` covers the prompt and all rounds, the window has exactly the tokens that a
+    completion would have at this point if sampling.history was not set.
     """
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
@@ -297,7 +305,8 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        ids.append(without_ids(turn_ids, vision_ids))  # image tokens of the policy have no image
+        # Image tokens that the policy sampled are removed, because they do not belong to an image.
+        ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
     window = Prompt(
@@ -311,6 +320,6 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     return window
 
 
-def without_ids(ids: Tensor, left_out: Tensor) -> Tensor:
-    """Return `ids` without the elements that occur in `left_out`."""
-    return ids[~torch.isin(ids, left_out)]
+def without_ids(ids: Tensor, excluded: Tensor) -> Tensor:
+    """Return the elements of `ids` that do not occur in `excluded`."""
+    return ids[~torch.isin(ids, excluded)]

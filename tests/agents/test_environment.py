@@ -106,8 +106,8 @@ def test_qwen2_5_vl_has_tools_beside_named_values(own, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "rewards", "error"), [
-    ("Counter", "{accuracy: 1}", "own.py:Counter has get_reward, which rewards: {environment: 1} asks"),
-    ("double", "{environment: 1}", "own.py:double lacks get_reward, which rewards: {environment: 1} asks"),
+    ("Counter", "{accuracy: 1}", "own.py:Counter has a method get_reward, but the recipe does not use it; set rewards"),
+    ("double", "{environment: 1}", r"own.py:double\) does not have a method get_reward"),
 ])  # fmt: skip
 def test_get_reward_is_asked_or_refused(own, tmp_path, name, rewards, error):
     options = [f"--sampling.environment={tmp_path}/own.py:{name}", f"--rewards={rewards}"]
@@ -156,12 +156,12 @@ def test_options_are_arguments_of_the_class(own):
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("untyped", "tool untyped: its argument 'x' needs a type"),
+        ("untyped", "tool untyped: the argument 'x' does not have a type hint"),
         ("unknown", "tool unknown: a type raised NameError"),
-        ("odd", "tool odd: <class 'datetime.date'> is no type of JSON"),
-        ("number", "it is 3, no class, function or list of functions"),
-        ("Empty", r"it needs reset\(self, \*\*columns\), and tools"),
-        ("Unset", r"it needs reset\(self, \*\*columns\), and tools"),
+        ("odd", "tool odd: JSON cannot represent the type hint <class 'datetime.date'>"),
+        ("number", "expected a class, a function or a list of functions, but found 3"),
+        ("Empty", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
+        ("Unset", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
         ("Endless", "Endless: max_tool_calls is None, it must be of type int"),
         ("Broken", r"__init__ raised KeyError: 'a' in .*own.py:\d+$"),
         ("Leaving", r"__init__ raised SystemExit: 0 in"),

@@ -107,8 +107,8 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
         ("look", "", "left is missing"),
         ("look", '1, "a", 3', "takes 2 argument"),
         ("look", '"far"', "left is 'far', it must be of type float"),
-        ("", '{"name": "eval"}', "no tool 'eval'; there are look"),
-        ("", "<function=eval></function>", "no tool 'eval'; there are look"),
+        ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look"),
+        ("", "<function=eval></function>", "there is no tool 'eval'; the tools are look"),
         ("", '{"name": "look", "arguments": [1]}', "must be an object"),
         ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], it must be of type float"),
     ],
@@ -148,8 +148,8 @@ SAID = {
     "nothing": (lambda: None, "None"),
     "an exit": (lambda: sys.exit(3), "error: 3"),
     "an error without words": (lambda: next(iter(())), "error: StopIteration"),
-    "no end": (endless, "error: it took over 0.05 seconds"),
-    "no end, whatever is raised": (stubborn, "error: it took over 0.05 seconds"),
+    "no end": (endless, "error: the call took more than 0.05 seconds"),
+    "no end, whatever is raised": (stubborn, "error: the call took more than 0.05 seconds"),
     "much": (lambda: ["a" * 60, "b" * 50], "error: the answer's number of characters is 110, it must be 99 or less"),
     "a large picture": (
         lambda: PIL.Image.new("L", (20, 21)),
@@ -174,7 +174,7 @@ def test_a_users_alarm_is_put_back():
     try:
         answer_call({"f": lambda: time.sleep(0.05)}, "f", "", PROCESSOR, Settings())
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2 and not came
-        with pytest.raises(ValueError, match=r"^reset: it took over 0\.3 seconds$"):
+        with pytest.raises(ValueError, match=r"^reset: the call took more than 0\.3 seconds$"):
             begin(lambda: SimpleNamespace(reset=lambda: time.sleep(60), max_tool_seconds=0.3), {})
         deadline = time.monotonic() + 10
         while not came and time.monotonic() < deadline:
@@ -188,7 +188,7 @@ def test_a_tool_may_not_end_the_process():
     def interrupt():
         raise KeyboardInterrupt
 
-    with pytest.raises(ValueError, match=r"^the tool f raised KeyboardInterrupt$"):
+    with pytest.raises(ValueError, match=r"^the tool call f raised KeyboardInterrupt"):
         answer_call({"f": interrupt}, "f", "", PROCESSOR, Settings())
     with pytest.raises(ValueError, match=r"^reset: KeyboardInterrupt$"):
         begin(lambda: SimpleNamespace(reset=interrupt), {})

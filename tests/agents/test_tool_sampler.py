@@ -233,7 +233,7 @@ def test_a_demonstrated_call_is_what_the_sampler_makes(monkeypatch, name):
     assert said(demonstrated).replace("\n", "") == said(completion)
 
 
-WRONG = 'error: a call is {"name": ..., "arguments": {...}}'
+WRONG = 'error: a tool call must have the form {"name": ..., "arguments": {...}}'
 TWO = CALL.format("look", '{"columns": 1}') + CALL.format("read", '{"what": ""}')
 TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n]"
 
@@ -303,7 +303,7 @@ def test_limits(monkeypatch):
 
 
 def test_what_an_environment_cannot_have(monkeypatch):
-    with pytest.raises(ValueError, match="gather_weights: false"):
+    with pytest.raises(ValueError, match="gather_weights is false"):
         ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
     resets = {
         "reset returned 'see'; put it": lambda self, **columns: "see",
@@ -365,7 +365,7 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
 def test_a_prompt_without_its_row_says_what_to_set():
     asked = row()
     sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
-    with pytest.raises(ValueError, match="told a prompt's row"):
+    with pytest.raises(ValueError, match="the prompt does not have a row"):
         sampler([PROCESSOR(asked.messages, asked.images)], 1, [""])
 
 

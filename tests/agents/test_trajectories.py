@@ -365,12 +365,12 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
 
 
 BAD = {
-    "turn 1: observe returned None; it must be a list of messages": lambda self, rounds: None,
-    r"turn 1: observe returned \[\]; it must be": lambda self, rounds: [],
+    "turn 1: observe must return a list of messages, but returned None": lambda self, rounds: None,
+    r"turn 1: observe must return a list of messages, but returned \[\]": lambda self, rounds: [],
     "turn 1: message 0 must have a role": lambda self, rounds: ["look"],
-    "turn 1: observe shows None; a part names its picture": lambda self, rounds: [user([IMAGE_PART])],
+    "turn 1: observe returned an image part with None instead of a PIL": lambda self, rounds: [user([IMAGE_PART])],
     "turn 1: observe raised KeyError": lambda self, rounds: {}["a"],
-    "turn 1: its window has 1[0-9]+ tokens; with sampling.max_new_tokens that is over the model's 128": (
+    r"turn 1: the context window has 1[0-9]+ tokens, .* exceeds the model's max_position_embeddings \(128\)": (
         lambda self, rounds: [user([IMAGE_PART | {"image": picture(0, 140)}])]
     ),
 }
@@ -387,7 +387,7 @@ def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
 
 def test_what_is_refused():
     two = SamplingOptions(environment="tests.agents.test_trajectories:Shown", history=2)
-    with pytest.raises(ValueError, match=r"^sampling.history: tests.agents.test_trajectories:Shown has observe, which"):
+    with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
         samples_trajectories(two)
     site = Site()
     site.earned = [1.0, 0.5]

@@ -28,6 +28,6 @@ def test_modules_below_agents_do_not_import_it():
 
 def test_a_reward_that_reads_the_environment_needs_one():
     run = RunConfig(rewards={"environment": 1.0}, sampling=SamplingOptions())
-    with pytest.raises(ValueError, match=r"None lacks get_reward, which rewards: \{environment: 1\} asks"):
+    with pytest.raises(ValueError, match=r"but sampling.environment \(None\) does not have"):
         check_environment(run)
     check_environment(RunConfig(rewards={"format": 1.0}, sampling=SamplingOptions()))
