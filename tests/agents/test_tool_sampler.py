@@ -306,7 +306,7 @@ def test_what_an_environment_cannot_have(monkeypatch):
     with pytest.raises(ValueError, match="gather_weights is false"):
         ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
     resets = {
-        "reset returned 'see'; put it": lambda self, **columns: "see",
+        "reset returned 'see', but it must": lambda self, **columns: "see",
         r"reset raised KeyError: 'x' in .*test_tool_sampler.py:": lambda self, **columns: columns["x"],
         r"reset raised SystemExit:  in": lambda self, **columns: sys.exit(),
         r"reset raised TypeError: .*multiple values for argument 'problem'": lambda problem, **columns: 0,
