@@ -14,45 +14,42 @@ SIZE = """new_height = round(height / factor) * factor
 new_width = round(width / factor) * factor"""
 
 WRONG = {
-    "the area has no bounds: compare it with max_pixels and min_pixels": (
+    "your area has no bounds; compare it with max_pixels and min_pixels": (
         "if new_height * new_width > max_pixels:",
         "min_pixels = 0\nmax_pixels = math.inf\nif new_height * new_width > max_pixels:",
     ),
-    "you scale the rounded size; scale that of the file": (
+    "you scale the rounded size; scale the size of the file instead": (
         "if new_height * new_width > max_pixels:",
         "if not min_pixels <= new_height * new_width <= max_pixels:\n    height, width = new_height, new_width\n"
         "if new_height * new_width > max_pixels:",
     ),
-    "a half goes to the even multiple, as Python's round has it; yours goes up": (
-        SIZE,
-        SIZE.replace("round(", "math.floor(0.5 + "),
-    ),
-    "a half goes to the even multiple, as Python's round has it; yours goes down": (
+    "you round a half up; Python's round takes the even multiple": (SIZE, SIZE.replace("round(", "math.floor(0.5 + ")),
+    "you round a half down; Python's round takes the even multiple": (
         SIZE,
         SIZE.replace("round(", "math.ceil(-0.5 + "),
     ),
-    "you round up; the nearest multiple is asked for, as long as the area fits": (
+    "you round up; choose the nearest multiple if its area fits the bounds": (
         SIZE,
         SIZE.replace("round(", "math.ceil("),
     ),
-    "you cut off to the multiple below; the nearest one is asked for": (SIZE, SIZE.replace("round(", "math.floor(")),
-    "you scale sides by the ratio of areas: the square root is missing": (
+    "you round down; choose the nearest multiple": (SIZE, SIZE.replace("round(", "math.floor(")),
+    "you scale the sides by the ratio of areas; the square root is missing": (
         "math.sqrt(height * width / max_pixels)",
         "(height * width / max_pixels)",
     ),
-    "you compare the area of the file with max_pixels; what counts is the area after rounding": (
+    "you compare the area of the file with max_pixels; compare the area after rounding": (
         "if new_height * new_width > max_pixels",
         "if height * width > max_pixels",
     ),
-    "you round down when growing: the area stays under min_pixels": (
+    "you round down when you enlarge the image, so its area stays below min_pixels": (
         "math.ceil(height * grow / factor) * factor\n    new_width = math.ceil(",
         "math.floor(height * grow / factor) * factor\n    new_width = math.floor(",
     ),
-    "you round to the nearest when shrinking: the area can be over max_pixels again": (
+    "you round to the nearest multiple when you shrink the image, so its area can exceed max_pixels again": (
         "math.floor(height / shrink / factor) * factor)\n    new_width = max(factor, math.floor(",
         "round(height / shrink / factor) * factor)\n    new_width = max(factor, round(",
     ),
-    "a very thin image gets a side of 0: at least one factor must be left": (
+    "a very thin image gets a side of 0; each side must be at least `factor`": (
         "max(factor, math.floor(width / shrink / factor) * factor)",
         "math.floor(width / shrink / factor) * factor",
     ),

@@ -10,23 +10,23 @@ inject a turn. START, END, IMAGE and VIDEO are such objects; <|vision_start|> yo
 """
 
 WRONG = {
-    "the line feed after <|im_end|> is missing: the template has one after every turn": (', END, "\\n"]', ", END]"),
+    "the line feed after <|im_end|> is missing; the template writes one after every turn": (', END, "\\n"]', ", END]"),
     "the line feed after the role is missing": ("f\"{message['role']}\\n\"", 'message["role"]'),
-    "a picture needs <|vision_start|> before it and <|vision_end|> after it": (
+    "an image needs <|vision_start|> before it and <|vision_end|> after it": (
         '[Control("<|vision_start|>"), placeholder, Control("<|vision_end|>")]',
         "[placeholder]",
     ),
-    "your <|vision_start|> is text: it would be cut into letters; make it a Control": (
+    "your <|vision_start|> is text, so it would be split into several tokens; make it a Control": (
         '[Control("<|vision_start|>"), placeholder, Control("<|vision_end|>")]',
         '["<|vision_start|>", placeholder, "<|vision_end|>"]',
     ),
-    "your <|im_end|> is text: START and END are Controls": (", END,", ', "<|im_end|>",'),
-    "a video has a placeholder of its own: VIDEO": ('IMAGE if kind == "image" else VIDEO', "IMAGE"),
-    "both line feeds are missing: after the role and after <|im_end|>": (
+    "your <|im_end|> is text; use END, which is a Control, as START is": (", END,", ', "<|im_end|>",'),
+    "a video has its own placeholder, VIDEO": ('IMAGE if kind == "image" else VIDEO', "IMAGE"),
+    "both line feeds are missing, after the role and after <|im_end|>": (
         'return [START, f"{message[\'role\']}\\n", *pieces, END, "\\n"]',
         'return [START, message["role"], *pieces, END]',
     ),
-    "you put text last: the parts keep their order": (
+    "you put the text last; the parts must keep their order": (
         "return [START,",
         "pieces.sort(key=lambda piece: not isinstance(piece, Control))\nreturn [START,",
     ),

@@ -12,37 +12,37 @@ the text before it ended.
 """
 
 WRONG = {
-    "you count the image's tokens one by one, as text: that is not M-RoPE": (
+    "you count the tokens of an image one by one, like text; that is not M-RoPE": (
         "grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)",
         "grid = torch.arange(length).expand(3, -1)",
     ),
-    "text resumes after as many positions as the image has tokens; it is one past the largest position": (
+    "your text resumes after as many positions as the image has tokens; it must resume one past the largest position": (
         "position += int(grid.max()) + 1",
         "position += length",
     ),
-    "text resumes at the image's largest position: it is one past it": (
+    "your text resumes at the largest position of the image; it must resume one past it": (
         "position += int(grid.max()) + 1",
         "position += int(grid.max())",
     ),
-    "you gave a position to each patch: merge x merge patches are one token": (
+    "you gave a position to each patch; merge x merge patches form one token": (
         "h // merge, w // merge, seconds",
         "h, w, seconds",
     ),
-    "rows and columns are swapped: the height comes first": ("h // merge, w // merge,", "w // merge, h // merge,"),
-    "an image begins where the text before it ended, not at 0": (
+    "rows and columns are swapped; the height comes first": ("h // merge, w // merge,", "w // merge, h // merge,"),
+    "your image begins at position 0; it must begin where the text before it ended": (
         "pieces.append(grid + position)",
         "pieces.append(grid)",
     ),
-    "the text before an image takes positions too": ("position += begin - done", "position += 0"),
-    "the time of a video counts seconds times tokens_per_second; you counted its frames": (
+    "your positions leave out the text before an image, which needs positions, too": (
+        "position += begin - done",
+        "position += 0",
+    ),
+    "the time positions of a video are seconds times tokens_per_second; you counted its frames": (
         "pieces.append(grid + position)",
         "grid[0] = torch.arange(t).repeat_interleave(length // t)\npieces.append(grid + position)",
     ),
-    "each image or video has seconds of its own: take those of its index": (
-        "second_per_grid_ts[index]",
-        "second_per_grid_ts[0]",
-    ),
-    "the time steps of a video are as far apart as its seconds say": (
+    "each image or video has its own seconds; use its index": ("second_per_grid_ts[index]", "second_per_grid_ts[0]"),
+    "the distance between the time positions of a video must depend on its seconds": (
         "1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()",
         "1.0",
     ),

@@ -12,32 +12,35 @@ merge x merge of them for each token. Every frame of a video has windows of its 
 """
 
 WRONG = {
-    "the last, narrower window of a row is missing: round cols / side up": ("math.ceil(cols / side)", "cols // side"),
-    "lengths are in patches: merge x merge for each token": ("bincount() * merge**2)", "bincount())"),
-    "windows go along rows first, as text does": (
+    "the last, narrower window of a row is missing; round cols / side up": ("math.ceil(cols / side)", "cols // side"),
+    "your lengths count tokens; each token has merge x merge patches": ("bincount() * merge**2)", "bincount())"),
+    "the windows are in the wrong order; go along the rows first, as in text": (
         "window_row * windows_a_row + window_col",
         "window_row + window_col * math.ceil(rows / side)",
     ),
-    "you left the tokens in raster order": ("window.flatten().argsort(stable=True)", "torch.arange(rows * cols)"),
-    "you say where each token goes; asked is which token comes": (
+    "your tokens are still in raster order; sort them by window": (
+        "window.flatten().argsort(stable=True)",
+        "torch.arange(rows * cols)",
+    ),
+    "you return the place of each token; return the token for each place": (
         "argsort(stable=True)",
         "argsort(stable=True).argsort(stable=True)",
     ),
-    "tokens of the second image count on from the first: offset is missing": (
+    "offset is missing; the tokens of the second image must continue after those of the first": (
         "rows * cols + offset",
         "rows * cols + 0",
     ),
-    "you took every window as full; those at the edges are smaller": (
+    "you count every window as full; windows at the edges are smaller": (
         "(window.flatten().bincount() * merge**2).tolist()",
         "[side**2 * merge**2] * int(window.max() + 1)",
     ),
-    "tokens of the second frame count on from the first": (
+    "the tokens of the second frame must continue after those of the first": (
         "torch.arange(t)[:, None] * rows * cols",
         "torch.zeros(t, 1, dtype=torch.long)",
     ),
-    "frame_lengths has a number for each frame": ("[h * w] * t", "[h * w]"),
-    "a frame's length is in patches, as a window's is": ("[h * w] * t", "[rows * cols] * t"),
-    "each frame of a video has windows of its own: their lengths repeat t times": (
+    "frame_lengths must have one number for each frame": ("[h * w] * t", "[h * w]"),
+    "your frame lengths count tokens; count patches, as for windows": ("[h * w] * t", "[rows * cols] * t"),
+    "each frame of a video has its own windows; repeat their lengths t times": (
         "merge**2).tolist() * t",
         "merge**2).tolist()",
     ),

@@ -10,23 +10,29 @@ Three conditions hold together: the same group; j is in the prompt or in the sam
 """
 
 WRONG = {
-    "completions see the completions before them: the mask is only causal and by group": (
+    "your completions attend to earlier completions of the group; compare the rows, too": (
         "(row == 0) | (row == row[:, None])",
         "torch.ones_like(index, dtype=torch.bool)[None]",
     ),
-    "the mask is only causal: groups and completions see all that comes before them": (
+    "your mask is only causal, so a token attends to all earlier groups and completions": (
         "(group == group[:, None]) & prompt_or_row & (index",
         "(index",
     ),
-    "a completion does not see its prompt": ("(row == 0) | (row == row[:, None])", "row == row[:, None]"),
-    "a token sees itself too: not later, instead of earlier": ("index <= index", "index < index"),
-    "it is turned around: tokens see what comes later": ("index <= index", "index >= index"),
-    "groups see one another: compare groups too": ("(group == group[:, None]) & prompt_or_row", "prompt_or_row"),
-    "a prompt is causal too: its tokens do not see later ones": (
+    "your completions do not attend to their prompt": ("(row == 0) | (row == row[:, None])", "row == row[:, None]"),
+    'a token must attend to itself, too; use "not later" instead of "earlier"': ("index <= index", "index < index"),
+    "your mask is transposed, so tokens attend to later tokens": ("index <= index", "index >= index"),
+    "tokens attend to other groups; compare the groups, too": (
+        "(group == group[:, None]) & prompt_or_row",
+        "prompt_or_row",
+    ),
+    "your prompt tokens attend to later prompt tokens; the prompt is causal, too": (
         "(index <= index[:, None])",
         "((index <= index[:, None]) | (row == 0) & (row[:, None] == 0))",
     ),
-    "a completion sees only the prompt, and not itself": ("(row == 0) | (row == row[:, None])", "row == 0"),
+    "your completions attend only to the prompt; they must also attend to their own tokens": (
+        "(row == 0) | (row == row[:, None])",
+        "row == 0",
+    ),
 }
 
 

@@ -21,32 +21,32 @@ COMPLETION = """
 WHOLE = COMPLETION.replace("[:-1]", "").replace(" - 1", "")
 
 WRONG = {
-    "the last token of a completion predicts nothing: it is not in the run": (COMPLETION, WHOLE),
-    "you left out the first token of each completion; it is the last one that goes": (
+    "you include the last token of a completion; it predicts nothing and is left out": (COMPLETION, WHOLE),
+    "you left out the first token of each completion; leave out the last one": (
         " ids=completion.ids[:-1]",
         " ids=completion.ids[1:]",
     ),
-    "positions are not token counts: an image takes fewer, so look for the largest position": (
+    "positions are not token counts, because an image takes fewer positions; use the largest position": (
         "int(position_ids.max()) + 1",
         "len(ids)",
     ),
-    "a completion begins one past its prompt's largest position": (
+    "a completion must begin one past the largest position of its prompt": (
         "int(position_ids.max()) + 1",
         "int(position_ids.max())",
     ),
-    "all completions of a prompt begin at the same position; yours follow one another": (
+    "all completions of a prompt begin at the same position; yours begin one after the other": (
         "spans.append(span)",
         "spans.append(span)\n    next_position += len(span.ids)",
     ),
-    "what the policy wrote is text, also where it is spelled like an image: image_ids have -1 there": (
+    "image_ids must be -1 for tokens that the policy wrote, because they are text even if they look like an image": (
         "completion.ids.masked_fill(completion.policy_mask, -1)[:-1]",
         "completion.ids[:-1]",
     ),
-    "images of a prompt are looked for in image_ids: there they are its ids as they are": [
+    "image_ids of a prompt must equal its ids, because images are searched there": [
         ("Span(ids, ids, position_ids", "Span(ids, torch.full_like(ids, -1), position_ids"),
         ("Span(ids, ids, position_ids", "Span(ids, ids[:0], position_ids"),
     ],
-    "image_ids are as long as the ids: a completion's last token is in neither": (
+    "image_ids must be as long as the ids; the last token of a completion is in neither": (
         "masked_fill(completion.policy_mask, -1)[:-1]",
         "masked_fill(completion.policy_mask, -1)",
     ),

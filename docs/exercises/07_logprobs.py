@@ -10,40 +10,43 @@ of p log p, and needs the same log-probabilities.
 """
 
 WRONG = {
-    "the temperature is missing: tokens were drawn from softmax(logits / temperature)": (" / temperature", ""),
+    "the temperature is missing; tokens were sampled from softmax(logits / temperature)": (" / temperature", ""),
     "you multiply by the temperature; it divides the logits": (" / temperature", " * temperature"),
-    "you divide log-probabilities by the temperature; divide logits, before the softmax": (
+    "you divide the log-probabilities by the temperature; divide the logits, before the softmax": (
         "/ temperature  # (M, vocab_size)\nlog_probs = logits.log_softmax(-1)",
         "\nlog_probs = logits.log_softmax(-1) / temperature",
     ),
-    "Hugging Face's shift is done already: each state is the one that predicts its token": [
+    "you shift the tokens, but each state already predicts its own token": [
         (", batch.completion_ids[:, None])", ", batch.completion_ids[1:, None])"),
         ("/ temperature", "/ temperature\nlogits, batch.completion_ids = logits[:-1], batch.completion_ids[1:]"),
     ],
-    "these are probabilities: their logarithm is missing": ("logits.log_softmax(-1)", "logits.softmax(-1)"),
-    "the softmax runs over the tokens of the batch; it runs over the vocabulary, the last axis": (
+    "your values are probabilities; the logarithm is missing": ("logits.log_softmax(-1)", "logits.softmax(-1)"),
+    "the softmax runs over the tokens of the batch; use the last axis, the vocabulary": (
         "log_softmax(-1)",
         "log_softmax(0)",
     ),
-    "the entropy is of the distribution that drew: divide its logits by the temperature too": (
+    "the entropy ignores the temperature; compute it from logits / temperature, too": (
         "-(log_probs.exp() * log_probs).sum(-1)",
         "-((logits * temperature).softmax(-1) * (logits * temperature).log_softmax(-1)).sum(-1)",
     ),
     "the entropy is a sum over the vocabulary, not a mean": ("* log_probs).sum(-1)", "* log_probs).mean(-1)"),
-    "the entropy has the wrong sign: p log p is never positive": (
+    "the entropy has the wrong sign; p log p is never positive": (
         "-(log_probs.exp() * log_probs).sum(-1)",
         "(log_probs.exp() * log_probs).sum(-1)",
     ),
-    "the entropy is in nats, of the natural logarithm; yours is in bits": (
+    "your entropy is in bits; use the natural logarithm, so that it is in nats": (
         "-(log_probs.exp() * log_probs).sum(-1)",
         "-(log_probs.exp() * log_probs).sum(-1) / torch.tensor(2.0).log()",
     ),
-    "the log-probability of a token is negative; yours is its cost": ("logps = log_probs", "logps = -log_probs"),
-    "that is the surprise of the drawn token, not the entropy of the distribution": (
+    "your log-probabilities have the wrong sign; a log-probability is never positive": (
+        "logps = log_probs",
+        "logps = -log_probs",
+    ),
+    "your entropy is minus the log-probability of the sampled token; the entropy is of the whole distribution": (
         "-(log_probs.exp() * log_probs).sum(-1)",
         "-logps",
     ),
-    "the entropy is a sum over all tokens that could be drawn; yours has the drawn one alone": (
+    "your entropy has only the term of the sampled token; sum over the whole vocabulary": (
         "-(log_probs.exp() * log_probs).sum(-1)",
         "-(logps.exp() * logps)",
     ),

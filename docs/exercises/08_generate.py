@@ -11,24 +11,27 @@ filter, leaves a little less than 1.
 """
 
 WRONG = {
-    "you take the likeliest token: that is greedy, not a draw": (
+    "you take the most likely token, which is greedy decoding and not sampling": (
         "units = running_sum((probs * UNITS).long())",
         "return probs.argmax(-1)\nunits = None",
     ),
-    "a token of probability 0 can be drawn: exceed the number, do not just reach it": ("right=True", "right=False"),
-    "the row's total is a little less than 1: take the number as a share of it": ("units[:, -1]", "UNITS"),
-    "uniform is float64: as float32 the target misses what lies between two tokens": (
+    "a token of probability 0 can be sampled; the cumulative sum must exceed the number, not just reach it": (
+        "right=True",
+        "right=False",
+    ),
+    "the total of a row is a little less than 1; multiply the number by this total": ("units[:, -1]", "UNITS"),
+    "you convert uniform to float32, so the target is rounded to the wrong token; keep float64": (
         "(uniform * units[:, -1]).long()",
         "(uniform.float() * units[:, -1]).long().clamp(max=units[0, -1] - 1)",
     ),
-    "where nothing exceeds the number, argmax says 0: the row's total is less than 1, take a share of it": (
+    "if no sum exceeds the number, argmax returns 0; multiply the number by the total of the row": (
         "units = running_sum((probs * UNITS).long())",
         "return (probs.double().cumsum(-1) > uniform[:, None]).int().argmax(-1)\nunits = None",
     ),
-    "you draw from the other end: the first token begins at 0": ("uniform *", "(1 - uniform) *"),
-    "that is the token after": ("chosen.clamp(", "chosen.add(1).clamp("),
-    "each row has a number of its own": ("uniform * units", "uniform[:1] * units"),
-    "sums in float32 lose what is rarer than 1e-7: count in int64": (
+    "you sample from the other end; the first token begins at 0": ("uniform *", "(1 - uniform) *"),
+    "your token is one too far": ("chosen.clamp(", "chosen.add(1).clamp("),
+    "each row has its own number": ("uniform * units", "uniform[:1] * units"),
+    "float32 sums lose probabilities below 1e-7; count in int64": (
         "running_sum((probs * UNITS).long())",
         "probs.cumsum(-1).double().mul_(UNITS).long()",
     ),

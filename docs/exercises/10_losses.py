@@ -14,34 +14,34 @@ per-token losses that are 0 outside the mask, the mask, and the normalizer (the 
 """
 
 WRONG = {
-    "without detach the ratio is 1 with no gradient: nothing is learned": (
+    "without detach, the ratio is 1 and has no gradient, so nothing is learned": (
         "= per_token_logps.detach()",
         "= per_token_logps",
     ),
-    "old is given: you take the present one always, so the ratio is 1": ("if old_per_token_logps is None:", "if True:"),
-    'importance_sampling_level is ignored: with "sequence" a row has one ratio': (
+    "you ignore old_per_token_logps, so the ratio is always 1": ("if old_per_token_logps is None:", "if True:"),
+    'importance_sampling_level is ignored; with "sequence", a row has one ratio': (
         "options.importance_sampling_level",
         '"token"',
     ),
-    "GSPO's ratio is the mean of a row's log ratios, exponentiated; yours is their sum": (
+    "you exponentiate the sum of the log-ratios of a row; GSPO uses their mean": (
         "options.importance_sampling_level)",
         'options.importance_sampling_level)\nif options.importance_sampling_level == "sequence":\n'
         "    ratio = (log_ratio * mask).sum(-1, keepdim=True).exp()",
     ),
-    "the ratio is turned around: present over old": (
+    "the ratio is inverted; divide the current probability by the old one": (
         "per_token_logps - old_per_token_logps",
         "old_per_token_logps - per_token_logps",
     ),
-    "tokens that do not count are in the sum: multiply by the mask": ("(per_token_loss * mask,", "(per_token_loss,"),
-    "you divide by all columns, padding too: average over the tokens of the mask with `normalizer`": (
+    "the sum includes masked tokens; multiply by the mask": ("(per_token_loss * mask,", "(per_token_loss,"),
+    "you divide by the number of columns, including padding; average over the tokens of the mask with `normalizer`": (
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
         "(per_token_loss * mask).mean()",
     ),
-    "the KL's arguments are exchanged: the policy comes first, then the reference": (
+    "the KL's arguments are exchanged; the policy comes first, then the reference": (
         "kl_term(per_token_logps, ref_per_token_logps,",
         "kl_term(ref_per_token_logps, per_token_logps,",
     ),
-    "the KL has no gradient: it is detached, so it holds nothing back": [
+    "the KL is detached, so it has no gradient and no effect": [
         ("options.beta * kl\n", "options.beta * kl.detach()\n"),
         ("kl_term(per_token_logps, ref", "kl_term(per_token_logps.detach(), ref"),
     ],
@@ -53,9 +53,9 @@ WRONG = {
         )
         for detached in (".detach()", "")
     ],
-    "the KL has the wrong sign: it is a cost": ("+ options.beta * kl", "- options.beta * kl"),
-    "beta is missing: the KL weighs 1": ("options.beta * kl\n", "kl\n"),
-    "the KL is to pi_old; it is to the reference": (
+    "the KL has the wrong sign; it is a cost": ("+ options.beta * kl", "- options.beta * kl"),
+    "beta is missing, so the KL has the weight 1": ("options.beta * kl\n", "kl\n"),
+    "you compute the KL to the old policy; compute it to the reference": (
         "kl_term(per_token_logps, ref_per_token_logps,",
         "kl_term(per_token_logps, old_per_token_logps,",
     ),
@@ -63,11 +63,11 @@ WRONG = {
         "correct_kl(kl, ratio, options)",
         "kl",
     ),
-    "you divide by the tokens of the step for every loss_type: that is dapo's average": (
+    "you divide by the tokens of the step for every loss_type; only dapo averages in this way": (
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
         "(per_token_loss * mask).sum() / normalizer.tokens",
     ),
-    "you divide by the totals of this batch, but a step may have several: use `normalizer`": (
+    "you divide by the totals of this batch, but a step may have several batches; use `normalizer`": (
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, LossNormalizer(len(mask), mask.sum(), 8))",
     ),
@@ -75,25 +75,25 @@ WRONG = {
         "per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)",
         "per_token_loss, metrics = -ratio * advantages, TERMS[options.loss_type](inputs, options)[1]",
     ),
-    "you take the larger of the two terms; the smaller one is the cautious one": (
+    "you take the larger of the two terms; take the smaller one, which limits the update": (
         "per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
         "per_token_loss, metrics = -torch.max(ratio * advantages, clip * advantages), "
         "TERMS[options.loss_type](inputs, options)[1]",
     ),
-    "clipped without the min: a token that moved the wrong way can no longer come back": (
+    "you clip without the minimum, so a token that moved in the wrong direction has no gradient to come back": (
         "per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)",
         "clip = ratio.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)\n"
         "per_token_loss, metrics = -clip * advantages, TERMS[options.loss_type](inputs, options)[1]",
     ),
-    "you divide by the batch's longest completion: dr_grpo's constant, max_completion_length, is missing": (
+    "you divide by the longest completion of the batch; dr_grpo divides by the constant max_completion_length": (
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)",
         "AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer) * (\n"
         '    normalizer.max_completion_length / mask.shape[1] if options.loss_type == "dr_grpo" else 1\n)',
     ),
-    "the metrics are missing: those of the term, and kl": ("loss = AVERAGES", "metrics = {}\nloss = AVERAGES"),
+    'the metrics are missing; add those of the term, and "kl"': ("loss = AVERAGES", "metrics = {}\nloss = AVERAGES"),
     'metrics has no "kl"': ('    metrics["kl"] = kl\n', ""),
-    "this is the reward's direction: the loss is its negative": (
+    "your loss has the wrong sign; it must be the negative of the objective": (
         "loss = AVERAGES[options.loss_type](per_token_loss",
         "loss = AVERAGES[options.loss_type](-per_token_loss",
     ),
