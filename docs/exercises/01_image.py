@@ -1,13 +1,14 @@
 TASK = """
-An image is shown to the tower at a size whose sides are multiples of `factor`. Choose new_height and new_width: the
-nearest multiples by Python's `round`, but if their area is over max_pixels or under min_pixels, scale both sides by one
-number so that it fits, and stay on the safe side of the bound.
+The vision tower needs images whose sides are multiples of `factor`. Choose new_height and new_width: take the nearest
+multiples by Python's `round`. If their area is above max_pixels or below min_pixels, scale both sides by the same
+number so that the area fits, and round so that it cannot cross the bound again.
 """
 
 HINT = """
-Both sides scale by the square root of an area ratio, and that ratio is taken from the size of the file, not from the
-rounded one. Rounding to the nearest could cross the bound again: which way must you round when shrinking, which when
-growing? And what if a very thin image shrinks to less than one factor?
+Scale both sides by the square root of an area ratio. Compute this ratio from the size of the file, not from the
+rounded size. Rounding to the nearest multiple could cross the bound again, so which way must you round when you
+shrink the image, and which way when you enlarge it? And what if a side of a very thin image shrinks to less than one
+factor?
 """
 
 SIZE = """new_height = round(height / factor) * factor

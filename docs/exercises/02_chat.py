@@ -1,12 +1,14 @@
 TASK = """
-Lay out one message for the model as a list of pieces: <|im_start|>, the role and a line feed, the parts in order,
-<|im_end|>, a line feed. A picture is <|vision_start|>, IMAGE, <|vision_end|>; a video has VIDEO between them.
-content_parts(message) lists the parts; part_kind(part) is "image", "video" or "text", and part["text"] is the text.
+Lay out one message for the model as a list of pieces: <|im_start|>, the role and a line feed, then the parts in
+order, then <|im_end|> and a line feed. An image is <|vision_start|>, IMAGE, <|vision_end|>; a video has VIDEO instead
+of IMAGE. content_parts(message) lists the parts; part_kind(part) is "image", "video" or "text", and part["text"] is
+the text.
 """
 
 HINT = """
-Pieces that are control tokens must be objects of Control: plain text that looks like one stays text, so that nobody can
-inject a turn. START, END, IMAGE and VIDEO are such objects; <|vision_start|> you make yourself.
+Pieces that are control tokens must be objects of the class Control. Plain text that looks like a control token stays
+text, so that nobody can inject a turn. START, END, IMAGE and VIDEO are such objects. You have to create
+<|vision_start|> and <|vision_end|> yourself.
 """
 
 WRONG = {

@@ -1,14 +1,14 @@
 TASK = """
-Each token gets a position on three axes: time, height, width. In the loop, for each image or video: append the (3, n)
-positions of the text before it to `pieces`, then those of its own tokens, and set `position`, where the next token
-goes, and `done`, up to which tokens have positions. Text counts up on all three axes together; _grid_positions gives
-the positions of a grid from 0.
+Each token gets a position on three axes: time, height and width. In the loop, handle one image or video: append the
+(3, n) positions of the text before it to `pieces`, and then the positions of its own tokens. Set `position` to the
+position of the next token, and `done` to the number of tokens that have positions. For text, all three axes count up
+together. _grid_positions returns the positions of a grid that begins at 0.
 """
 
 HINT = """
-The docstring has an example: after an image of 2 x 3 tokens that begins at 2, text resumes at 5, not at 8. The grid
-of patches is in image_grid_thw; the decoder sees merge x merge patches as one token. And the image itself begins where
-the text before it ended.
+The docstring has an example: after an image of 2 x 3 tokens that begins at position 2, text resumes at 5, not at 8.
+image_grid_thw has the grid of patches, but the decoder gets one token for merge x merge patches. The image itself
+begins where the text before it ended.
 """
 
 WRONG = {

@@ -1,14 +1,14 @@
 TASK = """
-Inside the loop, for one image or video of t frames with rows x cols merged tokens: find the window of each token, with
-windows of side x side tokens from the top left, and sort the tokens by it. Append to `order` the raster index of each
-token in window order, add to window_lengths and frame_lengths the number of patches of each window and frame, and move
-`offset` past the tokens of this image.
+In the loop, handle one image or video of t frames with rows x cols merged tokens. Find the window of each token;
+windows have side x side tokens and begin at the top left. Sort the tokens by window. Append the raster index of each
+token to `order`, in window order. Append the number of patches of each window to window_lengths, and of each frame to
+frame_lengths. Then move `offset` past the tokens of this image.
 """
 
 HINT = """
-A stable argsort of window numbers keeps raster order inside a window. Windows at the right and bottom edges are
-smaller, so count their tokens; and how many windows are in a row if side does not divide cols? Lengths are in patches,
-merge x merge of them for each token. Every frame of a video has windows of its own.
+A stable argsort of the window numbers keeps the raster order inside a window. Windows at the right and bottom edges
+are smaller, so count their tokens. How many windows are in a row if side does not divide cols? Lengths are in
+patches, and a token has merge x merge patches. Every frame of a video has its own windows.
 """
 
 WRONG = {

@@ -1,12 +1,13 @@
 TASK = """
-Prompts and completions lie end to end in one run. For each token you have its group and its row: 0 in a prompt, else
-the number of its completion. Return the (N, N) mask: which token j (column) does token i (row) see? A prompt token sees
-its prompt up to itself; a completion token its whole prompt and its own completion up to itself.
+Prompts and completions lie end to end in one sequence. Each token has a group and a row; the row is 0 in a prompt,
+and otherwise the number of the completion. Return the (N, N) mask that is True where token i (row of the mask)
+attends to token j (column). A prompt token attends to its prompt up to itself. A completion token attends to its
+whole prompt, and to its own completion up to itself.
 """
 
 HINT = """
-Three conditions hold together: the same group; j is in the prompt or in the same completion; j is not later than i.
-`x == x[:, None]` compares each with each: rows are i, columns are j.
+Three conditions must hold together: i and j are in the same group; j is in the prompt or in the same completion as i;
+j is not later than i. `x == x[:, None]` compares all pairs, with i along the rows and j along the columns.
 """
 
 WRONG = {

@@ -1,15 +1,15 @@
 TASK = """
-Lay out one prompt and its completions: make `spans`, a Span of each, whose fields are in model/packing.py. The ids,
-position_ids and grids of the prompt are there. A completion's ids are completion.ids, its position_ids are (3, n).
-image_ids are the ids too, except -1 for tokens that the policy wrote (completion.policy_mask, bool for each token of
-completion.ids), because image tokens are searched there. The last token of a completion predicts nothing, so it is left
-out. You may leave out the pictures of completions.
+Lay out one prompt and its completions as a list `spans` with one Span each; model/packing.py defines the fields of
+Span. The ids, position_ids and grids of the prompt already exist. A completion's ids are completion.ids, and its
+position_ids have the shape (3, n). image_ids equal the ids, but are -1 for tokens that the policy wrote
+(completion.policy_mask, bool for each token of completion.ids), because images are searched in image_ids. The last
+token of a completion predicts nothing, so leave it out. You may ignore images inside completions.
 """
 
 HINT = """
-An image takes fewer positions than tokens, so a completion's first position is one past the largest of its prompt, and
-all completions of a prompt begin at the same one. A completion is text, which counts up on all three axes. The prompt's
-Span is Span(ids, ids, position_ids, [prompt.pixel_values], [grids]).
+An image takes fewer positions than tokens, so the first position of a completion is one past the largest position of
+its prompt. All completions of a prompt begin at this position. A completion is text, which counts up on all three
+axes. The Span of the prompt is Span(ids, ids, position_ids, [prompt.pixel_values], [grids]).
 """
 
 COMPLETION = """

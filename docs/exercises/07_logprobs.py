@@ -1,12 +1,13 @@
 TASK = """
-Score completions: return `logps` (M,), the log-probability in nats of each token of batch.completion_ids, and their
-`entropies` (M,), of the distributions that predicted them. completion_states gives the state that predicted each,
-model.lm_head makes logits (M, vocab_size) of it, and the policy is softmax(logits / temperature).
+Score completions: return `logps` (M,), the log-probability in nats of each token of batch.completion_ids, and
+`entropies` (M,), the entropies of the distributions that predicted these tokens. completion_states returns the hidden
+state that predicted each token, and model.lm_head turns the states into logits (M, vocab_size). The policy is
+softmax(logits / temperature).
 """
 
 HINT = """
-log_softmax over the vocabulary, then gather takes one column of each row. The entropy is minus the sum over all tokens
-of p log p, and needs the same log-probabilities.
+Apply log_softmax over the vocabulary; gather then takes one column of each row. The entropy is minus the sum of p log
+p over all tokens of the vocabulary, and it needs the same log-probabilities.
 """
 
 WRONG = {

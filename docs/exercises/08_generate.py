@@ -1,13 +1,13 @@
 TASK = """
-Draw a token of each row by a number in [0, 1): the first token at which the cumulative probability exceeds the row's
-number. Return ids (r,). Count probabilities in whole UNITS, int64, so that sums are exact; a row's number is a share of
-the row's own total. A token of probability 0 is never drawn.
+Sample one token for each row with a number in [0, 1): take the first token at which the cumulative probability
+exceeds the row's number. Return ids (r,). Count probabilities in whole UNITS as int64, so that sums are exact. The
+number is a share of the row's own total. A token with probability 0 must never be sampled.
 """
 
 HINT = """
-probs * UNITS, as int64, has exact cumulative sums. torch.searchsorted with right=True finds the first entry
-that is greater than the target. Why is the target's total the last cumulative sum and not UNITS? Because rounding, or a
-filter, leaves a little less than 1.
+The cumulative sums of probs * UNITS as int64 are exact. torch.searchsorted with right=True finds the first entry that
+is greater than the target. Why must you multiply the number by the last cumulative sum, and not by UNITS? Because
+rounding or a filter can make the total a little smaller than 1.
 """
 
 WRONG = {

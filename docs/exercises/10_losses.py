@@ -1,16 +1,16 @@
 TASK = """
-Make the loss of per-token log-probabilities: the ratio to the policy that sampled (None: the present one), the term of
-`options.loss_type` for each token, with `beta` the KL to the reference (kl_term, corrected by correct_kl) times beta,
-times token_weights, and the average over what the mask leaves. TERMS has the term of each loss_type (its keywords are
-`term_options`), AVERAGES the average.
-Set `metrics`, the term's and "kl", and `loss`.
+Compute the loss from per-token log-probabilities. First compute the ratio to the policy that sampled; None means that
+the current policy sampled. Then compute the term of `options.loss_type` for each token, multiply it by token_weights,
+and add beta times the KL to the reference if `beta` is not 0 (kl_term, corrected by correct_kl). Finally average over
+the tokens of the mask. TERMS has the term of each loss_type, with `term_options` as its keywords, and AVERAGES has
+the average. Set `metrics`, the metrics of the term and "kl", and `loss`.
 """
 
 HINT = """
-Present and old log-probabilities are equal at first, but only the present ones have a gradient: that is what detach is
-for. A term takes TermInputs and returns losses of tokens, and metrics; the loss is a number to minimise, and the KL is
-a cost too. The averages take
-per-token losses that are 0 outside the mask, the mask, and the normalizer (the totals of the whole step).
+Current and old log-probabilities are equal at first, but only the current ones may have a gradient; that is why you
+need detach. A term takes TermInputs and returns per-token losses and metrics. The loss is minimised, and the KL is a
+cost, too. The averages take per-token losses that are 0 outside the mask, the mask, and the normalizer with the
+totals of the whole step.
 """
 
 WRONG = {
