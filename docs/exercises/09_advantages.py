@@ -1,7 +1,8 @@
 TASK = """
-Turn rewards (n,) into advantages (n,), groups of num_generations in order: subtract the mean of the group, then divide
-by a standard deviation plus EPSILON, that of the "group" or of the whole "batch", or by nothing ("none"). A reward of
-NaN could not be judged: it counts in no mean and no standard deviation, and its advantage is 0.
+Turn rewards (n,) into advantages (n,). The completions of a group are neighbours, num_generations of them. Subtract
+the mean of the group, then divide by a standard deviation plus EPSILON: with "group" the standard deviation of the
+group, with "batch" that of all rewards; with "none", do not divide. NaN is the reward of a completion that could not
+be judged: leave it out of all means and standard deviations, and set its advantage to 0.
 """
 
 HINT = """
@@ -26,58 +27,64 @@ WRONG = {
         'n = num_generations if scale_rewards == "group" else len(rewards)\n'
         "std = std * ((n - 1) / n) ** 0.5\nreturn (centred",
     ),
-    "EPSILON is missing: groups that differ by a hair get advantages as large as any": ("(std + EPSILON)", "std"),
-    "you take the larger of the deviation and EPSILON; it is added": ("(std + EPSILON)", "std.clamp(min=EPSILON)"),
-    "EPSILON is added to the standard deviation; yours is added to the variance": (
+    "EPSILON is missing, so groups with tiny differences get advantages as large as other groups": (
+        "(std + EPSILON)",
+        "std",
+    ),
+    "you take the maximum of the standard deviation and EPSILON; add EPSILON instead": (
+        "(std + EPSILON)",
+        "std.clamp(min=EPSILON)",
+    ),
+    "you add EPSILON to the variance; add it to the standard deviation": (
         "(std + EPSILON)",
         "(std.square() + EPSILON).sqrt()",
     ),
-    "an advantage is the reward less the mean; yours is the mean less the reward": (
+    "your advantages have the wrong sign; subtract the mean from the reward": (
         "centred = rewards - group_mean.repeat_interleave(num_generations)",
         "centred = group_mean.repeat_interleave(num_generations) - rewards",
     ),
-    "the baseline is the mean of the group; yours is its median": (").nanmean(1)", ").nanmedian(1).values"),
-    "you divide by the variance: the square root is missing": ("(std + EPSILON)", "(std.square() + EPSILON)"),
-    "`repeat` tiles the groups' numbers one after the other; each belongs to neighbours: repeat_interleave": [
+    "you subtract the median of the group; subtract its mean": (").nanmean(1)", ").nanmedian(1).values"),
+    "you divide by the variance; the square root is missing": ("(std + EPSILON)", "(std.square() + EPSILON)"),
+    "`repeat` repeats the whole list of groups; use repeat_interleave, because a group's completions are neighbours": [
         ("group_mean.repeat_interleave(", "group_mean.repeat("),
         ("num_generations).repeat_interleave(num_generations)", "num_generations).repeat(num_generations)"),
         (MEAN_AND_STD, TILED),
     ],
-    "the completions of a group are neighbours: view(-1, num_generations), not view(num_generations, -1)": [
+    "the completions of a group are neighbours; use view(-1, num_generations), not view(num_generations, -1)": [
         ("group_mean = to", "num_generations = max(1, len(rewards) // num_generations)\ngroup_mean = to"),
         (MEAN_AND_STD, "columns = rewards.view(num_generations, -1).T\n" + COLUMNS),
     ],
-    "the mean is the batch's; completions are compared with their group": (
+    "you subtract the mean of the batch; subtract the mean of each group": (
         "group_mean.repeat_interleave(num_generations)",
         "rewards.nanmean()",
     ),
-    "also with \"batch\" the mean is the group's; only the deviation is the batch's": (
+    'with "batch", you subtract the mean of the batch; only the standard deviation is of the batch': (
         'if scale_rewards == "group":',
         'if scale_rewards == "batch":\n    centred = rewards - rewards.nanmean()\nif scale_rewards == "group":',
     ),
-    'with "batch" the deviation is of the rewards; yours is of the centred ones': (
+    'with "batch", you use the standard deviation of the centred rewards; use that of the rewards': (
         "nanstd(rewards)",
         "nanstd(centred)",
     ),
-    '"none" divides by nothing; you divide always': (
+    'with "none", you divide by a standard deviation; do not divide': (
         'if scale_rewards == "none":\n    return centred.nan_to_num(0.0)',
         'scale_rewards = scale_rewards.replace("none", "group")',
     ),
-    "a reward of NaN counts as 0 in your means; it counts in none": (
+    "you count a reward of NaN as 0 in the means; leave it out": (
         "group_mean = to",
         "rewards = rewards.nan_to_num(0.0)\ngroup_mean = to",
     ),
-    "one NaN makes its whole group NaN: leave it out of the mean": (").nanmean(1)", ").mean(1)"),
-    "torch's std makes a group with one NaN NaN: leave it out, as group_std and nanstd do": (
+    "one NaN makes its whole group NaN; leave NaN out of the mean": (").nanmean(1)", ").mean(1)"),
+    "torch's std returns NaN for a group with one NaN; leave NaN out, as group_std and nanstd do": (
         "return (centred",
         'std = rewards.std()\nif scale_rewards == "group":\n'
         "    std = to_groups(rewards, num_generations).std(1).repeat_interleave(num_generations)\nreturn (centred",
     ),
-    "the advantage of a reward of NaN is 0; yours is NaN": (
+    "your advantage for a reward of NaN is NaN; it must be 0": (
         "(centred / (std + EPSILON)).nan_to_num(0.0)",
         "centred / (std + EPSILON)",
     ),
-    "that is leave one out, RLOO's baseline: GRPO's mean has the completion itself in it": (
+    "you subtract the mean of the other completions, which is RLOO; the mean of GRPO includes the completion itself": (
         'if scale_rewards == "none":',
         'centred = centred * (num_generations / (num_generations - 1))\nif scale_rewards == "none":',
     ),

@@ -59,12 +59,12 @@ def test_a_lost_function_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("filled, says", [
-    ("return math.sqrt(2)", "mine.py, line 36: NameError: name 'math' is not defined"),
-    ("return (", "mine.py, line 36: SyntaxError: '(' was never closed"),
+    ("return math.sqrt(2)", "mine.py, line 37: NameError: name 'math' is not defined"),
+    ("return (", "mine.py, line 37: SyntaxError: '(' was never closed"),
     ("return rewards", "input: 1, 1, 0, 0; scale_rewards group\nexpected: tensor([ 0.8659,  0.8659,"),
     # three mistakes at once
     ("return (rewards - rewards.mean()) / (rewards.std() + EPSILON)",
-     'perhaps: "none" divides by nothing; you divide always'),
+     'perhaps: with "none", you divide by a standard deviation; do not divide'),
 ])  # fmt: skip
 def test_unknown_mistakes_are_shown(filled, says):
     passed, said = check(EXERCISES[9], EXERCISES[9].text(filled), "mine.py")
