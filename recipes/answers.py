@@ -2,9 +2,9 @@
 
 Use one in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
-The answer is the part of a completion that data.answer_format selects. The whole answer must be the solution: two
-answers, a denial of the correct answer or a list of all choices have the reward 0. Rows without a solution (None or "")
-are not judged.
+The answer is the part of a completion that data.answer_format selects. The whole answer must be the solution: if it
+contains two answers, denies the correct answer or lists all choices, the reward is 0. Rows without a solution (None or
+"") are not judged.
 """
 
 import functools
@@ -18,23 +18,25 @@ from pathlib import Path
 from minivlmrl.config.parsing import optional_dependency
 from minivlmrl.rewards.text import find_answer, normalize
 
-LONGEST = 2000  # largest number of characters in an answer; longer answers have the reward 0
+LONGEST = 2000  # maximum number of characters in an answer; the reward of a longer answer is 0
 WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
 
 def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq) -> list:
-    """Compare n answers with their solutions, after parsing both.
+    """Parse n answers and their solutions, and compare them.
 
     Args:
-        name: name of the reward, for messages.
-        kind: description of a valid solution, for messages.
-        read: parses a text; returns None if the text is not valid.
-        same: compares the parsed solution with the parsed answer.
+        name: name of the reward, for error messages.
+        kind: description of a valid solution, for error messages, for example "a number".
+        read: function that parses a text, and returns None if the text is not valid.
+        answer_texts: the n answers.
+        solution: the n solutions.
+        same: function that compares the parsed solution with the parsed answer.
     Returns:
-        For each row 1.0 if `same` holds, otherwise 0.0, or None if the row has no solution.
+        A list with 1.0 for a correct answer, 0.0 for a wrong answer, and None for a row without a solution.
     Raises:
-        ValueError: a solution cannot be parsed.
+        ValueError: if a solution cannot be parsed.
     """
     values = []
     for answer, truth in zip(answer_texts, solution, strict=True):
@@ -44,7 +46,9 @@ def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solutio
             continue
         right_value = read(unwrap(truth_text))
         if right_value is None:
-            raise ValueError(f"reward {name}: solution {truth_text!r:.80} is no {kind}; correct the row")
+            raise ValueError(
+                f"reward {name}: the solution must be {kind}, but it is {truth_text!r:.80}; correct the row"
+            )
         value = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
         values.append(float(value is not None and same(right_value, value)))
     return values
@@ -64,16 +68,17 @@ def unwrap(text: str) -> str:
 LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
 LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
-OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")  # another letter in the text of a choice
+# matches a further letter in the text of a choice, as in "B or C"
+OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
 YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
 def choice(answer_texts: list, solution: list, **columns) -> list:
-    """Return 1.0 for the letter of the correct choice, such as B, (b), B. or "B) a dog".
+    """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B) a dog".
 
-    Answers such as "B or C", "not B" and "A. B. C." have the reward 0.
+    The reward of answers such as "B or C", "not B" and "A. B. C." is 0.
     """
 
     def letter(text: str) -> str | None:
@@ -82,13 +87,13 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
             return None
         return (match[1] or match[2]).upper()
 
-    return judge_rows("choice", "choice such as B, (B) or B. a dog", letter, answer_texts, solution)
+    return judge_rows("choice", "a choice such as B, (B) or B. a dog", letter, answer_texts, solution)
 
 
 def yes_no(answer_texts: list, solution: list, **columns) -> list:
-    """Return 1.0 for the correct one of yes (or true) and no (or false), alone or as the first word.
+    """Return 1.0 if the answer is, or begins with, the correct word: yes (or true), or no (or false).
 
-    The answer "yes and no" has the reward 0.
+    The reward of the answer "yes and no" is 0.
     """
 
     def read(text: str) -> bool | None:
@@ -104,11 +109,11 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
 
 
 def class_name(answer_texts: list, solution: list, classes: list | str | None = None, **columns) -> list:
-    """Return 1.0 for the name of the class; case, spaces, - and _ are ignored.
+    """Return 1.0 if the answer is the name of the correct class. Case, spaces, - and _ are ignored.
 
     Args:
-        classes: list of all class names, or a text file with one name per line. With it, an answer may be a sentence
-            that contains exactly one class name and no negation. By default the answer must be only the name.
+        classes: list of all class names, or a text file with one name per line. If it is given, an answer may be a
+            sentence that contains exactly one class name and no negation. Otherwise the answer must be only the name.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()
@@ -119,7 +124,9 @@ def class_name(answer_texts: list, solution: list, classes: list | str | None = 
         denied = DENIED.search(_pattern(names).sub("", _words(text)))
         return mentioned.pop() if len(mentioned) == 1 and not denied else None
 
-    return judge_rows("class_name", f"class of {len(names)}", named if names else _words, answer_texts, solution)
+    return judge_rows(
+        "class_name", f"the name of one of the {len(names)} classes", named if names else _words, answer_texts, solution
+    )
 
 
 def _words(text: str) -> str:
@@ -128,7 +135,7 @@ def _words(text: str) -> str:
 
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
-    """Compile a pattern for whole names, the longest first, so that "green square" does not match "square"."""
+    """Compile a pattern for whole names, longest first, so that "green square" is not matched as "square"."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
@@ -214,20 +221,21 @@ LATEX = [
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns) -> list:
-    """Return 1.0 for the number of the solution, such as 3, 3.0, three, 6/2, "3 apples" or x = 3.
+    """Return 1.0 if the answer is the number of the solution, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    Answers such as "3 or 4" and 3-5 have the reward 0. Units of one kind are converted (50 mm is 5 cm) and may be left
-    out. 50% equals both 0.5 and 50.
+    The reward of answers such as "3 or 4" and 3-5 is 0. Units of the same kind are converted (50 mm is 5 cm), and a
+    unit may be omitted. 50% equals both 0.5 and 50.
 
     Args:
-        tolerance: largest relative error; with 0.05, answers from 95 to 105 are correct for 100.
+        tolerance: largest accepted relative error. For example, with 0.05 and the solution 100, answers from 95 to
+            105 are correct.
     """
     same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
-    return judge_rows("number", "number", read_number, answer_texts, solution, same)
+    return judge_rows("number", "a number", read_number, answer_texts, solution, same)
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
-    """Parse a number with a unit: "1,234.5 cm" becomes (2469/2, "cm"). Return None if the text is not one number."""
+    """Parse one number with a unit: "1,234.5 cm" becomes (2469/2, "cm"). Return None for any other text."""
     if len(text) > LONGEST_NUMBER:
         return None
     for pattern, replacement in LATEX:
@@ -256,7 +264,7 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _unit(word: str) -> str:
-    """Return the symbol of a unit, for example in for inches; return any other word unchanged."""
+    """Return the symbol of a unit, for example "in" for "inches". Any other word is returned unchanged."""
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
@@ -293,8 +301,10 @@ HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\
 
 
 def math(answer_texts: list, solution: list, **columns) -> list:
-    """Return 1.0 for an expression, set or equation that equals the solution, such as 0.5, \\frac12 or 2^{-1}."""
-    kind = "expression that math-verify can read"
+    """Return 1.0 if the answer is an expression, set or equation that equals the solution.
+
+    For example, 0.5, \\frac12 and 2^{-1} are equal."""
+    kind = "an expression that math-verify can read"
     return judge_rows("math", kind, _expressions, answer_texts, solution, _equal)
 
 
@@ -315,5 +325,5 @@ def _equal(truth: list, answer: list) -> bool:
 
 
 def _seconds() -> int | None:
-    """Return the time limit, or None outside of the main thread, because math-verify's alarm only works there."""
+    """Return the time limit, or None outside the main thread, because math-verify's alarm does not work there."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None

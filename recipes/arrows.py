@@ -4,8 +4,8 @@ An image has 4 x 3 cells of twelve colours, each one token of 14 x 14 pixels, an
 prompt "From red" asks for the cell in which the arrows from red end. The thought lists the visited cells, for example
 for a path of two moves:
     <think> red blue green</think><answer> green</answer>
-Demonstrations have one or two moves, prompts one to four. An image contains several paths of the same length, so that
-only the start tells which end is asked for. Guessing one of the ends is correct for 0.19, 0.30, 0.43 and 0.50 of the
+Demonstrations have one or two moves, and prompts have one to four. An image contains several paths of the same length,
+so the correct end depends on the start. A random guess among the ends is correct for 0.19, 0.30, 0.43 and 0.50 of the
 images with one, two, three and four moves.
 """
 
@@ -62,7 +62,7 @@ def ways(moves: int, rng: random.Random) -> list[list[tuple[int, int]]]:
 
 
 def walk(start: tuple[int, int], moves: int, free: set, rng: random.Random) -> list[tuple[int, int]]:
-    """Sample a path over free cells; return an empty path if it cannot be continued."""
+    """Sample a path over free cells. Return an empty path if the path cannot be continued."""
     way = [start]
     for _ in range(moves):
         x, y = way[-1]
@@ -114,7 +114,7 @@ def turned(corners: list, cell: tuple[int, int], next_cell: tuple[int, int]) -> 
 class Arrows:
     """Dataset of images that are drawn on demand. Row i of a seed is always the same.
 
-    Rows with more than two moves have `unseen` true, because no demonstration has so many.
+    The column `unseen` is true for rows with more than two moves, because demonstrations have at most two.
     """
 
     size: int
@@ -143,7 +143,7 @@ class Arrows:
 
 
 def correct(answer_texts, solution, moves, k=1, **columns):
-    """Return 1 for the correct colour, for evaluation. Rows with another number of moves than k are not judged."""
+    """Return 1 for the correct colour, for evaluation. Rows whose number of moves is not k are not judged."""
     values = []
     for text, truth, count in zip(answer_texts, solution, moves, strict=True):
         is_right = (text or "").strip() == truth
@@ -152,7 +152,7 @@ def correct(answer_texts, solution, moves, k=1, **columns):
 
 
 def thought(completions, moves, k=1, **columns):
-    """Count the moves that a thought lists, for evaluation. Rows with another number of moves than k are not judged."""
+    """Count the moves that a thought lists, for evaluation. Rows whose number of moves is not k are not judged."""
     values = []
     for text, count in zip(completions, moves, strict=True):
         match = re.match(r"<think>([a-z ]*)", text)

@@ -20,7 +20,7 @@ SIZE = 42  # side of an image in pixels, which gives 9 image tokens of 14 x 14
 def write_digits(folder: str | Path):
     """Write images, eval.jsonl, train.jsonl and demonstrations.jsonl to a folder.
 
-    A fifth of the demonstrations has a random digit as label.
+    A fifth of the demonstrations have a random digit as their label.
     """
     from sklearn.datasets import load_digits
 

@@ -1,7 +1,8 @@
 """On-policy distillation: the student samples completions, and a teacher scores them (arXiv 2306.13649).
 
-The teacher may get another prompt, for example with a larger image or a hint. For every position of a completion it
-computes the distribution of the next token, so that no reward is needed; rewards of the recipe are only logged.
+The teacher may get a different prompt, for example with a larger image or a hint. For every position of a completion,
+it computes the distribution of the next token. Therefore a reward is not needed, and the recipe's rewards are only
+logged.
 
 Use it in a recipe in the same folder, see shapes_distill.yaml:
     stages: [sft, distill.py:Distill]
@@ -44,12 +45,12 @@ from minivlmrl.trainers.reference import SwappedParameters, load_frozen, swapped
 
 @dataclass
 class DistillConfig(TrainingOptions):
-    """Options of on-policy distillation. Rollouts are the same as in GRPO."""
+    """Options of on-policy distillation. Rollouts are sampled as in GRPO."""
 
     num_generations: Annotated[int, ">= 1"] = 8  # number of completions per prompt
     steps_per_generation: Annotated[int, ">= 1"] = 1  # number of optimizer steps per rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # number of passes over each rollout
-    # largest number of tokens in a micro-batch, prompts counted once; None means no limit
+    # maximum number of tokens in a micro-batch, where each prompt counts once; None means that there is no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     teacher: FilePath | None = None  # folder of a model; by default the policy at the start of the stage
     teacher_prompt: Code | None = None  # "file.py:function" that maps a Row to the Row for the teacher
@@ -60,15 +61,15 @@ class DistillConfig(TrainingOptions):
 
 @dataclass(kw_only=True)
 class DistillBatch(SampledBatch):
-    """Micro-batch of completions with the hidden states of the teacher."""
+    """Micro-batch of completions, together with the hidden states of the teacher."""
 
     teacher_states: Tensor = field(init=False)  # (M, D), the states that predict each completion token
 
 
 class Distill(GRPOTrainer):
-    """Trainer with GRPO's rollouts and, instead of advantages, the divergence from a teacher.
+    """Trainer that samples rollouts like GRPO and minimises the divergence from a teacher.
 
-    The teacher is loaded from a folder; by default it is the reference model.
+    The teacher is loaded from the folder distill.teacher. By default it is the reference model.
     """
 
     stage = "distill"
@@ -119,7 +120,7 @@ class Distill(GRPOTrainer):
             logits = F.linear(states[:1], teacher.lm_head.weight)
         if not (states.isfinite().all() and logits.isfinite().all()):
             path = self.config.teacher
-            raise ValueError(f"distill.teacher: {path} computes numbers that are not finite; check its weights")
+            raise ValueError(f"distill.teacher: the model {path} computes NaN or inf; check its weights")
         batch.teacher_states = states
         batch.advantages = torch.zeros(len(batch.completion_index), device=self.world.device)
 
@@ -131,9 +132,9 @@ class Distill(GRPOTrainer):
 
     def loss(self, batch: DistillBatch) -> tuple[Tensor, dict[str, Tensor]]:
         states = completion_states(self.policy, batch.group)
-        # read after the forward pass, which has gathered a sharded head
+        # The head is read after the forward pass, because the forward pass gathers a sharded head.
         head = self.policy.lm_head.weight
-        # the teacher's head may have more rows, which belong to no token
+        # The teacher's head may have additional rows, which do not belong to a token.
         teacher_head = self.teacher_base.lm_head.weight.detach()[: len(head)]
         weights = batch.group.policy_mask.to(torch.promote_types(states.dtype, torch.float32))
         loss, divergences = LinearDivergence.apply(
@@ -159,7 +160,7 @@ def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> 
     """Load a teacher whose vocabulary is at least as large as the student's.
 
     Raises:
-        ValueError: its vocabulary is smaller.
+        ValueError: if the vocabulary of the teacher is smaller.
     """
     teacher = load_frozen(path, student, processor, world)
     size = teacher.config.vocab_size
@@ -171,8 +172,8 @@ def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> 
 class LinearDivergence(torch.autograd.Function):
     """Compute the weighted sum of divergences, and each divergence (M,), in nats.
 
-    The sum is differentiable with respect to the student. The logits and gradients of a few rows at a time are computed
-    in the forward pass, so that the (M, V) logits are never stored.
+    The sum is differentiable with respect to the student. The forward pass computes the logits and gradients of a few
+    rows at a time, so that the logits (M, V) are never stored as a whole.
 
     Arguments of apply:
         h, w: hidden states (M, D) and head (V, D) of the student.

@@ -2,7 +2,7 @@
 
     python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and the files to ROWS.files/
 
-Existing files are not downloaded again. Rows with a failed download are printed and left out.
+Existing files are not downloaded again. If a download fails, the row is printed and not written.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-TIMEOUT = 60  # longest wait for data in seconds
-LARGEST = 512 * 2**20  # largest size of a file in bytes
+TIMEOUT = 60  # maximum time in seconds to wait for data
+LARGEST = 512 * 2**20  # maximum size of a file in bytes
 
 
 def main(rows: str) -> int:
-    """Download all files and write the rows; return 1 if a row had to be left out, otherwise 0."""
+    """Download all files and write the rows. Return 1 if a download failed, otherwise 0."""
     file = Path(rows)
     folder = file.with_suffix(".files")
     folder.mkdir(exist_ok=True)
@@ -40,9 +40,9 @@ def main(rows: str) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download every URL in a row, at any depth, and replace it by the file's path.
+    """Download every URL in a row, at any depth, and replace it with the path of the file.
 
-    Texts that contain more than a URL stay unchanged.
+    A text that contains a URL and other words is not changed.
     """
     if isinstance(value, dict):
         return {key: replaced(item, folder) for key, item in value.items()}
@@ -56,7 +56,7 @@ def download(url: str, folder: Path) -> Path:
     """Download a file to a name that is a hash of its URL, and return its path.
 
     Raises:
-        OSError, ValueError: the download fails, or the file is too large.
+        OSError, ValueError: if the download fails, or the file is too large.
     """
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / f"{name}{Path(urlsplit(url).path).suffix}"

@@ -29,15 +29,15 @@ class KTOBatch(AnswerBatch):
     """Micro-batch of labelled answers."""
 
     labels: Tensor  # (R,) bool, True for good answers
-    shares: tuple[float, float]  # shares of good and of bad answers in the whole step
+    shares: tuple[float, float]  # fraction of good answers and fraction of bad answers in the whole step
     kl: Tensor | None  # KL estimate of the whole step, see kto_kl
 
 
 class KTO(OfflineTrainer):
     """KTO trainer for rows with a completion and a boolean column `label`.
 
-    The KL of kto_loss is estimated from prompts with the answers of the preceding rows, as in TRL, but over the whole
-    optimizer step instead of a micro-batch.
+    The KL of kto_loss is estimated by pairing each prompt with the answer of the preceding row, as in TRL, but over the
+    whole optimizer step instead of a micro-batch.
     """
 
     stage = "kto"
@@ -48,7 +48,7 @@ class KTO(OfflineTrainer):
     def check(run):
         config = run.kto
         if config.loss_type == "kto" and config.prompts_per_step < 2:
-            raise ValueError("kto.prompts_per_step is 1, it must be 2 or more, because the KL pairs different rows")
+            raise ValueError("kto.prompts_per_step is 1, but must be at least 2, because the KL pairs different rows")
 
     @staticmethod
     def has_reference(config) -> bool:

@@ -21,13 +21,13 @@ def cosine(
 ) -> list[float]:
     """Compute a reward that depends on correctness and length.
 
-    By default short answers have the highest reward if they are correct, and the lowest if they are wrong.
+    By default, correct answers have a higher reward the shorter they are, and wrong answers a lower one.
 
     Args:
-        max_length: number of tokens from which on the reward is constant.
-        reward: name of the reward that judges correctness; an answer is correct if that reward is above 0.
-        right, wrong: rewards at length 0 and at max_length, for correct and for wrong answers; a half cosine connects
-            them.
+        max_length: number of tokens above which the reward is constant.
+        reward: name of the reward that judges correctness. An answer is correct if this reward is greater than 0.
+        right, wrong: the rewards at length 0 and at max_length, for correct and for wrong answers. In between, the
+            reward follows half a period of a cosine.
     """
     rewards = get_reward(reward)(completions, completion_ids=completion_ids, **columns)
     values = []
@@ -39,9 +39,9 @@ def cosine(
 
 
 def repetition(completion_ids: list, ngram_size: int = 3, max_penalty: float = -1.0, **columns) -> list[float]:
-    """Compute a penalty for repetition: max_penalty times the share of repeated n-grams of tokens.
+    """Compute a penalty for repetition: max_penalty times the fraction of token n-grams that are repetitions.
 
-    Example: the tokens 5 5 5 5 5 have four 2-grams, and three of them are repetitions, so that the reward with
+    Example: the tokens 5 5 5 5 5 have four 2-grams, and three of them are repetitions. Therefore the reward with
     ngram_size=2 is -0.75.
     """
     values = []

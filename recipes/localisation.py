@@ -46,7 +46,7 @@ class Localisation:
 
     size: int
     seed: int | str
-    # smallest and largest number of objects in an image; they have different colours and do not overlap
+    # minimum and maximum number of objects in an image; the objects have different colours and do not overlap
     objects: tuple[int, int] = (1, 1)
     jitter: int = 0  # largest shift of each coordinate of a demonstrated box in units, see `jittered`
     wrong_boxes: float = 0.0  # share of rows whose demonstrated box is random
@@ -113,7 +113,7 @@ def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = Fals
 
 
 def position(box: Box) -> tuple[str, str]:
-    """Return the third of the image, down and across, that contains the centre of a box.
+    """Return the third of the image, vertically and horizontally, that contains the centre of a box.
 
     Example: (4, 0, 8, 3) gives ("top", "right").
     """
@@ -137,7 +137,7 @@ def pixels(box: Box) -> list[int]:
 
 
 def is_unseen(box: Box) -> bool:
-    """Return whether a box is held out of training, as (0, 0, 2, 2) is.
+    """Return whether a box is held out of training, for example (0, 0, 2, 2).
 
     15 of the 126 possible boxes of a single object are held out, some of each size.
     """
@@ -174,7 +174,7 @@ def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
 
 
 def constant_box(rows: Dataset) -> tuple[Box, float]:
-    """Find the best answer without seeing the image: the box with the largest mean IoU with all true boxes.
+    """Find the best answer that ignores the image: the box with the largest mean IoU with all true boxes.
 
     Returns:
         The box in units, and its mean IoU.

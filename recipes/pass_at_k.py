@@ -5,7 +5,7 @@
 
 pass@k is the probability that at least one of k answers, drawn without replacement, is correct: 1 - C(n - c, k) / C(n,
 k) for c correct answers out of n (Chen et al. 2021, arXiv 2107.03374). majority is 1 if the most frequent answer is
-correct; a tie is decided by the first answer. Rows without a solution are left out.
+correct; if several answers are equally frequent, the first one counts. Rows without a solution are ignored.
 """
 
 import json
@@ -20,7 +20,7 @@ from minivlmrl.rewards.text import accuracy, normalize
 def judge(answer: dict, solution) -> float | None:
     """Return 1.0 for a correct answer, or None if it cannot be judged.
 
-    For boxes you can return float(answer["rewards"]["iou"] >= 0.5) instead.
+    For boxes, you can return float(answer["rewards"]["iou"] >= 0.5) instead.
     """
     return accuracy([answer["answer"]], [solution])[0]
 

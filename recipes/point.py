@@ -18,15 +18,16 @@ POINT_KEYS = ("point_2d", "point")
 
 
 def point(answer_texts, solution, image_sizes, answer_extents, within=None, **columns) -> list:
-    """Compute the share of points inside their true boxes; missing and extra points count as 0.
+    """Compute the fraction of points inside their true boxes. Missing and additional points count as 0.
 
-    Points and boxes are matched as in the reward `iou`. Example: a point inside the only true box has the reward 1;
-    with a second point it is 1/2. A box as answer has the reward 0.
+    Points and boxes are matched as in the reward `iou`. For example, if there is one true box, the reward of one point
+    inside it is 1, and the reward of this point together with a second point is 1/2. If the answer is a box, the reward
+    is 0.
 
     Args:
-        solution: boxes, or points [x, y], each of which means the pixel around it.
-        within: if given, a point has the reward 1 at the centre of its box, falling linearly to 0 at this share of the
-            image's diagonal.
+        solution: boxes, or points [x, y]. A point stands for the pixel around it.
+        within: if given, the reward of a point is 1 at the centre of its box and decreases linearly to 0 at this
+            fraction of the image's diagonal.
     """
 
     def mean_nearness(answered: Objects, true: Objects) -> float:
@@ -38,8 +39,9 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
 def parse_points(text: str) -> list[tuple[float, float]]:
     """Parse the points in a text, like boxes.parse_boxes for boxes.
 
-    Accepted are {"point_2d": [1, 2], "label": "cat"}, as Qwen3-VL writes points, or with the key "point"; a JSON list
-    of these or of pairs; one or several (1, 2); and 1 2. Source: Qwen3-VL's cookbook for "point_2d".
+    The accepted formats are {"point_2d": [1, 2], "label": "cat"}, as Qwen3-VL writes points, the same with the key
+    "point", a JSON list of such objects or of pairs, one or several pairs (1, 2), and 1 2. Source: Qwen3-VL's cookbook
+    for "point_2d".
     """
     return boxes.parse(text, POINT_KEYS, 2, POINTS)
 

@@ -61,10 +61,10 @@ def rescale_answer(answer, convert: Callable[[str], str]):
 
 
 def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) -> dict:
-    """Convert the boxes in the answers of a row; a row without images stays unchanged.
+    """Convert the boxes in the answers of a row. A row without images is not changed.
 
     Raises:
-        ValueError: the row has several images.
+        ValueError: if the row has several images.
     """
     images = row.get("images") or row.get("image") or []
     images = images if isinstance(images, list) else [images]

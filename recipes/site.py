@@ -21,7 +21,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 COLORS = {"red": (220, 20, 20), "green": (20, 160, 20), "blue": (20, 20, 220)}
-HABIT = "red"  # colour that uninformed demonstrations press
+HABIT = "red"  # colour of the button that uninformed demonstrations always press
 SHAPES = ["square", "triangle", "circle"]  # each is one token
 CHANCE = sum(len(SHAPES) ** -length for length in range(3, 7)) / 4  # success rate of random presses
 CELL = 28  # side of a quarter of the screen in pixels
@@ -98,14 +98,14 @@ class Site:
 
 
 class Forgetful(Site):
-    """Control: the goal is always shown in full, so that the agent does not know its progress."""
+    """Control experiment: the goal is always shown in full, so the agent does not know its progress."""
 
     def observe(self, rounds):
         return super().observe([])
 
 
 class Blind(Site):
-    """Control: screens are grey images."""
+    """Control experiment: all screens are grey images."""
 
     def _next_screen(self):
         super()._next_screen()

@@ -15,7 +15,7 @@ from minivlmrl.rewards.boxes import ObjectFormat, Objects, mean_similarity, over
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
-    """Compute the mean IoU of matched objects with equal labels; missing and extra objects count as 0.
+    """Compute the mean IoU of matched objects with equal labels. Missing and additional objects count as 0.
 
     Objects are matched as in the reward `iou`.
     """
@@ -25,8 +25,8 @@ def detection(answer_texts, solution, image_sizes, answer_extents, **columns) ->
 def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
     """Compute the average precision of one image at IoU 0.5, averaged over labels.
 
-    As in COCO, it is the mean precision over 101 recall levels. The order of the objects in the answer replaces
-    confidence scores. A label in the answer that the image does not have counts as 0.
+    As in COCO, the average precision is the mean precision over 101 recall levels. The order of the objects in the
+    answer replaces confidence scores. A label in the answer that does not occur in the image counts as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -44,8 +44,9 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
 def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), **columns) -> list:
     """Compute VLM-R1's weighted mean of three scores: IoU, label accuracy, and completeness.
 
-    Completeness is 1 - (share missed + share extra) / 2. Boxes are paired by IoU only, the largest first, down to 0.5.
-    A pair with different labels counts for completeness, but has IoU and label score 0.
+    Completeness is 1 - (fraction of missed objects + fraction of additional objects) / 2. Boxes are paired by IoU only,
+    the largest IoU first, down to 0.5. A pair with different labels counts for completeness, but its IoU and its label
+    score are 0.
     Source: detection_score in VLM-R1's grpo_jsonl.py.
     """
 
@@ -86,7 +87,7 @@ def average_precision(answered: Objects, true: Objects) -> float:
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse a list of labelled boxes, perhaps in a code fence; return [] if the text is anything else."""
+    """Parse a list of labelled boxes, which may be in a code fence. Return [] for any other text."""
     try:
         objects = []
         for item in json.loads(boxes.unfenced(text)):

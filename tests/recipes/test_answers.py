@@ -33,9 +33,9 @@ def test_without_solution_or_answer(reward):
 
 
 @pytest.mark.parametrize("judge, solution, error", [
-    (choice, "two cats", "^reward choice: solution 'two cats' is no choice such as B, "),
-    (yes_no, "maybe", "^reward yes_no: solution 'maybe' is no yes or no; correct the row$"),
-    (class_name, "spiky", "^reward class_name: solution 'spiky' is no class of 2; correct the row$"),
+    (choice, "two cats", "^reward choice: the solution must be a choice such as B, "),
+    (yes_no, "maybe", "^reward yes_no: the solution must be yes or no, but it is 'maybe'; correct the row$"),
+    (class_name, "spiky", "^reward class_name: .* must be the name of one of the 2 classes, but it is 'spiky'; correct"),
 ])  # fmt: skip
 def test_a_solution_that_is_none_is_named(judge, solution, error):
     options = {"classes": ["frilly", "dotted"]} if judge is class_name else {}
