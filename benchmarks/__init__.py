@@ -1,1 +1,1 @@
-"""What is measured rather than tested. A package, as others install one of this name."""
+"""Scripts that measure time, memory and learning. A package, so that a different installed `benchmarks` is not imported."""

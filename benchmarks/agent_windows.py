@@ -61,7 +61,7 @@ class Newest(Pages):
 
 
 def ends_turn(episode: tool_sampler.ToolEpisode, searched_from: int) -> bool:
-    """Return whether a turn has all its tokens; a completion has the tokens of earlier turns, too."""
+    """Return whether a turn is complete. The tokens of a completion include those of earlier turns."""
     earlier = 0 if hasattr(episode, "turns") else TURN * episode.num_calls
     return sum(episode.policy_mask) == TURN + earlier
 
@@ -73,7 +73,7 @@ def counted_step(*arguments, step=Decode.__call__):
 
 
 def measure(model, processor, rounds: int, environment: str, history: int | None) -> tuple[int, int, float]:
-    """Sample one group; return the number of tokens, the number of decode steps, and seconds."""
+    """Sample one group. Return the number of tokens, the number of decode steps, and the time in seconds."""
     sampling = SamplingOptions(
         environment=f"{__file__}:{environment}(rounds={rounds})",
         history=history,

@@ -98,8 +98,8 @@ def model_calls(case: Case, dtype: torch.dtype) -> dict[str, Callable]:
     @torch.inference_mode()
     def decode(step: Callable, prompts: int, generations: int):
         draw = sample_by_uniforms(torch.rand(prompts * generations, tokens, dtype=torch.float64), CARD)
-        choose = make_token_sampler(1.0, (), draw, device=CARD)
-        groups = generate(ours, [case.prompt] * prompts, generations, tokens, choose, step())
+        sample_token = make_token_sampler(1.0, (), draw, device=CARD)
+        groups = generate(ours, [case.prompt] * prompts, generations, tokens, sample_token, step())
         assert {len(completion.ids) for group in groups for completion in group} == {tokens}
 
     def decode_with_transformers(prompts: int, generations: int):

@@ -10,8 +10,9 @@ sums are rounded differently, and over many steps this leads to different runs; 
 A band extends from the lowest to the highest recorded run of the recipe, plus two standard errors of a share of the
 held-out rows on both sides (after Agresti and Coull, with two correct and two wrong rows added, so that the error is
 not 0 if all runs are at 1.000). The lowest of each ten runs is left out, because about one run in ten fails, and a band
-that includes it would hide real regressions. Therefore one correct run in ten may be below the band: the message says
-how many recorded runs were, and you can try another seed. A number above its band is reported, but it is no failure.
+that includes it would hide real regressions. Therefore one correct run in ten may be below the band. The message says how
+many recorded runs were below it, and you can try a different seed. A number above its band is reported, but it is not a
+failure.
 
 The bands of `shapes` are based on fourteen runs with ten seeds, the bands of `zoom` on twenty runs with ten seeds,
 those of other recipes on ten runs, and those of additional options (controls, harder variants) on three runs or one.
@@ -74,7 +75,7 @@ def results(summary: dict) -> dict[str, dict[str, float]]:
 
 
 def add_run(path: Path, run: dict):
-    """Add a run to the file; it replaces an earlier run with the same recipe, overrides, seed and threads."""
+    """Add a run to the file. It replaces an earlier run with the same recipe, overrides, seed and number of threads."""
     names = ("recipe", "overrides", "seed", "threads")
     runs = json.loads(path.read_text()) if path.is_file() else []
     kept = [other for other in runs if any(other[name] != run[name] for name in names)]
@@ -86,7 +87,7 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
     """Load the config of a command line, and the recorded runs with the same options.
 
     Raises:
-        ValueError: there is no such run.
+        ValueError: if there is no such run.
     """
     config = parse_arguments(arguments)
     path = path or recipes_folder() / FILE
@@ -101,7 +102,7 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
 
 
 def essence(config: RunConfig) -> dict:
-    """Return the fields of a config on which the results of a run depend, except for the seed."""
+    """Return the fields of a config that influence the results of a run, except for the seed."""
     return {name: value for name, value in asdict(config).items() if name not in FREE}
 
 
@@ -116,7 +117,7 @@ def report(config: RunConfig, runs: list[dict]) -> int:
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print each result of the last stage and its band; return whether a result is below its band."""
+    """Print each result of the last stage and its band. Return whether a result is below its band."""
     stage = list(runs[0]["results"])[-1]
     some_below = False
     for name, got in found[stage].items():

@@ -22,7 +22,7 @@ LINES = 120  # number of lines of a part's output that the page shows
 
 
 class Part(NamedTuple):
-    """A command with its time limit; {out} is replaced by the folder of the page, `toy` is appended at toy size."""
+    """A command with its time limit. {out} is replaced with the folder of the page; `toy` is appended at toy size."""
 
     minutes: float
     command: str
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def run(name: str, part: Part, toy: bool, out: Path) -> bool:
-    """Run a part, write its section, and return whether it succeeded."""
+    """Run a part, write its section of the page, and return whether the part succeeded."""
     command = shlex.split(f"{part.command} {part.toy if toy else ''}".format(out=out))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
     begin = time.monotonic()

@@ -53,7 +53,7 @@ class Run:
     rows: list[dict] = field(default_factory=list)
 
     def allowed_ms(self, size: float, operations: float) -> float:
-        """Return the milliseconds that these bytes and operations take at the measured ceilings."""
+        """Return the time in milliseconds that memory traffic and operations take at the measured ceilings."""
         return 1e3 * max(size / self.bytes_per_second, operations / self.operations_per_second)
 
     def table(self, title: str, ways: dict[str, Call], expected: list[Tensor], tolerance: float, allowed_ms: float):

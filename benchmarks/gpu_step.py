@@ -159,7 +159,7 @@ def grouped(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
 
 
 def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
-    """Score all completions with a separate prompt for each, by the same code."""
+    """Score all completions with the same code, but with a separate copy of the prompt for each completion."""
     batch = pack([case.prompt] * len(rows), [[Completion(case.completions[i].cpu())] for i in rows], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
@@ -254,8 +254,8 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
 
     def rollout():
         draw = sample_by_uniforms(torch.rand(G, C).double(), CARD)
-        choose = make_token_sampler(1.0, (), draw, device=CARD)
-        (group,) = generate(ours, [case.prompt], G, C, choose, CapturedDecode())
+        sample_token = make_token_sampler(1.0, (), draw, device=CARD)
+        (group,) = generate(ours, [case.prompt], G, C, sample_token, CapturedDecode())
         assert {len(completion.ids) for completion in group} == {C}
 
     def rollout_of_transformers():

@@ -4,8 +4,9 @@
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
     python benchmarks/learning.py --only grpo localisation --threads 2
 
-Runs are also written to recipes/expected.json, with which benchmarks/expect.py compares. Runs with overrides are not,
-nor runs whose options refer to files of another script. The recipes of LONG only run if --only names them.
+Runs are also written to recipes/expected.json, which benchmarks/expect.py reads. Runs with overrides are not written,
+and neither are runs whose options refer to files of a different script. The recipes of LONG run only if --only names
+them.
 
 Each row of the table is one run of train.py, by default on one thread, so that the results do not depend on the number
 of cores. `sampled` and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share

@@ -84,7 +84,7 @@ def small_config() -> dict:
 
 
 def beside_trl(_size: str, folder: Path, steps: int) -> dict:
-    """Measure the median time of a step here and in TRL with grpo_step.py."""
+    """Measure the median time of a step in this project and in TRL, with grpo_step.py."""
     (folder / "config.json").write_text(json.dumps(small_config()))
     return grpo_step.measure(224, 2, steps, folder / "config.json", 16, warmup=1)
 
@@ -133,7 +133,7 @@ def minivlmrl(*arguments: str):
 
 @torch.no_grad()
 def write_folder(folder: Path, values: dict):
-    """Write a model folder like on the hub, with a small tokenizer and random weights in bfloat16."""
+    """Write a model folder in the layout of the hub, with a small tokenizer and random weights in bfloat16."""
     small, processor, token_ids = small_model(folder.parent)
     save_model(folder, small, processor)
     (folder / "model.safetensors").unlink()
