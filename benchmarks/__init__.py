@@ -1,1 +1,1 @@
-"""Scripts that measure time, memory and learning. A package, so that a different installed `benchmarks` is not imported."""
+"""Scripts that measure time, memory and learning. They form a package, because an installed one may have this name."""

@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def assert_same(ours, expected, close=1e-5):
-    """Equal tokens and ends, and log-probabilities that differ by rounding."""
+    """Assert equal tokens and ends, and log-probabilities that are equal up to rounding."""
     pairs = [pair for groups in zip(ours, expected, strict=True) for pair in zip(*groups, strict=True)]
     for a, b in pairs:
         assert a.ids.tolist() == b.ids.tolist() and a.stopped == b.stopped
@@ -35,7 +35,7 @@ def assert_same(ours, expected, close=1e-5):
 
 
 def both(model, count, generations, stop=STOP, **setting):
-    """Draws of a captured step and of the eager one, by the same numbers."""
+    """Sample with a captured step and with the eager step, from the same random numbers."""
     sampling = options(**{"max_new_tokens": 20} | setting)
     draw = sample_by_uniforms(uniform_numbers([str(i) for i in range(count)], generations, 20))
     arguments = model, prompts(count), generations, sampling, stop, draw
@@ -54,7 +54,7 @@ def test_it_draws_what_generate_draws(setting):
 
 
 def test_row_key_buffers_grow(monkeypatch):
-    """They have little more room than there are tokens."""
+    """The buffers are only slightly longer than the completions."""
     kept = set()
     advance = StaticDecodeAttention.advance
 
@@ -85,7 +85,7 @@ def test_models_of_other_layers(change):
 
 
 def on_card(model, stop, tokens=20, **setting):
-    """Draws of the pretended card, and the card."""
+    """Sample on the pretended GPU. Return the completions and the GPU."""
     with PretendCuda() as gpu, torch.inference_mode():
         draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, tokens), CUDA)
         sampling = options(max_new_tokens=tokens, **setting)

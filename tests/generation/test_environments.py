@@ -1,4 +1,4 @@
-"""The seam to agents/: what the rest of the package calls, and that a run without tools loads none of agents/."""
+"""Tests of the functions that call agents/, and that a run without tools does not import agents/."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ print([name for name in sys.modules if name.startswith("minivlmrl.agents")])
 
 
 def test_modules_below_agents_do_not_import_it():
-    """Imports of agents/ are inside functions: importing every other module loads none of its modules."""
+    """Modules import agents/ only inside functions, so importing all other modules does not load it."""
     result = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
     assert result.stdout == "[]\n", result.stderr
 

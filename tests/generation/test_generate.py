@@ -21,7 +21,7 @@ MORE_SETTINGS = [
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
-    """50 prompts in one batch of ours, one by one in theirs; two in five have two images or none."""
+    """minivlmrl samples 50 prompts in one batch, transformers one by one. Two in five have two images or none."""
     theirs, model = pair
     rows = prompts(50)
     ours = sample(model, rows, 1, options(temperature=0, repetition_penalty=penalty), STOP)
@@ -48,7 +48,7 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused():
 
 
 def recorded_less_scored(model, sampling):
-    """What the sampler recorded of each token less what training computes, of 6 completions of 5 prompts."""
+    """Return how much the sampler's log-probabilities differ from those of training, for 6 completions of 5 prompts."""
     rows = prompts(5)
     completions = sample(model, rows, 6, sampling, STOP, seeded())
     assert len({len(ids) for ids in ids_of(completions)}) > 3
@@ -58,7 +58,7 @@ def recorded_less_scored(model, sampling):
 
 @pytest.mark.parametrize("filters", [{}, dict(top_p=0.9), dict(top_k=9, min_p=0.1)], ids=str)
 def test_sampler_logps_equal_the_scorer_in_float32(filters):
-    """Token in, token out: to 1e-5 nats."""
+    """The log-probabilities of sampling and training agree to 1e-5 nats."""
     assert recorded_less_scored(tiny.model(), options(temperature=0.8, **filters)).max() < 1e-5
 
 
@@ -85,7 +85,7 @@ def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
 
 
 def test_logits_that_are_not_finite_end_the_generation():
-    """Also where only a later token finds them so."""
+    """Here the logits are only NaN for a later token."""
     model = tiny.model()
     sampling = SamplingOptions(max_new_tokens=4)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_a_number_takes_the_token_at_which_the_cumulative_probability_exceeds_it
 
 
 def test_no_number_draws_a_dropped_token():
-    """The sums of 152k float32 probabilities are off by 1e-6: units that are whole add up without error."""
+    """Sums of 152k float32 probabilities have an error of 1e-6, but sums of integer units are exact."""
     probs = torch.rand(151_936, generator=torch.Generator().manual_seed(0))
     probs[::3] = 0
     probs[-1000:] = 0

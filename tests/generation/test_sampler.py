@@ -1,4 +1,4 @@
-"""The sampler of a recipe: what decides a draw, where it ends, how a step is run, and what a frozen tower saw."""
+"""Tests of the Sampler: random keys, the end of completions, decode steps, and the embeddings of a frozen tower."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def sampler(tokenizer_300):
 
 
 def drawn(sampler, keys=KEYS):
-    """Two completions of the prompt of each of these keys, as it draws them."""
+    """Sample two completions for the prompt of each key."""
     rows = prompts(5)
     return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
 
@@ -53,7 +53,7 @@ def test_without_further_options_it_draws_what_the_plain_sampler_draws(sampler):
     {"captured": True},
 ], ids=str)  # fmt: skip
 def test_keys_alone_decide(sampler, values):
-    """Not the order of the prompts, nor how many there are, nor how many are computed together."""
+    """Samples do not depend on the order of the prompts, their number, or how many are computed together."""
     captured = values.pop("captured", False)
     own = sampler(tiny.model(dtype=torch.float64), **values)
     own.captured = captured
@@ -66,7 +66,7 @@ def test_keys_alone_decide(sampler, values):
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """How each decode step is run, and whether by a model with sharded weights."""
+    """Record the class of each decode step, and whether the model's weights are sharded."""
     seen, original = [], Decode.__call__
 
     def call(self, model, *inputs):
@@ -144,7 +144,7 @@ class NoSampler:
 
 
 def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
-    """One that wraps the own sampler: the same steps, and it is asked before anything is loaded."""
+    """The engine wraps the native sampler, so steps are equal. Its `check` is called before a model is loaded."""
     file = tmp_path / "my_engine.py"
     file.write_text(ENGINES)
     option = f"--sampling.engine={file}:Counting"

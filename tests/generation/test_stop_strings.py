@@ -65,7 +65,7 @@ def test_a_text_may_begin_in_the_prompt_but_not_end_there(tokenizer):
 
 @pytest.mark.parametrize(("temperature", "rows"), [(0.0, 10), (1.0, 1)])
 def test_stop_strings_end_a_completion_where_transformers_ends_it(pair, oracle, tokenizer_300, temperature, rows):
-    """Ten rows of a batch, or one."""
+    """The batch has ten rows or one row."""
     theirs, model = pair
     reader = oracle.transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer_300.backend)
     strings = ["at", "e", " m", "\x0f", "é", "!"]

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM, by a stand-in of its interface; with vLLM installed by itself (docs/vllm.md has the commands)."""
+"""Tests of rollouts with a stand-in for vLLM, and with vLLM itself if it is installed (see docs/vllm.md)."""
 
 import json
 import logging
@@ -148,7 +148,7 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
 
 
 def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch):
-    """By its row: in the rollout, as rows of a task are not counted before, see test_setup.py."""
+    """The error names the row. It is raised during the rollout, because rows of a task are not counted earlier."""
     own, engine = samplers(vllm={"max_model_len": 47})
     lengths = [len(prompt.input_ids) for prompt in prompts(5)]
     assert min(lengths) + 12 <= 47 < max(lengths) + 12

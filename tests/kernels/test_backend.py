@@ -1,4 +1,5 @@
-"""Which path runs where: with and without Triton, a GPU, the interpreter, and a wish."""
+"""Tests of the choice between the torch path and the Triton path: with and without Triton, a GPU, the interpreter, and
+MINIVLMRL_KERNELS."""
 
 import subprocess
 import sys
@@ -16,7 +17,7 @@ CPU = torch.zeros(1)
 
 
 class OnGPU:
-    """What backend_for reads of a tensor, on a device that this machine may not have."""
+    """Stand-in for a tensor on a GPU, with the attributes that backend_for reads."""
 
     def __init__(self, dtype=torch.bfloat16, device="cuda:0"):
         self.device = torch.device(device)
@@ -25,7 +26,7 @@ class OnGPU:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    """No wish, a compiling Triton and an H200."""
+    """Unset MINIVLMRL_KERNELS, and pretend that Triton can compile and that the GPU is an H200."""
     monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "INTERPRETED", False)
@@ -51,7 +52,7 @@ def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
 
 
 def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn):
-    """Triton itself fails here, for there is no driver; on a machine without gcc it fails in the same line."""
+    """Triton fails here because there is no driver. On a machine without gcc, it fails in the same line."""
     monkeypatch.undo()
     monkeypatch.setattr(backend, "triton", pytest.importorskip("triton"))
     probe = backend._compiler_obstacle
@@ -102,14 +103,14 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_all_kernels_in_the_interpreter():
-    """In one process, which takes long to begin."""
+    """All kernels are tested in one process, because it takes long to start."""
     attention = "decode_attention", "window_attention"
     run_interpreted("nf4_unpack", *attention, "selective_log_softmax", "linear_log_softmax")
 
 
 @pytest.mark.slow
 def test_the_model_computes_where_triton_is_not_installed():
-    """sys.modules["triton"] = None makes its import fail, as if it were not there."""
+    """sys.modules["triton"] = None makes the import of triton fail, as if it was not installed."""
     code = """
 import sys
 sys.modules["triton"] = None

@@ -34,7 +34,7 @@ def numbers(*shape, dtype=torch.float64):
 def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     monkeypatch, H, K, D, prompts, slots, C, own, dtype, programs
 ):
-    """In many parts and in few. What is hidden is large: a key that is not there would be seen."""
+    """Divide the keys into many parts and into few. Masked keys have large values, so a missing mask is noticed."""
     if DEVICE == "cuda" and dtype == torch.float32:
         pytest.skip("a card has no registers for it")
     monkeypatch.setattr(module, "PROGRAMS", programs)
@@ -53,7 +53,7 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     found = decode_attention(*given).cpu()
 
     def joined(prompt_keys, num_row_keys):
-        """Of each row, (R, H, P + C, D)."""
+        """Join the keys of the prompt and the own keys of each row: (R, H, P + C, D)."""
         keys = torch.cat([prompt_keys.repeat_interleave(slots, 0), num_row_keys], 2)
         return keys.double().repeat_interleave(H // K, 1)
 
@@ -89,6 +89,6 @@ def test_on_a_gpu_or_interpreted_own_keys_get_more_room(monkeypatch):
 
 
 def test_which_queries_it_takes():
-    """All others run in torch: heads of other sizes, float64, those of a CPU."""
+    """Queries with other head dimensions, in float64 or on a CPU are computed in torch."""
     assert fits(numbers(1, 4, 16, dtype=torch.float32)) == INTERPRETED
     assert not fits(numbers(1, 4, 24, dtype=torch.float32)) and not fits(numbers(1, 4, 16))

@@ -8,7 +8,7 @@ from minivlmrl.kernels.dense_attention import dense_attention
 
 @pytest.mark.parametrize(("L", "T"), [(5, 5), (5, 12), (1, 9), (40, 150)])
 def test_causal_attention_sees_up_to_the_lower_right(L, T):
-    """Each form against the formula in float64: written out, the fused kernel's (150 keys)."""
+    """Compare both paths with the formula in float64: the step-by-step path, and the fused kernel (150 keys)."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, L, 8, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(2, 3, T, 8, generator=generator, dtype=torch.float64) for _ in range(2))

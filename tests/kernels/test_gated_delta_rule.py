@@ -7,7 +7,7 @@ from minivlmrl.kernels.gated_delta_rule import by_definition, gated_delta_rule
 
 
 def inputs(T, forget, b=2, H=3, K=5, V=4):
-    """Random tokens, keys of length 1 as the model has them."""
+    """Create random inputs. The keys are normalised to length 1, as in the model."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(b, T, H, n, generator=random, dtype=torch.float64) for n in (K, K, V))
     beta, g = (torch.rand(b, T, H, generator=random, dtype=torch.float64) for _ in "ab")

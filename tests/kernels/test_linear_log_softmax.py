@@ -27,7 +27,7 @@ def inputs(rows=ROWS, vocab=31, width=8, dtype=EXACT):
 
 
 def exact(hidden, weight, ids, upstream, temperature, kept=None):
-    """Values and both gradients in float64; logits are not rounded."""
+    """Compute values and both gradients in float64, without rounding the logits."""
     z = (hidden.detach().double() @ weight.detach().double().T).requires_grad_()
     log_p = (z / temperature if kept is None else (z / temperature).masked_fill(~kept, -1e30)).log_softmax(-1)
     logps = log_p.gather(-1, ids[:, None])[:, 0]
@@ -68,7 +68,7 @@ def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtyp
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
 def test_a_sampling_mask_leaves_out_ids(small_pieces, share):
-    """Rows with the chosen id alone too."""
+    """For some rows, the mask allows only the chosen id."""
     hidden, weight, ids, upstream = inputs()
     upstream[:, ::3] = 0
     kept = torch.rand(ROWS, 31, generator=torch.Generator().manual_seed(1)) < share
@@ -96,7 +96,7 @@ def test_no_row_has_a_gradient_and_there_are_no_rows():
 
 @pytest.mark.parametrize("frozen", [0, 1], ids=["states", "head"])
 def test_what_needs_no_gradient_gets_none(frozen):
-    """A frozen head, as under LoRA, or frozen states."""
+    """Either the head is frozen, as with LoRA, or the hidden states are."""
     hidden, weight, ids, upstream = inputs(rows=5)
     expected = exact(hidden, weight, ids, upstream, 1.0)[3 - frozen]
     pair = [hidden, weight]

@@ -13,7 +13,7 @@ from minivlmrl.model.nf4 import pack_nf4, unpack_nf4
     ((1, 3), torch.bfloat16), ((64, 96), torch.float32), ((130, 70), torch.float16), ((300, 512), torch.bfloat16),
 ], ids=str)  # fmt: skip
 def test_the_kernel_has_the_bits_of_torch(shape, dtype, monkeypatch):
-    """Blocks that are filled up, programs that are not full, more than 256 scales."""
+    """The cases include padded blocks, programs with fewer bytes, and more than 256 scales."""
     packed = pack_nf4(0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     found = unpack_nf4(**packed, dtype=dtype)
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")

@@ -1,4 +1,4 @@
-"""Rows laid out by their prompt, and back."""
+"""Tests that PromptSlots arranges rows by their prompt and inverts this arrangement."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytes
 
 
 def make(lengths, heads, head_dim, dtype):
-    """q, k, v with three different strides; every neighbour in memory is NaN."""
+    """Create q, k and v with three different strides. All adjacent values in memory are NaN."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for gap in (1, 2, 3):
@@ -92,7 +92,7 @@ def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
 
 @interpreted
 def test_the_operator_keeps_its_promises():
-    """Schema, fake tensors, autograd registration and tracing, by torch's own checks."""
+    """Run torch's opcheck: schema, fake tensors, autograd registration and tracing."""
     inputs = make([16, 3], 2, 16, torch.float32)
     cu_seqlens = Segments([16, 3]).cu_seqlens
     torch.library.opcheck(torch.ops.minivlmrl.window_attention.default, (*inputs, cu_seqlens, 16))
