@@ -1,4 +1,4 @@
-"""Environments by name: classes, functions, lists of functions, TRL's forms; what is refused says why."""
+"""Tests of environments by name: classes, functions, lists of functions, TRL's forms, and error messages."""
 
 import re
 import textwrap

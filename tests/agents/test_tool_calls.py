@@ -1,4 +1,4 @@
-"""Calls in a text, and what tools may say; test_tool_sampler.py has answers as tokens."""
+"""Tests of parsing tool calls and of tool results as text; test_tool_sampler.py tests results as tokens."""
 
 import json
 import random
@@ -200,7 +200,7 @@ def test_a_picture_is_not_cut_into_patches_before_it_is_known_to_fit():
 
 
 def test_no_drawn_call_raises():
-    """900 of them, of pieces that break JSON, tags, names and encodings."""
+    """The 900 random calls contain invalid JSON, tags, names and encodings."""
     rng, tools, drawn = random.Random(0), {"look": look, "name": name}, 0
     pieces = [*"{}[]:,-\\\n", *(f"<{slash}{tag}>" for tag in ("tool_call", "look", "name") for slash in ("", "/"))]
     pieces += ['"left": 1', r'"\ud800": 2', r'"\ud800"', "[" * 3000, "9" * 5000, "null", "1e999", "NaN", '"name"']

@@ -1,4 +1,4 @@
-"""Completions that call tools: what the sampler records is what the trainer computes, pictures in them included."""
+"""Tests of completions that call tools: the sampler's log-probabilities equal those of training, also with images."""
 
 import json
 import re
@@ -102,12 +102,12 @@ CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 
 
 def row(size=(56, 84), **columns):
-    """A question about a picture."""
+    """Create a row with a question about an image."""
     return Row([user([IMAGE_PART, text("?")])], [PIL.Image.new("RGB", size)], columns)
 
 
 def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
-    """A tiny model with the tokenizer's ids of images and videos."""
+    """Create a tiny model that uses the tokenizer's ids of images and videos."""
     ids = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
     config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
     return tiny.model_of(config).to(dtype)
@@ -165,7 +165,7 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
 def test_a_graph_of_the_pretended_card_goes_on_after_answers(monkeypatch, model_type):
-    """Own keys get more room by an answer."""
+    """A tool result enlarges the key and value buffers."""
     monkeypatch.setattr(cuda_graphs, "KEYS", 16)
     monkeypatch.setattr(cuda_graphs.StaticDecodeAttention, "check_every", 4)
     expected, *_ = play(monkeypatch, *TEXTS, model=model_of(model_type))
@@ -176,7 +176,7 @@ def test_a_graph_of_the_pretended_card_goes_on_after_answers(monkeypatch, model_
 
 
 def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch):
-    """An answer is before what follows it, but ends nothing."""
+    """A tool result counts as preceding text for a stop string, but does not complete one."""
     answer = "[<result>P x (56, 84)</result>]"
     ends = {"</read>": "<read>x</read>", "t><look>": f"<read>x</read>{answer}<look>"}
     ends["ult>"] = f"<read>x</read>{answer}<look>1</look>[(1)]end<|im_end|>"
@@ -287,7 +287,7 @@ def test_a_finished_conversation_is_what_the_published_template_makes_of_it(monk
 
 
 def test_limits(monkeypatch):
-    """Calls over the limit are text; an answer that does not fit ends a completion, as one that was cut."""
+    """Calls over the limit remain text. A result that does not fit ends the completion, which counts as truncated."""
     words = "<look>1</look><look>2</look>end"
     monkeypatch.setattr(Eye, "max_tool_calls", 1, raising=False)
     [[completion]], _, _ = play(monkeypatch, words)
@@ -320,7 +320,7 @@ def test_what_an_environment_cannot_have(monkeypatch):
 
 
 def test_no_completion_sees_what_another_did_to_its_row(monkeypatch):
-    """A list of pictures, a column, and pixels: each completion of a group has its own."""
+    """Each completion of a group has its own list of images, columns and pixels."""
 
     def reset(self, images, marks, **columns):
         self.images, self.marks = images, marks
@@ -341,7 +341,7 @@ def test_no_completion_sees_what_another_did_to_its_row(monkeypatch):
 
 
 def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
-    """Else 20,000 tokens would be searched as often."""
+    """Otherwise the text would be searched for each of 20,000 tokens."""
     read = []
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
@@ -404,7 +404,7 @@ def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent
 
 
 def test_a_policy_that_only_closes_is_not_searched(monkeypatch):
-    """Else 8,192 tokens take half a minute."""
+    """Otherwise 8,192 tokens would take half a minute."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
     episode = tool_sampler.ToolEpisode(Eye())

@@ -48,7 +48,7 @@ CLICKS = ["<click>red</click>", "<click>blue</click>"]
 
 
 def tokenizer():
-    """Calls that are a token each."""
+    """Create a tokenizer in which each call is one token."""
     trained = train_tokenizer(["click red or blue, well"] * 3, 290)
     trained.backend.add_tokens(CLICKS)
     return trained
@@ -160,7 +160,7 @@ def all_trajectories(monkeypatch, goal, history, model):
 
 
 def weights_of(way, trajectory):
-    """What a shortcut multiplies each token's term by."""
+    """Return the factor by which a shortcut multiplies the loss term of each token."""
     lengths = [len(turn.ids) for turn in trajectory.turns]
     weights = {
         "windows as rows of the group": [torch.full((n,), 1.0) for n in lengths],
@@ -299,7 +299,7 @@ TASKS = {"site": site, "tools": tools, "zoom": zoom}
 
 
 def shown(prompt):
-    """The text of a window, a picture by its number of tokens."""
+    """Return the text of a window, in which each image is replaced with its number of tokens."""
     return re.sub(
         r"(<\|image_pad\|>)+",
         lambda found: str(len(found[0]) // 13),
@@ -332,7 +332,7 @@ def test_what_windows_show(monkeypatch):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """A random model calls whenever it has written two tokens."""
+    """Make a random model call a tool after every two tokens."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, *_: [("click", "red")] if len(text) > 2 else [])
     monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
 

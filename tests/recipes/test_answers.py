@@ -1,4 +1,4 @@
-"""Choices, yes and no, classes: the rows of reward_table.yaml, and solutions that are none."""
+"""Tests of the rewards for choices, yes and no, and classes: reward_table.yaml, and invalid solutions."""
 
 import pytest
 from reward_table import CHOICE, CLASS, CLASSES, MATH, NUMBER, ROWS, YES_NO
@@ -10,7 +10,7 @@ from score_texts import score_texts
 
 @pytest.mark.parametrize("reward", dict.fromkeys(row[0] for row in ROWS))
 def test_right_answers_earn_and_hacks_do_not(reward):
-    """Also of texts that are long or made to be slow: none of them hangs."""
+    """Very long texts and texts that are slow to parse do not hang the reward."""
     if reward == MATH:
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     wrong = []

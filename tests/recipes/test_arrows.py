@@ -1,4 +1,4 @@
-"""recipes/arrows.py, a task outside the package: its pictures say the answer, and nothing shorter does."""
+"""Tests of recipes/arrows.py: the answer can be read from the image, and a shortcut does not give it."""
 
 import runpy
 

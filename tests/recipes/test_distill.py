@@ -27,14 +27,14 @@ HINT = ["--distill.teacher_prompt=teachers:hint"]
 
 
 def log_probs(model, prompt, completion, temperature):
-    """(T, V) of one completion alone, in a batch without others."""
+    """Compute the log-probabilities (T, V) of one completion in its own batch."""
     group = pack([prompt], [[completion]], model.config)
     words = len(shapes.tokenizer())
     return (model.lm_head(completion_states(model, group))[:, :words] / temperature).log_softmax(-1)
 
 
 def by_hand(run, teacher, shown, rollout):
-    """The loss of a rollout, one completion after the other, with all logits."""
+    """Compute the loss of a rollout from all logits, one completion after the other."""
     student = run.trainer.policy
     processor = run.trainer.processor
     total = 0.0
@@ -103,7 +103,7 @@ def teacher(folder, tmp_path):
 
 
 def test_a_teacher_may_have_more_rows_than_the_student(stage, samples, teacher):
-    """As Qwen2.5-VL-7B has beside a student of 3B: rows of its head that have no token."""
+    """The head of Qwen2.5-VL-7B has more rows than that of the 3B student; they do not belong to a token."""
     model, option = teacher(vocab_size=368)
     run = stage("distill", *HINT, option)
     loss = sum(run.trainer.loss(batch)[0] for batch in run.next())

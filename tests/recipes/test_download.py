@@ -1,4 +1,4 @@
-"""Files of URLs are downloaded once, by recipes/download.py."""
+"""Tests that recipes/download.py downloads the file of each URL once."""
 
 import json
 

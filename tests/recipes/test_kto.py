@@ -1,4 +1,4 @@
-"""KTO on tiny models; its steps equal TRL's: audit/tests/test_trl_steps.py."""
+"""Tests of KTO on tiny models. audit/tests/test_trl_steps.py compares its steps with TRL's."""
 
 import pytest
 

@@ -24,12 +24,12 @@ def columns(rows):
 
 
 def cells(box):
-    """A box of pixels in units of the grid."""
+    """Convert a box from pixels to units of the grid."""
     return tuple(number // 7 for number in box)
 
 
 def extent(image, color):
-    """The smallest box in pixels that holds all of a colour; None if there is none of it."""
+    """Return the smallest box in pixels that contains all pixels of a colour, or None if the colour is absent."""
     rows, across = np.nonzero((np.asarray(image) == COLORS[color]).all(-1))
     return [int(n) for n in (across.min(), rows.min(), across.max() + 1, rows.max() + 1)] if len(rows) else None
 
@@ -50,7 +50,7 @@ def named(row):
 
 
 def test_rows_of_a_seed_are_the_same_in_every_version():
-    """Recorded: published results depend on these rows."""
+    """The rows are compared with recorded ones, because published results depend on them."""
     digest = hashlib.sha256()
     for objects in ((1, 1), (1, 3)):
         for row in rows_of(Localisation(50, "test", objects=objects, jitter=1, wrong_boxes=0.3)):

@@ -16,7 +16,7 @@ def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch, math_v
 
 
 def test_in_a_thread_too(math_verify):
-    """math-verify's alarms need the main thread."""
+    """math-verify's alarms only work in the main thread."""
     found = []
     thread = threading.Thread(target=lambda: found.extend(math(["0.5", "0.4"], ["1/2", "1/2"])))
     thread.start()

@@ -42,7 +42,7 @@ def test_sizes_of_units_and_words(answer, solution):
     ("0.33", "1/3", 0.001, 0), ("10.2 mm", "1 cm", 0.05, 1), ("48%", "0.5", 0.05, 1), ("0.1", 0.1, 0, 1),
 ])  # fmt: skip
 def test_tolerance(answer, solution, tolerance, earned):
-    """A share of the solution, as in ChartQA; the bounds are inside, exactly."""
+    """The tolerance is a fraction of the solution, as in ChartQA. Answers at the exact bounds are correct."""
     assert number([answer], [solution], tolerance=tolerance) == [earned]
 
 
@@ -55,7 +55,7 @@ def test_a_solution_that_is_no_number_is_named(solution):
 
 
 def test_against_math_verify(math_verify):
-    """Where it can read both, it says the same, but for the rows that are listed."""
+    """If math-verify can parse both texts, it agrees with the reward, except for the listed rows."""
     taken, missed = {}, {}
     for reward, solution, answer, earned in ROWS:
         slow = "9^9" in answer or "9**9" in answer or "!" in answer or "/0" in answer

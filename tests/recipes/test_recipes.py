@@ -74,7 +74,7 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b", "lora_7b", "cls_qwen2_vl_2b"])
 def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
-    """With a tiny checkpoint."""
+    """The recipes run one step with a tiny checkpoint."""
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
     files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]

@@ -1,4 +1,4 @@
-"""recipes/tools.py: arithmetic, and nothing else of Python; which pixels a box of the model shows."""
+"""Tests of recipes/tools.py: the calculator accepts only arithmetic, and zoom shows the right pixels."""
 
 import PIL.Image
 import pytest

@@ -1,4 +1,4 @@
-"""recipes/zoom.py, the task of a closer look."""
+"""Tests of recipes/zoom.py, whose answer is visible only in a crop of the image."""
 
 import random
 import runpy
