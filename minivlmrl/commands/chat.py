@@ -35,15 +35,14 @@ def main(arguments: list[str]):
     """Run the command `chat`."""
     options, overrides = build_parser().parse_known_args(arguments)
     config = inference_config(options, overrides)
-    row = build_row(
-        options, config.data
-    )  # before loading weights, so that a mistake is reported at once
+    # Images and videos are read before the weights, so that a mistake is reported at once.
+    row = build_row(options, config.data)
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
     prompt = row.prompt(processor)
     sampling = config.sampling
     sampling.engine = "native"
-    sampling.cuda_graph = "never"  # each token is printed at once
+    sampling.cuda_graph = "never"  # because each token is printed as soon as it is sampled
     stop_ids = sampling.stop_token_ids
     if stop_ids is None:
         stop_ids = processor.stop_token_ids
@@ -55,16 +54,16 @@ def main(arguments: list[str]):
     stream.end()
     if not completion.stopped:
         print(
-            f"(stopped after {len(completion.ids)} tokens, the limit of --max_new_tokens)",
+            f"(the answer was cut off after {len(completion.ids)} tokens; raise --max_new_tokens)",
             file=sys.stderr,
         )
     process_group.shutdown(world)
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Read the prompt settings of the run that trained a model, or use the defaults.
+    """Load the prompt settings of the run that trained a model, or the defaults for other models.
 
-    The sampling options come only from the command line.
+    The sampling options are taken only from the command line.
     """
     folder = find_folder(options.model)
     dtype = read_config(folder).torch_dtype
@@ -84,7 +83,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
-    """Return a row with the prompt, images and videos of the command line."""
+    """Build a row from the prompt, the images and the videos of the command line."""
     images = [fetch_image(source) for source in options.image]
     videos = [VideoFile(partial(load_video, source)) for source in options.video]
     media_counts = {"image": len(images), "video": len(videos)}
@@ -95,22 +94,26 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Prints the tokens of one row; a character is printed with its last byte."""
+    """Prints the tokens of one answer as text while they are sampled.
+
+    The tokens in `hidden` are not printed. A character of several bytes is printed together with
+    its last byte.
+    """
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
-        # buffers the first bytes of an incomplete character
+        # The decoder buffers the first bytes of an incomplete character.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
-        """Print tokens `ids` (n,)."""
+        """Print the sampled token ids (n,) as text."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:
                 text = token_bytes(self.tokenizer, token_id)
                 print(self.decoder.decode(text), end="", flush=True)
 
     def end(self):
-        """End the line; an incomplete character is printed as the replacement character."""
+        """End the line. An incomplete character is printed as the replacement character U+FFFD."""
         print(self.decoder.decode(b"", final=True))
 
 
@@ -123,16 +126,17 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, help="model folder or repository id on the Hub")
-    add("--prompt", required=True, help="text; each <image> marks the place of an image")
+    add("--model", required=True, help="folder of the model, or its repository id on the Hub")
+    add("--prompt", required=True, help="text of the prompt; each <image> is replaced by an image")
     media_option = {"action": "append", "default": [], "metavar": "FILE"}
-    add("--image", **media_option, help="an image; repeat the option for several")
-    add("--video", **media_option, help="a video; repeat the option for several")
-    add("--system", help="system message; default: that of the model family")
-    add("--seed", type=int, default=0, help="random seed of the answer")
+    add("--image", **media_option, help="image file; repeat the option for several images")
+    add("--video", **media_option, help="video file; repeat the option for several videos")
+    add("--system", help="system message; defaults to that of the model's run or chat template")
+    add("--seed", type=int, default=0, help="random seed of the answer; defaults to 0")
     group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
     for option in options_of(SamplingOptions):
-        if option.name not in ("engine", *ENGINES):  # the model itself generates
+        # Options of sampling engines are left out, because chat always uses the native engine.
+        if option.name not in ("engine", *ENGINES):
             help_text = option.comment.replace("%", "%%")
             group.add_argument(f"--{option.name}", dest=f"sampling.{option.name}", help=help_text)
     return parser

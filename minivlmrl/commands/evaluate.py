@@ -1,15 +1,15 @@
-"""Answer the rows of a file, compute rewards, and write one line per row and a summary.
+"""Answer the rows of a file, compute rewards, and write a line for each row and a summary.
 
-python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl      # greedy, one answer a row
+python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
-torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on many GPUs
+torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
-The recipe gives the prompt template, the size of images, the stopping rules, data.answer_format and
+The recipe sets the prompt template, the size of images, the stopping rules, data.answer_format and
 data.eval_rewards; --section.name=value changes any of its options. By default the recipe is
-config.yaml of the run that trained the model, or minivlmrl.yaml beside the weights, or
-recipes/own_data.yaml with {problem} as the prompt template. The adapter of the recipe is not used,
-because the checkpoint of a run already contains its adapter.
+config.yaml of the run that trained the model. If there is none, it is minivlmrl.yaml beside the
+weights, or else recipes/own_data.yaml with {problem} as the prompt template. The recipe's adapter
+is not loaded, because the checkpoint of a run already contains its adapter.
 """
 
 import argparse
@@ -41,34 +41,45 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         f"python -m minivlmrl {name}",
         description=str(__doc__).partition("\n\n")[0],
-        epilog="--section.name=value sets an option of the recipe, such as --data.max_pixels=401408",
+        epilog="--section.name=value sets an option of the recipe, as in --data.max_pixels=401408",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--recipe", help="recipe; default: config.yaml of the run, or own_data.yaml"
+        "--recipe", help="recipe; defaults to config.yaml of the model's run, or to own_data.yaml"
     )
-    parser.add_argument("--model", required=True, help="model folder or repository id on the Hub")
-    parser.add_argument("--data", required=True, help="file of rows, in any format of docs/data.md")
-    parser.add_argument("--out", help=f"results file; default: {name}.jsonl beside the model")
-    parser.add_argument("--num_generations", type=int, default=1, help="number of answers per row")
     parser.add_argument(
-        "--temperature", type=float, help="default: 0 for one answer, 1 for several"
+        "--model", required=True, help="folder of the model, or its repository id on the Hub"
     )
-    parser.add_argument("--rows", type=int, default=10**9, help="number of rows; default: all")
+    parser.add_argument("--data", required=True, help="file of rows, in any format of docs/data.md")
+    parser.add_argument("--out", help=f"results file; defaults to {name}.jsonl beside the model")
+    parser.add_argument(
+        "--num_generations", type=int, default=1, help="number of answers per row; defaults to 1"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="sampling temperature; defaults to 0 for one answer per row, and to 1 for several",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=10**9, help="number of rows to answer; defaults to all"
+    )
     return parser
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Run the command `evaluate` or `generate`, which computes no rewards.
+    """Run the command `evaluate`, or `generate`, which does not compute rewards.
 
-    The function writes one line per row to the results file, and writes and prints a summary.
+    The function writes a line for each row to the results file, and writes and prints a summary.
     """
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
-        raise ValueError("--num_generations and --rows must be 1 or more")
-    judges = tool == "evaluate"
-    config = evaluation_config(options, overrides, judges)
-    rewards = held_out_rewards(config) if judges else []
+        raise ValueError(
+            f"--num_generations is {options.num_generations} and --rows is {options.rows}, but "
+            "both must be at least 1"
+        )
+    with_rewards = tool == "evaluate"
+    config = evaluation_config(options, overrides, with_rewards)
+    rewards = held_out_rewards(config) if with_rewards else []
     names = [reward.name for reward in rewards]
     rows = load_datasets(config, {}, (), required_columns(rewards))["eval"]
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
@@ -83,8 +94,8 @@ def answer_file(tool: str, arguments: list[str]):
     key = f"{config.seed}/evaluate"
     describe = partial(result_line, processor, names)
     model_folder = Path(options.model)
-    home = model_folder.resolve().parent if model_folder.is_dir() else Path()
-    out = Path(options.out or home / f"{tool}.jsonl")
+    out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
+    out = Path(options.out or out_folder / f"{tool}.jsonl")
     lines = []
     for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
@@ -100,16 +111,18 @@ main = partial(answer_file, "evaluate")
 generate_main = partial(answer_file, "generate")
 
 
-def evaluation_config(options: argparse.Namespace, overrides: list[str], judges: bool) -> RunConfig:
-    """Load the recipe with the model, the rows and the rewards of the command line.
+def evaluation_config(
+    options: argparse.Namespace, overrides: list[str], with_rewards: bool
+) -> RunConfig:
+    """Load the recipe, with the model and the rows of the command line.
 
     Raises:
-        ValueError: a recipe that was found beside the model names code, which may not run unasked.
+        ValueError: if the recipe was found beside the model and names code. Such code only runs if
+            the user passes the recipe with --recipe.
     """
     found_recipe = find_recipe(options.model)
-    if not (
-        found_recipe or options.recipe
-    ):  # the template of own_data.yaml would not match a third-party model
+    # Without a recipe, the model was not trained with the prompt template of own_data.yaml.
+    if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
     fields = {
@@ -117,13 +130,13 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], judges:
         "data.train_file": options.data,
         "data.eval_file": options.data,
         "data.eval_rows": options.rows,
-        # nothing is trained
+        # These options are cleared, because nothing is trained.
         "model.config": None,
         "data.task": None,
         "data.train": [],
         "stages": [],
     }
-    if not judges:
+    if not with_rewards:
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", "--rewards={}", *overrides, *as_overrides(fields)]
     config = load_config(recipe, overridden, None if options.recipe else overrides)
@@ -141,22 +154,21 @@ def find_recipe(model: str) -> Path | None:
 
 
 def result_line(
-    processor: Processor, names: Sequence[str], row: Row, completions: list, earned: list
+    processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list
 ) -> dict:
     """Return the line of a row in the results file."""
     answers = []
-    for completion, values in zip(completions, earned, strict=True):
+    for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
-        judged = [
-            None if math.isnan(value) else value for value in values
-        ]  # null, because JSON has no NaN
+        # None is written as null, because JSON does not support NaN.
+        scored = [None if math.isnan(value) else value for value in values]
         answers.append(
             {
                 "text": text,
                 "answer": find_answer(text, processor.answer_format),
                 "tokens": len(completion.ids),
                 "stopped": completion.stopped,
-                "rewards": dict(zip(names, judged, strict=True)),
+                "rewards": dict(zip(names, scored, strict=True)),
             }
         )
     return {
@@ -168,9 +180,9 @@ def result_line(
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Return the fraction of truncated answers, and the mean of each reward.
+    """Compute the fraction of truncated answers (`cut`) and the mean of each reward.
 
-    A row counts for a reward if the reward could score one of its answers.
+    A row counts for the mean of a reward if the reward could score at least one of its answers.
     """
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
@@ -178,15 +190,15 @@ def summarise(lines: list[dict], names: Sequence[str]) -> dict:
         means = []
         for line in lines:
             values = [answer["rewards"][name] for answer in line["answers"]]
-            judged = [value for value in values if value is not None]
-            if judged:
-                means.append(sum(judged) / len(judged))
+            scored = [value for value in values if value is not None]
+            if scored:
+                means.append(sum(scored) / len(scored))
         summary[name] = sum(means) / len(means) if means else None
     return summary
 
 
 def write_summary(summary: dict, out: Path):
-    """Write the summary beside the results file and print the summary."""
+    """Write the summary to a file beside the results file, and print it."""
     path = out.with_suffix(".summary.json")
     write_json(path, summary)
     for name, value in summary.items():

@@ -1,8 +1,8 @@
-"""Print the options of a recipe with default, type and comment, for `train --help`.
+"""Print the options of a recipe with their defaults, types and comments, for `train --help`.
 
-python -m minivlmrl train --help          # all sections
-python -m minivlmrl train --help grpo     # one section
-python -m minivlmrl train shapes_kto.yaml --help kto  # a custom stage of a recipe
+python -m minivlmrl train --help                      # all sections
+python -m minivlmrl train --help grpo                 # one section
+python -m minivlmrl train shapes_kto.yaml --help kto  # section of a recipe's own stage
 """
 
 import inspect
@@ -17,10 +17,10 @@ from minivlmrl.config.parsing import Option, did_you_mean, options_of, type_text
 
 
 def print_options(*names: str):
-    """Print the options of the named sections, by default of all sections.
+    """Print the options of the named sections, or of all sections if no name is given.
 
-    The section "run" holds the options outside of sections. The first name may be a recipe, so that
-    the sections of stages in its files are listed too.
+    The section "run" contains the options outside of sections. The first name may be a recipe; then
+    the sections of stages that the recipe loads from files are listed, too.
     """
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
@@ -30,7 +30,7 @@ def print_options(*names: str):
     for name in names:
         if name not in sections:
             raise ValueError(
-                f"--help {name}: there is no such section; the sections are {', '.join(sections)}"
+                f"--help {name}: unknown section {name!r}; the sections are {', '.join(sections)}"
                 f"{did_you_mean(name, sections)}"
             )
     print("usage: python -m minivlmrl train [RECIPE] [--section.name=value ...]\n")
@@ -44,7 +44,7 @@ def print_options(*names: str):
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """Return the options of each section; "run" holds the options outside of sections."""
+    """Return the options of each section; "run" contains the options outside of sections."""
     sections = {}
     for option in options_of(config_class):
         section = option.path.removesuffix(option.name).rstrip(".") or "run"
@@ -53,7 +53,7 @@ def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, l
 
 
 def format_option(option: Option) -> str:
-    """Format an option: name and default, and below them its type and comment."""
+    """Format an option: its name and default in one line, and below them its type and comment."""
     default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
     default = default.removesuffix("\n...\n").strip()
     text = f"{type_text(option.hint)}; {option.comment}"

@@ -50,7 +50,7 @@ def main(arguments: list[str]):
         )
         print(f"\n{stage}\n{memory_table(phases, gpu_bytes)}")
         if peak_bytes(phases) > gpu_bytes:
-            print("This does not fit. docs/memory.md lists options that save memory.")
+            print("This does not fit into a GPU. docs/memory.md lists options that save memory.")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,14 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="config.json, or the folder that contains it")
-    add("--gpus", type=int, default=1, help="number of GPUs on all nodes")
-    add("--gpu_memory", type=float, default=80.0, help="memory of one GPU in GB")
-    add("--text_tokens", type=int, default=TEXT_TOKENS, help="text tokens of a prompt")
+    add("--gpus", type=int, default=1, help="number of GPUs on all nodes together")
+    add("--gpu_memory", type=float, default=80.0, help="memory of each GPU in GB")
+    add("--text_tokens", type=int, default=TEXT_TOKENS, help="number of text tokens per prompt")
     add(
         "--image_tokens",
         type=int,
         default=IMAGE_TOKENS,
-        help="image tokens of a prompt: height/28 x width/28 (Qwen3: /32)",
+        help="number of image tokens per prompt: height/28 x width/28 (/32 instead for Qwen3)",
     )
     add(
         "--frames",
@@ -79,16 +79,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def model_config(path: Path) -> ModelConfig:
-    """Read a config.json, given by its path or by its folder."""
+    """Read a config.json; `path` is the file or the folder that contains it."""
     if not path.exists():
         raise ValueError(
-            f"{path}: no such file or folder; for a repository id run `hf download {path} config.json`"
+            f"{path}: no such file or folder; if this is a repository id, run `hf download {path} "
+            "config.json` and pass the file"
         )
     return ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
-    """Format the estimate as a Markdown table in GB with one column per phase."""
+    """Format the estimate in GB as a Markdown table with a column for each phase."""
     item_names = dict.fromkeys(name for items in phases.values() for name in items)
     lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
     for name in item_names:

@@ -1,4 +1,4 @@
-"""`python -m minivlmrl merge`: merge an adapter into its base model and save a Hugging Face folder."""
+"""Merge an adapter into its base model, and save the result as a Hugging Face model folder."""
 
 import argparse
 import filecmp
@@ -11,18 +11,18 @@ from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
 def main(arguments: list[str]):
-    """Run the command `merge`; the merged weights have the dtype of the base."""
+    """Run the command `merge`. The merged weights have the dtype of the base model."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="base model: folder or repository id on the Hub")
-    add("--adapter", required=True, help="folder of a PEFT adapter, or of a run")
-    add("--out", required=True, help="output folder")
-    add("--quantize", choices=["nf4"], help="value of adapter.quantize in the run")
+    add("--model", required=True, help="base model: a folder, or a repository id on the Hub")
+    add("--adapter", required=True, help="folder of a PEFT adapter or of a run")
+    add("--out", required=True, help="folder for the merged model")
+    add("--quantize", choices=["nf4"], help="value of adapter.quantize in the adapter's run")
     options = parser.parse_args(arguments)
     folder = find_folder(options.model)
     adapter = find_adapter(options.adapter)
     adapter_file = adapter / WEIGHTS
-    merged_file = folder / "adapter" / WEIGHTS  # a run saves this copy beside merged weights
+    merged_file = folder / "adapter" / WEIGHTS  # copy that a run saves beside the merged weights
     if (
         merged_file.is_file()
         and adapter_file.is_file()

@@ -1,4 +1,4 @@
-"""Train from Python, with rows and reward functions of the calling process."""
+"""Train from Python, for example in a notebook, with rows and reward functions as arguments."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -14,15 +14,8 @@ from minivlmrl.files import digest
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run.loop import run_training
 
-MEDIA = (
-    "image",
-    "images",
-    "video",
-    "videos",
-    "image_url",
-    "video_url",
-    "url",
-)  # keys whose values are paths
+# Relative paths in the values of these keys are made absolute.
+MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")
 Rows = Sequence[dict]
 Rewards = dict[str | Callable, float]
 
@@ -34,14 +27,16 @@ def train(
     rewards: Rewards | None = None,
     **options,
 ) -> dict:
-    """Train a recipe and return the summary of the run, or {} if a signal ended the run.
+    """Train a recipe, and return the summary of the run, or {} if a signal ended the run.
 
     Args:
         recipe: path of a recipe, or the name of a file in recipes/.
-        rows, eval_rows: rows with the columns of docs/data.md; an image is a path or a PIL image.
-            They are saved in the folder rows/ of the run.
-        rewards: name or function -> weight; None uses the rewards of the recipe.
-        options: options or sections of the recipe: output_dir="runs/cats", grpo={"max_steps": 9}.
+        rows: training rows with the columns of docs/data.md. An image is a path or a PIL image.
+            The rows are saved in the folder rows/ of the run.
+        eval_rows: held-out rows in the same form, or None for a run without evaluations.
+        rewards: name of a reward or reward function -> weight. None uses the recipe's rewards.
+        options: options or sections of the recipe, for example output_dir="runs/cats" or
+            grpo={"max_steps": 9}.
     """
     fields: dict[str, Plain] = {"data.task": None}
     for name, value in options.items():
@@ -60,35 +55,39 @@ def train(
 
 
 def write_rows(rows: Rows, folder: Path) -> Path:
-    """Write rows as JSON lines and PIL images as PNG files; the file names are content hashes."""
+    """Write rows to a JSON-lines file and PIL images to PNG files, named by content hashes."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json_text(as_json(row, folder)) + "\n" for row in rows)
     path = folder / f"{digest([text])[:32]}.jsonl"
-    draft = path.with_suffix(f".{os.getpid()}")  # another rank may be reading the final file
+    # Each rank writes its own draft, because another rank may already be reading the final file.
+    draft = path.with_suffix(f".{os.getpid()}")
     draft.write_bytes(text.encode())
     return draft.replace(path)
 
 
 def register_reward(reward: str | Callable) -> str:
-    """Add a function to the reward registry and return its name."""
+    """Add a reward function to the registry, and return its name; a str is already a name."""
     if isinstance(reward, str):
         return reward
     if isinstance(REWARDS.get(reward.__name__), str):
         raise ValueError(
-            f"reward {reward.__name__}: a built-in reward has this name; rename the function"
+            f"reward {reward.__name__}: a built-in reward already has this name; rename yours"
         )
     REWARDS[reward.__name__] = reward
     return reward.__name__
 
 
 def as_json(value, folder: Path, is_path: bool = False):
-    """Return a row or column as JSON: images are saved in `folder`, relative paths become absolute."""
+    """Convert a row or a column of a row to JSON.
+
+    Images are saved in `folder` and replaced by their paths. Relative paths become absolute.
+    """
     if isinstance(value, dict):
         return {name: as_json(field, folder, name in MEDIA) for name, field in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item, folder, is_path) for item in value]
     if isinstance(value, PIL.Image.Image):
-        image = load_image(value)  # upright and RGB, as data/image.py reads it
+        image = load_image(value)  # upright and in RGB, as images of files are loaded
         path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"
         image.save(path)
         return str(path.resolve())

@@ -1,7 +1,9 @@
 """Write an HTML report of one run, or of two runs side by side: curves and completions.
 
-python -m minivlmrl report runs/shapes                  # writes runs/shapes/report.html, while it runs too
-python -m minivlmrl report runs/a runs/b --out ab.html
+python -m minivlmrl report runs/shapes                  # writes runs/shapes/report.html
+python -m minivlmrl report runs/a runs/b --out ab.html  # compares two runs
+
+The command can also be used while a run is training.
 """
 
 import argparse
@@ -15,11 +17,11 @@ def main(arguments: list[str]):
     """Run the command `report`."""
     title = str(__doc__).splitlines()[0]
     p = argparse.ArgumentParser("python -m minivlmrl report", description=title)
-    p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of one run or two runs")
-    p.add_argument("--out", help="default: report.html in the first run's folder")
+    p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; one or two runs")
+    p.add_argument("--out", help="output file; defaults to report.html in the first run's folder")
     options = p.parse_args(arguments)
     if len(options.runs) > 2:
-        raise ValueError(f"a report shows one or two runs, not {len(options.runs)}")
+        raise ValueError(f"a report shows one or two runs, but {len(options.runs)} were given")
     folders = [Path(run) for run in options.runs]
     for folder in folders:
         if not (folder / METRICS).is_file():

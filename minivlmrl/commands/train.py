@@ -1,11 +1,11 @@
 """Train a recipe.
 
 torchrun train.py                              # recipes/shapes.yaml: a tiny model, about a minute
-torchrun train.py RECIPE --section.name=value  # another recipe, any option changed
-torchrun train.py RECIPE --resume=auto         # continue from the newest state in output_dir
+torchrun train.py RECIPE --section.name=value  # another recipe, with an option changed
+torchrun train.py RECIPE --resume=auto         # continue from the newest checkpoint in output_dir
 torchrun train.py --help [SECTION]             # every option with its default
 
-`python -m minivlmrl train` does the same where there is no clone.
+`python -m minivlmrl train` does the same without a clone of the repository.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Train as one rank and exit the process; with --help, print the options of a recipe."""
+    """Train as one rank, and exit the process; with --help, only print the options of a recipe."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 
@@ -28,12 +28,12 @@ def main(arguments: list[str]):
 
 
 def train_recipe(arguments: list[str]) -> int:
-    """Train the recipe of a command line and return the exit code of run_training."""
+    """Train the recipe of a command line, and return the exit code of run_training."""
     return run_training(parse_arguments(arguments))
 
 
 def parse_arguments(arguments: list[str]) -> RunConfig:
-    """Load the recipe of a command line, [RECIPE] [--section.name=value ...]."""
+    """Load the recipe that the arguments [RECIPE] [--section.name=value ...] describe."""
     if not arguments or arguments[0].startswith("--"):
         arguments = [str(recipes_folder() / "shapes.yaml"), *arguments]
     return load_config(arguments[0], arguments[1:])

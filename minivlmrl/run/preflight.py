@@ -1,7 +1,7 @@
 """Check a recipe before its first step, and print notes about its device, model and options.
 
-The checks call the reward functions once, compare the lengths of prompts with the model's
-positions, and find options without effect.
+The checks call each reward function once, compare the lengths of prompts with the number of
+positions of the model, and look for options that have no effect.
 """
 
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ TYPICAL_WEIGHT = 0.01  # typical magnitude of a weight in a model of billions of
 
 
 def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
-    """Call all reward functions with a dummy completion, so that a broken one fails before training.
+    """Call all reward functions with a dummy completion, so that errors show before training.
 
     Args:
-        needs: name of each stage -> kind of rows that the stage needs, a key of
+        needs: name of each stage -> kind of rows that the stage needs, which is a key of
             run.datasets.NEEDS.
-        datasets: name of each stage, or "eval" -> its rows. The first row is used.
+        datasets: name of each stage, or "eval" -> dataset, of which the first row is used.
 
     Raises:
         ValueError: if a reward function fails.
@@ -41,7 +41,8 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
     for stage, rows in datasets.items():
         if stage == "eval":
             rewards = held_out_rewards(config)
-            no_columns = dict.fromkeys(required_columns(rewards))  # a row without one is not judged
+            # Missing columns are None, because held-out rows may lack columns that a reward needs.
+            no_columns = dict.fromkeys(required_columns(rewards))
         elif needs[stage] == "prompts":
             rewards = training_rewards(config)
             no_columns = {}
@@ -83,9 +84,9 @@ def check_positions(
     model: Qwen2_5_VL,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt plus its new tokens exceeds the model's or engine's limit.
+    """Raise ValueError if a prompt and the tokens to generate exceed the limit of model or engine.
 
-    The model's limit is max_position_embeddings; a sampling engine may have a smaller one.
+    The limit of the model is max_position_embeddings. A sampling engine may have a smaller limit.
     """
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
@@ -108,7 +109,7 @@ def check_positions(
 
 
 def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
-    """Print device, number of ranks, kernel backend, and the model's size and dtypes."""
+    """Print the device, the number of ranks, the kernels, and the size and dtypes of the model."""
     dtype = config.model.dtype
     compute_dtype = config.model.compute_dtype or dtype
     kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
@@ -125,32 +126,34 @@ def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
 
 
 def describe_thought(processor: Processor):
-    """Print the text with which the chat template opens the answer of a reasoning model."""
+    """Print the text, such as <think>, with which prompts of a reasoning model open the answer."""
     if not processor.template or "<think>" not in processor.template.text:
         return
     opened = processor.template.opened
     print(
-        f"prompts open the answer with {opened!r}; rewards read it with the completion", flush=True
+        f"prompts open the answer with {opened!r}, which reward functions receive as part of the "
+        "completion",
+        flush=True,
     )
 
 
 def collect_notes(
     config: RunConfig, trainers: dict[str, type[Trainer]], datasets: dict[str, Dataset]
 ) -> Iterator[str]:
-    """Yield warnings about options that these stages do not use, and about likely mistakes.
+    """Yield warnings about options that the recipe's stages do not use, and about likely mistakes.
 
-    Options that have no effect with any stage are errors; config/validation.py raises them.
+    Options that have no effect in any stage are errors, which config/validation.py raises.
     """
     if not config.stages:
-        yield "stages is []: nothing is trained, the model is evaluated and saved as it is"
+        yield "stages is []: nothing is trained; the model is only evaluated and saved"
     for name in config.unused_sections:
-        yield f"{name}: no effect, because stages does not name it"
+        yield f"{name} has no effect, because `stages` does not include it"
     yield from unnamed_sections(config)
     yield from unused_files(config)
     if all(trainer.answers for trainer in trainers.values()):
         for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
             if is_set(name, config):
-                yield f"{name}: no effect, because no stage samples completions"
+                yield f"{name} has no effect, because no stage samples completions"
     yield from find_mistakes(config, datasets)
 
 
@@ -162,27 +165,29 @@ def unnamed_sections(config: RunConfig) -> Iterator[str]:
         if "reward_model" in config.rewards:  # this reward loads the model from that path
             changed = [option for option in changed if option != "reward_model.path"]
         if changed:
-            yield f"{', '.join(changed)}: no effect, because stages does not name {name}"
+            yield f"{', '.join(changed)}: no effect, because `stages` does not include {name}"
 
 
 def unused_files(config: RunConfig) -> Iterator[str]:
     """Yield one warning for each file of rows that no stage of the recipe reads."""
     for stage in config.data.files:
         if stage not in config.stage_names:
-            yield f"data.files.{stage}: no effect, because stages does not name {stage}"
+            yield f"data.files.{stage} has no effect, because `stages` does not include {stage}"
     if config.stages and config.data.files.keys() >= {*config.stage_names}:
         for name in ("train_file", "train"):
             if getattr(config.data, name):
-                yield f"data.{name}: no effect, because data.files has the rows of all stages"
+                yield f"data.{name} has no effect, because data.files has the rows of all stages"
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Warn about evaluation rows in the training data, and about updates too small for the dtype.
+    """Yield warnings about evaluation rows in the training data, and about lost updates.
 
-    An update is lost if it is smaller than half the spacing of 16-bit numbers at the weight.
+    In 16 bits, an update is lost if it is smaller than half the distance between the weight and the
+    next number of this dtype.
     """
     dtype = DTYPES[config.model.dtype]
-    # Adapters are trained in float32, and adamw_8bit uses Kahan summation: both keep such updates.
+    # Small updates are not lost with adapters, which are trained in float32, and with adamw_8bit,
+    # which uses Kahan summation.
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
@@ -193,20 +198,21 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 "so they measure memorisation; remove them from data.eval_file"
             )
         rate = getattr(config, stage).learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # larger weights never change
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # weights above this value never change
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
-                f"model.dtype is {config.model.dtype}: updates of {stage}.learning_rate {rate} are "
-                f"lost in weights over {largest_weight:.1g}, because they round to the same number; "
-                "take model.dtype=float32, optimizer.name=adamw_8bit or adapter.r=16"
+                f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so "
+                f"updates of weights over {largest_weight:.1g} are lost, because the updated "
+                "weights round to their old values; use model.dtype=float32, "
+                "optimizer.name=adamw_8bit or adapter.r=16"
             )
 
 
 def count_trained_on(held_out, rows) -> int:
-    """Count evaluation rows with the prompt and image contents of a training row.
+    """Count the evaluation rows that have the same prompt and the same images as a training row.
 
-    File names may differ. Hashes of prompts and image sizes are compared first, and file contents
-    only where the hashes agree.
+    The names of the image files may differ. Hashes of prompts and image sizes are compared first,
+    and the contents of files are compared only if the hashes agree.
     """
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())

@@ -1,4 +1,4 @@
-"""Run a rank's process, and report its errors to torchrun and to the user."""
+"""Run the process of a rank, and report its errors to torchrun and to the user."""
 
 import errno
 import os
@@ -22,12 +22,13 @@ def is_first() -> bool:
 
 
 def show_mistake(error: Exception) -> bool:
-    """Print a user's mistake or a disk error as one line instead of a traceback.
+    """Print a user's mistake or a disk error as one line, without a traceback.
 
-    Mistakes are errors that this package or a recipe raises itself. torchrun shows the line, too.
+    An error counts as a user's mistake if a `raise` statement in this package or in a file of
+    recipes/ raised it. The line is also written to the error file that torchrun reads.
 
     Returns:
-        True if the error was printed; False for any other error, which is a bug.
+        True if the error was printed. False means that the error is a bug, which needs a traceback.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     our_folders = (str(Path(__file__).parents[1]), str(recipes_folder()))
@@ -38,14 +39,14 @@ def show_mistake(error: Exception) -> bool:
     if code in (errno.ENOSPC, errno.EDQUOT):
         message += ": the disk is full; free some space and continue with --resume=auto"
     elif code == errno.EFBIG:
-        message += ": raise the largest size of a file (ulimit -f) and continue with --resume=auto"
+        message += ": raise the limit of file sizes (ulimit -f) and continue with --resume=auto"
     elif not names_a_file and not (is_ours and (last.line or "").startswith("raise ")):
         return False
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
-    if not error_file or is_first():  # print one line, not one per rank
+    if not error_file or is_first():  # so that the line is printed once, not by every rank
         print(message, file=sys.stderr)
     return True
 
@@ -80,6 +81,6 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip Python's shutdown, because a gloo thread that frees a tensor there aborts the process
-    # (pytorch pull request 179291).
+    # Skip Python's shutdown, because a gloo thread that frees a tensor during the shutdown aborts
+    # the process (pytorch pull request 179291).
     os._exit(code or 0)

@@ -24,7 +24,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Raise ValueError if best_metric is unknown or if output_dir holds the results of a run."""
+    """Raise ValueError if best_metric is unknown, or if the run would overwrite other results."""
     check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
@@ -39,16 +39,16 @@ def check_outputs(config: RunConfig):
         has_results = has_results or metrics_file.stat().st_size > 0
     if has_results and not has_states and config.resume != "never":
         raise ValueError(
-            f"output_dir: {folder} holds the results of a run; --resume=never deletes these results "
-            "and starts again, another --output_dir keeps them"
+            f"output_dir: {folder} contains the results of an earlier run; use --resume=never to "
+            "delete them and start again, or another --output_dir to keep them"
         )
 
 
 class Results:
     """Evaluate a run and write its results.
 
-    The results of each evaluation between stages are added to progress.results. Without held-out rows
-    (`held_out` is None) nothing is evaluated.
+    Metrics of the evaluations before, between and after the stages are added to progress.results.
+    Nothing is evaluated if there are no held-out rows (`held_out` is None).
     """
 
     def __init__(
@@ -71,15 +71,18 @@ class Results:
             (self.folder / "config.yaml").write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
-        """Evaluate the model before the first stage or after a stage, for the printed table."""
+        """Evaluate the model before the first stage or after a stage, and keep the metrics.
+
+        They appear in summary.json and in the table that the run prints at its end.
+        """
         if self.held_out is not None:
             steps_done = trainer.config.max_steps if trainer else 0
             self.progress.results[name] = self.evaluate(name, trainer, steps_done)
 
     def after_step(self, trainer: Trainer, steps_done: int):
-        """Evaluate every eval_steps steps and save every save_steps steps.
+        """Evaluate the model every eval_steps steps, and save it every save_steps steps.
 
-        After the last step of a stage `measure` evaluates the model instead.
+        The last step of a stage is left to `measure`, which evaluates the model after each stage.
         """
         if steps_done == 0:
             return
@@ -91,7 +94,7 @@ class Results:
             trainer.save(self.folder)
 
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
-        """Evaluate the model, save it if it is the best so far, and return the printed metrics."""
+        """Evaluate the model, save it if it is the best so far, and return the table's metrics."""
         begin = time.perf_counter()
         config = self.config
         held_out = self.held_out
@@ -100,7 +103,7 @@ class Results:
             values = evaluate(self.model, self.processor, held_out, config, self.world)
         except FloatingPointError as error:
             raise ValueError(
-                f"evaluation {name}: {error}; the training has probably diverged, try a lower "
+                f"evaluation {name}: {error}. The training has probably diverged; try a lower "
                 "learning rate"
             ) from error
         stage = config.stage_names[0] if config.stages else name
@@ -118,13 +121,12 @@ class Results:
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
                 trainer.save(self.folder / BEST)
-        values.pop(
-            "eval/loss", None
-        )  # the table has no column for the loss: not all stages have one
+        # The table has no column for the loss, because not all stages have a loss on held-out rows.
+        values.pop("eval/loss", None)
         return values
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json and then the weights, because weights may fill the disk."""
+        """Write summary.json first and the weights last, because the weights may fill the disk."""
         if self.world.is_main:
             name = self.config.data.task
             task = get_task(name) if name else None
@@ -147,13 +149,13 @@ class Results:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
-    """Print the metrics of all evaluations as a table, with the value that guessing would reach.
+    """Print the metrics of all evaluations as a table, with the reward that guessing would reach.
 
     Args:
-        results: name of the evaluation -> metric -> value.
+        results: name of the evaluation -> name of the metric -> value.
         num_rows: number of held-out rows.
-        chance: expected first reward of a policy that guesses, or None.
-        chance_name: title of the row for `chance`.
+        chance: expected value of the first reward for a policy that guesses, or None.
+        chance_name: title of the table's row for `chance`.
     """
     first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))
     widths = {}
@@ -163,7 +165,8 @@ def print_table(results: dict, num_rows: int, chance: float | None, chance_name:
     titles = "".join(f"{column.removeprefix('eval/'):>{width}}" for column, width in widths.items())
     print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
     if chance is not None:
-        first_two = list(widths.values())[:2]  # the first reward, sampled and greedy
+        # The first two columns are the first reward with sampled and with greedy answers.
+        first_two = list(widths.values())[:2]
         print(f"{chance_name:<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
     for name, row in results.items():
         line = f"{name.replace('_', ' '):<{first_width}}"

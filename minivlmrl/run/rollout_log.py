@@ -5,17 +5,17 @@ A line has these fields:
 - stage, step, row (index of the prompt in the dataset), where (file and line of the row), prompt
   and solution;
 - images: paths of the prompt's images, relative to the run's folder;
-- truth: the boxes of the solution. Every box is [x1, y1, x2, y2], in fractions of the image's
-  width and height;
+- truth: the boxes in the solution. Every box is [x1, y1, x2, y2], in fractions of the width and
+  height of the image;
 - completions: a list with one entry per completion of the group.
 
 A completion has text, rewards by name, reward (their weighted sum), advantage, stopped, boxes and
 tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the
 policy did not sample, because the prompt or an environment wrote them. `pictures` lists the images
-that an environment added, and `extra` holds values that reward functions log. In a trajectory,
-`turns` lists text, tokens (their number) and shown for each turn. `shown` is true if the turn's
-context window has an image. The newest image of each such turn is the next entry of `pictures`,
-except for the first turn, whose image belongs to the row.
+that an environment added, and `extra` contains values that reward functions log. A trajectory also
+has `turns`, a list with the fields text, tokens (the number of tokens) and shown for each turn.
+`shown` is true if the turn's context window has an image. The newest image of each such turn is
+the next entry of `pictures`, except for the first turn, whose image belongs to the row.
 """
 
 import json
@@ -43,7 +43,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-GROUPS = 4  # number of prompts that are logged per step: the first ones of rank 0
+GROUPS = 4  # number of prompts that are logged per step; they are the first prompts of rank 0
 LONGEST_SIDE = 384  # maximum side of a logged image in pixels; larger images are scaled down
 
 
@@ -56,10 +56,9 @@ class LogLine:
 
 
 class CompletionsLog:
-    """Write the completions of every `log_completions`-th optimizer step, on rank 0 only.
+    """Log the completions of every `log_completions`-th optimizer step, on rank 0 only.
 
-    `log_completions=0` disables the log. A resumed run removes the lines of the steps that it
-    repeats.
+    `log_completions=0` disables the log. A resumed run removes the lines of steps that it repeats.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState):
@@ -68,7 +67,7 @@ class CompletionsLog:
         if not self.every:
             return
         self.path = self.folder / COMPLETIONS
-        num_bytes = 0  # size of the lines that are kept
+        num_bytes = 0  # size in bytes of the lines that are kept
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         elif self.path.is_file():
@@ -76,11 +75,12 @@ class CompletionsLog:
             num_past = sum(is_past(line, progress) for line in read_lines(self.path, LogLine))
             num_bytes = sum(len(line) for line in lines[:num_past])
         self.path.touch()
-        # The file is truncated in place, so that a kill or a full disk cannot lose the lines.
+        # The file is truncated instead of written again, so that the lines that are kept cannot be
+        # lost if the process is killed or the disk is full.
         os.truncate(self.path, num_bytes)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log the completions of an optimizer step, if the step is due and has a rollout."""
+        """Log the completions of an optimizer step if its turn has come and it has a rollout."""
         if not self.every or number % self.every or step.rollout is None:
             return
         lines = []
@@ -121,7 +121,7 @@ def is_past(line: dict, progress: TrainerState) -> bool:
 
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield the log line, without images, of each prompt group that a step trains on here."""
+    """Yield a log line, without images, for each prompt that this rank trains on in a step."""
     if step.rollout is None:
         return
     G = trainer.config.num_generations
@@ -135,30 +135,31 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
 def completion_advantages(step: Step) -> dict[int, float]:
     """Map the index of each trained completion to its advantage.
 
-    PPO has one advantage per token; the mean over the completion's tokens is returned.
+    PPO has an advantage for each token, of which the mean over the completion is returned.
     """
     means = {}
     for batch in step.micro_batches:
         if not isinstance(batch, SampledBatch):
             continue
-        advantages = batch.advantages.view(len(batch.loss_mask), -1)  # (R, 1), or PPO's (R, T)
+        # (R, 1): one advantage per completion; (R, T) with PPO: one per token
+        advantages = batch.advantages.view(len(batch.loss_mask), -1)
         mask = batch.loss_mask if advantages.shape[1] > 1 else torch.ones_like(advantages)
-        row_means = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)  # (R,)
+        row_means = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)  # (R,): per completion
         means.update(zip(batch.completion_index.tolist(), row_means.tolist(), strict=True))
     return means
 
 
 def describe_group(trainer: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
-    """Return the log line of a prompt and its G completions, without the images.
+    """Return the log line of a prompt and its G completions, without the field `images`.
 
-    The docstring of this file lists the fields.
+    The docstring of this module describes the fields of the line.
     """
     row = rollout.rows[index]
     processor = trainer.processor
     reward_weights = trainer.run.rewards
     group = rollout.completions[index]
     G = len(group)
-    rewards = rollout.rewards[index * G : (index + 1) * G]  # (G, K)
+    rewards = rollout.rewards[index * G : (index + 1) * G]  # (G, K): K rewards per completion
     totals = combine(rewards, torch.tensor(list(reward_weights.values()))).tolist()
     columns = box_columns([row], [rollout.prompts[index]], processor, 1)
     [image_size] = columns["image_sizes"]
@@ -200,7 +201,7 @@ def describe_group(trainer: Trainer, rollout: Rollout, index: int, advantages: l
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Return text, token count and `shown` of one turn of a trajectory, for report.html."""
+    """Return the log entry of one turn of a trajectory: text, number of tokens, and `shown`."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
@@ -210,10 +211,11 @@ def describe_turn(turn: Completion, processor: Processor) -> dict:
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
-    """Parse the boxes of a text into fractions of the image's sides.
+    """Parse the boxes in a text, and convert them to fractions of the image's width and height.
 
     Args:
-        extent: width and height in the units of the text's boxes; None returns no boxes.
+        extent: width and height of the image in the units of the boxes. If it is None, the result
+            is an empty list.
     """
     if extent is None:
         return []
@@ -225,8 +227,9 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
     """Yield the text and log-probability (nats) of each token of a completion.
 
-    A character that spans several tokens is yielded with the last of them. If the prompt opens
-    the answer, for example with <think>, that text comes first and has no log-probability.
+    A character that spans several tokens is yielded with the last of these tokens. If the prompt
+    opens the answer, for example with <think>, this text is yielded first, without a
+    log-probability.
     """
     if processor.template and processor.template.opened:
         yield processor.template.opened, None

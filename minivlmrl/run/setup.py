@@ -1,4 +1,4 @@
-"""Build model, processor and datasets of a run, and check them before the first step."""
+"""Build the model, processor and datasets of a run, and check them before the first step."""
 
 import math
 from collections.abc import Iterator
@@ -44,9 +44,9 @@ from minivlmrl.trainers.base import Trainer
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World
 ) -> tuple[Qwen2_5_VL, Processor, dict[str, Dataset]]:
-    """Build the model, the processor, and a dataset for each stage and "eval".
+    """Build the model, the processor, and the datasets by stage name, or "eval" for held-out rows.
 
-    The fastest checks come first, so that a mistake in the recipe shows early.
+    The fastest checks run first, so that a mistake in the recipe is reported early.
 
     Raises:
         ValueError: if the recipe, the rows or the weights would make the run fail later.
@@ -69,7 +69,8 @@ def prepare(
             print(note, flush=True)
     datasets = fit_rows(config, datasets, processor, world)
     for stage, num_steps in stage_lengths(config, datasets).items():
-        getattr(config, stage).max_steps = num_steps  # so that config.yaml has the actual number
+        # This also sets max_steps in config.yaml to the number of steps that the run really takes.
+        getattr(config, stage).max_steps = num_steps
     check_positions(config, needs, datasets, model, processor)
     return model, processor, datasets
 
@@ -79,7 +80,7 @@ def build_model(
 ) -> tuple[Qwen2_5_VL, Processor]:
     """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
 
-    A random model uses the tokenizer of the task, or a new one that is trained on the rows.
+    A random model uses the tokenizer of the task, or a new tokenizer that is trained on the rows.
     """
     section = config.model
     dtype = DTYPES[section.dtype]
@@ -88,7 +89,8 @@ def build_model(
     sharding = choose_sharding(config, world)
     adapt = None
     if config.adapter.r:
-        from minivlmrl.model.lora import inject_adapters  # here, because most runs have no adapters
+        # imported here, because most runs do not use adapters
+        from minivlmrl.model.lora import inject_adapters
 
         adapt = partial(inject_adapters, options=config.adapter)
     if section.path is not None and section.config is None:
@@ -103,7 +105,10 @@ def build_model(
         if sharding is not None:
             sharding.shard(model)
     else:
-        raise ValueError("model: set either model.path (a folder) or model.config (random weights)")
+        raise ValueError(
+            "model: set exactly one of model.path (a model folder) and model.config (a config.json "
+            "for random weights)"
+        )
     if adapt is not None:
         from minivlmrl.model.lora import init_adapters
 
@@ -135,13 +140,13 @@ def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
 def make_tokenizer(
     config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None
 ) -> Tokenizer:
-    """Return the tokenizer of a random model: the task's, or one that is trained on the rows."""
+    """Return the tokenizer of the built-in task, or train a new tokenizer on the rows."""
     if config.data.task:
         return get_task(config.data.task).tokenizer()
     if not datasets:
         raise ValueError(
-            "model.config needs the tokenizer of a built-in task, or rows to train one on; "
-            "set model.path to use a checkpoint instead"
+            "model.config needs the tokenizer of a built-in task, or rows to train a tokenizer on; "
+            "set data.task, or set model.path to use a checkpoint instead"
         )
     vocab_size = ModelConfig.from_dict(read_json(Path(model_config)), model_config).vocab_size
     return train_tokenizer(tokenizer_texts(datasets), vocab_size)
@@ -159,7 +164,8 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        from minivlmrl.data.folder_template import with_values  # here, because it needs Jinja
+        # imported here, because the module needs Jinja
+        from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)
     processor.tokenizer.files[INFERENCE_CONFIG] = inference_yaml(config).encode()
@@ -192,9 +198,9 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
-    """Remove training rows over data.max_prompt_tokens, and print a summary of each dataset.
+    """Remove training rows whose prompts exceed data.max_prompt_tokens, and print summaries.
 
-    Image files are opened to read their sizes, but not decoded.
+    Image files are opened to read their sizes, but they are not decoded.
     """
     max_tokens = config.data.max_prompt_tokens
     fitted = {}
@@ -207,13 +213,13 @@ def fit_rows(
             text = summary(fitted[name], processor)
             if long_rows:
                 examples = ", ".join(long_rows[:5])
-                text += f"; {len(long_rows)} over data.max_prompt_tokens left out: {examples}"
+                text += f"; {len(long_rows)} over data.max_prompt_tokens are left out: {examples}"
             print(f"rows of {name}: {text}", flush=True)
     return fitted
 
 
 def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:
-    """Return the number of optimizer steps of each stage: max_steps, or fewer with max_epochs."""
+    """Return the number of steps of each stage: max_steps, or fewer if max_epochs needs fewer."""
     lengths = {}
     for stage in config.stage_names:
         section = getattr(config, stage)

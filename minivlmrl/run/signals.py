@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from minivlmrl.distributed.process_group import World
 
-PREEMPTED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL, "try again", of sysexits.h)
+# exit code of a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
+PREEMPTED = 75
 # Further signals within this many seconds count as the same request, because a scheduler and
 # torchrun may both forward one signal.
 SAME_REQUEST = 5.0
@@ -23,7 +24,7 @@ class StopSignals:
     """Context manager that turns the first stop signal into a saved checkpoint and a clean exit.
 
     A second signal, SAME_REQUEST seconds or more after the first, ends the process at once.
-    `world` is the World of the run; its `stop_if_preempted` is called by long-running work.
+    `world` is the World of the run. Long-running work calls its `stop_if_preempted` repeatedly.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -35,7 +36,7 @@ class StopSignals:
         self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
         # Saves a checkpoint if necessary and returns its folder. Returns None during a rollout's
         # optimizer steps, where the run cannot stop without losing work.
-        self.save: Callable[[], object] = lambda: "the last state, if there is one"
+        self.save: Callable[[], object] = lambda: "the last checkpoint, if there is one"
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
@@ -44,7 +45,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # for example, nohup ignores SIGHUP
-                    self.handlers[number] = signal.signal(number, self.note)
+                    self.handlers[number] = signal.signal(number, self.on_signal)
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
@@ -58,7 +59,7 @@ class StopSignals:
             print(error, flush=True)
         return True
 
-    def note(self, number: int, _frame):
+    def on_signal(self, number: int, _frame):
         """Record the first signal; end the process if a second one arrives later."""
         now = time.monotonic()
         name = signal.Signals(number).name

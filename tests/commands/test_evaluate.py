@@ -9,7 +9,7 @@ import pytest
 from links import ROOT
 from pytest import approx
 
-from minivlmrl.commands import evaluate as generate_for_rows
+from minivlmrl.commands import evaluate as command
 from minivlmrl.rewards.text import accuracy, find_answer
 from recipes import bands, pass_at_k
 
@@ -22,7 +22,7 @@ def evaluate(checkpoint, rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bare = shutil.copytree(checkpoint, tmp_path / "bare")  # beside no config.yaml of a run
 
-    def evaluate(*arguments, tool=generate_for_rows.main, model=bare, data=rows):
+    def evaluate(*arguments, tool=command.main, model=bare, data=rows):
         tool(["--model", str(model), "--data", str(data), "--out", "out.jsonl", *SMALL, *arguments])
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         return lines, json.loads((tmp_path / "out.summary.json").read_text())
@@ -75,9 +75,9 @@ def test_rewards_judge_as_they_are_named(evaluate, names):
 
 
 def test_generate_writes_answers_alone(evaluate):
-    lines, summary = evaluate(tool=generate_for_rows.generate_main)
+    lines, summary = evaluate(tool=command.generate_main)
     assert summary.keys() == {"rows", "cut"} and lines[0]["answers"][0]["rewards"] == {}
-    assert evaluate("--rows=3", tool=generate_for_rows.generate_main)[0] == lines[:3]
+    assert evaluate("--rows=3", tool=command.generate_main)[0] == lines[:3]
 
 
 def test_pass_at_k_by_hand():
@@ -90,7 +90,7 @@ def test_pass_at_k_by_hand():
 
 def test_a_band_is_the_rows_that_are_answered_right_now_and_then(evaluate, rows, monkeypatch, capsys):
     """Of what `generate` wrote, with other answers: row i of eight is right i times; the last is not judged."""
-    lines, _ = evaluate("--num_generations=8", tool=generate_for_rows.generate_main)
+    lines, _ = evaluate("--num_generations=8", tool=command.generate_main)
     for i, line in enumerate(lines):
         for g, answer in enumerate(line["answers"]):
             answer["answer"] = line["solution"] if g < i else "no"
@@ -121,7 +121,7 @@ def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_
             match=r"config.yaml was found automatically and would run the code .*; read the code, then pass --recipe=",
         ):
             evaluate("--rows=1", model=model)
-        evaluate("--rows=1", model=model, tool=generate_for_rows.generate_main)  # asks no reward
+        evaluate("--rows=1", model=model, tool=command.generate_main)  # asks no reward
         assert not trace.exists()
     recipe.write_text(json.dumps({"stages": [f"{evil}:f"], "data": {"eval_rewards": ["format"]}, "own": {}}))
     evaluate("--rows=1", model=model)  # trains by no stage
@@ -136,5 +136,5 @@ def test_answers_are_beside_the_model(checkpoint, rows, tmp_path, monkeypatch):
     """Not in the folder where the command runs, which the next model's answers would replace."""
     monkeypatch.chdir(tmp_path)
     model = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint")
-    generate_for_rows.generate_main(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])
+    command.generate_main(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])
     assert (tmp_path / "run" / "generate.jsonl").is_file() and not (tmp_path / "generate.jsonl").exists()

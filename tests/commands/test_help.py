@@ -32,7 +32,8 @@ def test_the_section_of_a_stage_in_a_file(capsys):
 
 
 def test_an_unknown_section_is_named_with_the_valid_ones():
-    with pytest.raises(ValueError, match=r"--help grop: there is no such section; the sections are run, model, .*grpo"):
+    said = r"--help grop: unknown section 'grop'; the sections are run, model, .*grpo"
+    with pytest.raises(ValueError, match=said):
         page.print_options("grop")
 
 

@@ -97,7 +97,7 @@ def test_the_command(tmp_path, capsys):
     assert f"{MemoryEstimator(ModelConfig.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
-    assert "This does not fit. docs/memory.md" in capsys.readouterr().out
+    assert "This does not fit into a GPU. docs/memory.md" in capsys.readouterr().out
 
 
 @pytest.mark.slow

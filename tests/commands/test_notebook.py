@@ -59,5 +59,5 @@ def test_a_reward_of_our_name_is_refused(own):
     def accuracy(completions, **columns):
         return [0.0] * len(completions)
 
-    with pytest.raises(ValueError, match=r"^reward accuracy: a built-in reward has this name; rename"):
+    with pytest.raises(ValueError, match=r"^reward accuracy: a built-in reward already has this name; rename"):
         own(ROWS, rewards={accuracy: 1.0})

@@ -121,7 +121,7 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
-    (["--model.config=null"], r"model: set either model\.path .* or model\.config"),
+    (["--model.config=null"], r"model: set exactly one of model\.path .* and model\.config"),
     (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
     (["--data.eval_rewards=[]"], r"data\.eval_rewards is \[\], it must be a list with the name of at least one reward"),

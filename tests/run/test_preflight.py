@@ -65,7 +65,7 @@ def test_a_run_says_what_runs_where(home, capsys):
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [("true", r"the answer with '<think>\n'; rewards read"), ("false", "the answer with ''")]
+    ("value", "says"), [("true", r"the answer with '<think>\n', which reward"), ("false", "the answer with ''")]
 )
 def test_a_run_says_whether_prompts_open_a_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
     """A checkpoint keeps the values that its template was handed."""
@@ -86,7 +86,7 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
     rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
     assert stage_lengths(config, {"grpo": rows}) == {"grpo": 2}
-    said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens left out: .*rows\.jsonl:2: 1\d\d tok"
+    said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
     with pytest.raises(
@@ -131,18 +131,19 @@ def test_what_has_no_effect_is_said():
     for recipe in sorted(recipes_folder().glob("*.yaml")):
         assert notes_of(load_config(recipe)) == []
     dpo, grpo = told("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
-    assert dpo == "dpo.max_steps, dpo.beta: no effect, because stages does not name dpo"
-    assert grpo.startswith("grpo.max_steps, ") and grpo.endswith(": no effect, because stages does not name grpo")
+    assert dpo == "dpo.max_steps, dpo.beta: no effect, because `stages` does not include dpo"
+    assert grpo.startswith("grpo.max_steps, ")
+    assert grpo.endswith(": no effect, because `stages` does not include grpo")
     files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
     scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
     grpo, *said = told(*as_overrides(files | scored | {"log_completions": 5}), "--stages=[sft]")
     assert said == [
-        "data.files.dpo: no effect, because stages does not name dpo",
-        "data.train_file: no effect, because data.files has the rows of all stages",
-        "rewards: no effect, because no stage samples completions",
-        "log_completions: no effect, because no stage samples completions",
+        "data.files.dpo has no effect, because `stages` does not include dpo",
+        "data.train_file has no effect, because data.files has the rows of all stages",
+        "rewards has no effect, because no stage samples completions",
+        "log_completions has no effect, because no stage samples completions",
     ]
-    assert told("--stages=[]")[0] == "stages is []: nothing is trained, the model is evaluated and saved as it is"
+    assert told("--stages=[]")[0] == "stages is []: nothing is trained; the model is only evaluated and saved"
 
 
 def test_updates_that_bfloat16_rounds_away_are_said():
@@ -151,7 +152,7 @@ def test_updates_that_bfloat16_rounds_away_are_said():
     assert weight + 1e-6 == weight
     slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
     [line] = told(*slow)
-    assert "updates of grpo.learning_rate 1e-06 are lost in weights over 0.0005, because" in line
+    assert "grpo.learning_rate is 1e-06, so updates of weights over 0.0005 are lost, because" in line
     for cure in ("model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"):
         assert told(*slow, f"--{cure}") == []
 

@@ -67,7 +67,7 @@ def test_a_full_disk_is_called_one(ended):
 
 
 @pytest.mark.parametrize(("error", "says"), [
-    (OSError(errno.EFBIG, "File too large"), "[Errno 27] File too large: raise the largest size of a file (ulimit -f)"),
+    (OSError(errno.EFBIG, "File too large"), "[Errno 27] File too large: raise the limit of file sizes (ulimit -f)"),
     (IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl"), "[Errno 21] Is a directory: 'metrics.jsonl'"),
 ])  # fmt: skip
 def test_what_a_disk_refuses_is_one_line(ended, error, says):

@@ -77,13 +77,13 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
-    ways = "--resume=never deletes these results and starts again, another --output_dir keeps them"
+    ways = "use --resume=never to delete them and start again, or another --output_dir to keep them"
     for options in (["--stages=sft", "--seed=1"], own, [*own, "--resume=auto"]):
-        with pytest.raises(ValueError, match=f"^output_dir: {folder} holds the results of a run; {ways}$"):
+        with pytest.raises(ValueError, match=f"^output_dir: {folder} contains the results of an earlier run; {ways}$"):
             run(*options)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == kept
     (folder / "summary.json").unlink()  # as if the run had been killed: it may begin again, but its metrics are kept
-    with pytest.raises(ValueError, match="holds the results of a run"):
+    with pytest.raises(ValueError, match="contains the results of an earlier run"):
         run(*own)
     run("--stages=sft", "--sft.max_steps=1")
     run("--stages=sft", "--sft.max_steps=1", "--resume=never")

@@ -61,6 +61,6 @@ def test_random_weights_on_rows_of_ones_own(home, rows, tmp_path, sizes):
     assert len(processor.tokenizer.encode("Name it.")) <= 4
     assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
     with pytest.raises(
-        ValueError, match=r"model\.config needs the tokenizer of a built-in task, or rows to train one on"
+        ValueError, match=r"model\.config needs the tokenizer of a built-in task, or rows to train a tokenizer on"
     ):
         build_model(config, ONE)

@@ -99,7 +99,7 @@ def test_preempted_becomes_the_exit_code_and_its_message(capsys):
 def test_other_errors_pass_and_handlers_are_given_back():
     before = [signal.getsignal(number) for number in StopSignals.SIGNALS]
     with pytest.raises(ValueError, match="no"), StopSignals(ONE) as stop:
-        assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.note] * 4
+        assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.on_signal] * 4
         raise ValueError("no")
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0
 
