@@ -116,7 +116,7 @@ def shortened(printed, before):
 
 
 @pytest.mark.parametrize("model_type", TEMPLATES)
-def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):  # noqa: PLR0915 (one way from its begin to its end)
+def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):  # noqa: PLR0915
     """The commands of the page, each text what the last one above it prints; then transformers has the logits and
     the words of what was saved."""
     monkeypatch.chdir(tmp_path)
