@@ -1,9 +1,9 @@
 """Estimate the memory that a run needs on each GPU, phase by phase, before its weights are read.
 
-To count activations, a forward and a backward pass run on the meta device, where tensors have shapes
-but no numbers. Weights, gradients and optimizer state are parameters times bytes, divided by the
-number of shards. Evaluations are not counted. RESERVE stands for CUDA's context, NCCL's buffers and
-gaps between allocations.
+To count the activations, a forward and a backward pass run on the meta device, where tensors have a
+shape but no values. The sizes of weights, gradients and optimizer state follow from the number of
+parameters and their dtypes, and are divided by the number of shards. Evaluations are not counted.
+RESERVE stands for the CUDA context, the buffers of NCCL and the gaps between allocations.
 """
 
 import copy
@@ -47,29 +47,31 @@ from minivlmrl.trainers.registry import find_trainer
 
 GB = 10**9
 RESERVE = 3 * GB
-# bytes of a decode step for each row and token of the vocabulary: a logit and a probability in
-# float32, the probability as int64, and two copies of the cumulative sum; filters need a sixth more
+# bytes that a decode step needs for each row and each token of the vocabulary: a logit and a
+# probability in float32, the probability as int64, and two copies of the cumulative sum. Filters
+# such as top_p need a sixth more.
 DRAW_BYTES = 32
-TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # default sizes of a prompt
+TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # number of text and image tokens of a prompt, by default
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Sizes of a micro-batch, or of a sampling batch."""
+    """Numbers of prompts, completions and tokens in a micro-batch or in a sampling batch."""
 
     prompts: int
-    num_generations: int  # completions per prompt; 0 is a forward pass over prompts only
-    text_tokens: int  # text tokens per prompt
-    image_tokens: int  # image tokens per prompt, after merging
-    completion_tokens: int
-    frames: int = 1  # number of frames of equal size that image_tokens are divided into
+    num_generations: int  # completions per prompt; 0 stands for a forward pass of the prompts
+    text_tokens: int  # number of text tokens per prompt
+    image_tokens: int  # number of image tokens per prompt, after patches are merged
+    completion_tokens: int  # number of tokens per completion
+    frames: int = 1  # number of images of equal size that image_tokens are divided into
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of live tensors that were created in this context, and their peak."""
+    """Counts the bytes of the tensors that were created in this context, now and at their peak."""
 
-    def __init__(self, uncounted: list[Tensor]):  # these tensors and their views are not counted
+    def __init__(self, uncounted: list[Tensor]):
         super().__init__()
+        # storages that are not counted again: those of `uncounted`, and all that were counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -96,7 +98,10 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(config: ModelConfig, work: BatchShape) -> GroupBatch:
-    """Build a batch of the given shape on the meta device; only the image grids have values."""
+    """Build a batch of the given shape on the meta device.
+
+    Only the ids and the image grids have values, because they decide the shapes of other tensors.
+    """
     merge = config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -114,7 +119,7 @@ def meta_batch(config: ModelConfig, work: BatchShape) -> GroupBatch:
 
 
 class TrainedModels(nn.Module):
-    """The trained models of a stage: the policy, and PPO's critic if the critic is a separate model."""
+    """The trained models of a stage: the policy, and the critic of PPO if it is separate."""
 
     def __init__(self, policy: Qwen2_5_VL, critic: ValueModel | None = None):
         super().__init__()
@@ -127,14 +132,14 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Counts the parameters of a model and estimates the memory of its computations."""
+    """Counts the parameters of a model, and estimates the memory that its computations need."""
 
     def __init__(self, config: ModelConfig):
         with torch.device("meta"):
             self.config = config
             self.model = FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.active_parameters = self.parameters  # parameters that one token uses
+        self.active_parameters = self.parameters  # number of parameters used for one token
         if config.experts is not None:
             idle_share = 1 - config.experts.num_experts_per_tok / config.experts.num_experts
             routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
@@ -159,7 +164,7 @@ class MemoryEstimator:
             backbone = MemoryEstimator(read_config(find_folder(section.critic_path))).build(
                 run, stage
             )
-        elif run.uses_fsdp:  # the base model below the adapters is copied too
+        elif run.uses_fsdp:  # FSDP needs a copy of the base model below the adapters too
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
@@ -168,10 +173,11 @@ class MemoryEstimator:
     def activations(
         self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool
     ) -> int:
-        """Return the peak bytes of a forward pass, without weights and gradients.
+        """Return the peak memory of a forward pass in bytes, without weights and gradients.
 
         Args:
-            train: include the backward pass.
+            work: shape of the batch.
+            train: True to include the backward pass.
         """
         models = copy.deepcopy(models)
         batch = meta_batch(self.config, work)
@@ -182,11 +188,13 @@ class MemoryEstimator:
                 recompute_blocks(backbone)
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
-        fused = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
-        dropped = dropout(models, run.adapter.dropout if train else 0.0, "plan")
-        lay_out.cache_clear()  # the cached layout of the grids of an earlier forward must be counted again
+        fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
+        dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "plan")
+        # The layout of an image grid is cached; without clearing the cache, it would not be counted
+        # if an earlier forward pass had the same grids.
+        lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
-        with torch.set_grad_enabled(train), fused, dropped, live:
+        with torch.set_grad_enabled(train), fused_patch, dropout_on, live:
             if work.num_generations == 0:
                 models.policy(batch, select=batch.layout.last_index)
             elif train:
@@ -199,15 +207,15 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return the bytes of the KV cache of a rollout.
+        """Return the size of the KV cache of a rollout in bytes.
 
-        Each prompt is cached once, and each completion has its own tokens. A recurrent layer has a
-        state of fixed size for each prompt and completion instead.
+        The tokens of a prompt are cached once for all of its completions. Instead of keys and
+        values, a recurrent layer caches a state of fixed size for each prompt and each completion.
         """
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        memories = family_of(self.model).empty_memories(self.model, rows)
-        recurrent_bytes = sum(map(bytes_of, memories))
-        num_attending = len(self.model.model.layers) - len(memories)
+        layer_states = family_of(self.model).empty_memories(self.model, rows)
+        recurrent_bytes = sum(map(bytes_of, layer_states))
+        num_attending = len(self.model.model.layers) - len(layer_states)
         prompt_tokens = work.text_tokens + work.image_tokens
         tokens = work.prompts * (prompt_tokens + work.num_generations * work.completion_tokens)
         values = 2 * num_attending * self.config.num_key_value_heads * self.config.head_dim * tokens
@@ -215,7 +223,7 @@ class MemoryEstimator:
 
 
 def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
-    """Compute the outputs that a loss uses: log-probabilities, values, and mean router probabilities."""
+    """Compute the outputs that a loss uses: log-probabilities, values and router probabilities."""
     policy = models.policy
     values = [] if models.critic is None else [models.critic]
     routing = family_of(policy).routing
@@ -225,19 +233,23 @@ def trained_outputs(models: TrainedModels, batch: GroupBatch) -> list[Tensor]:
     with routing.chosen_experts(policy) as chosen:
         logps, _ = per_token_logps(policy, batch)
     outputs = [logps, *(critic(batch) for critic in values)]
-    probabilities = [of_layer for of_layer, _ in chosen().values()]
+    probabilities = [layer_probabilities for layer_probabilities, _ in chosen().values()]
     if probabilities:
         outputs.append(torch.cat(probabilities).mean(0))
     return outputs
 
 
 def drop_gradient(parameter: nn.Parameter):
-    """Free a gradient at once, because the estimate counts gradients separately."""
+    """Free a gradient as soon as it is computed, because gradients are counted separately."""
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_options) -> Tensor:
-    """Call a fused attention kernel, because the meta device would compute the unfused formula."""
+    """Call the fused attention kernel of the CPU.
+
+    On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more
+    memory than the kernels of a GPU.
+    """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
 
 
@@ -246,47 +258,51 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def plan(
-    run: RunConfig, stage: str, costs: MemoryEstimator, gpus: int,
+    run: RunConfig, stage: str, estimator: MemoryEstimator, gpus: int,
     text_tokens: int, image_tokens: int, frames: int = 1,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Estimate the bytes on one GPU for each phase and item: {"train": {"weights": 1}}.
+    """Estimate the memory on one GPU in bytes, for each phase of a stage and each item in it.
 
     Args:
-        text_tokens, image_tokens, frames: sizes of a prompt, see BatchShape.
+        text_tokens, image_tokens, frames: size of a prompt, see BatchShape.
+
+    Returns:
+        {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
     """
     trainer = find_trainer(stage, run)
-    models = costs.build_trained(run, stage)
+    models = estimator.build_trained(run, stage)
     shards = num_shards(run.sharding, gpus)
-    share = (
-        0.0 if run.sharding.cpu_offload else 1 / shards
-    )  # fraction of sharded tensors on one GPU
-    micro_batch, drawn = sizes(run, stage, gpus, text_tokens, image_tokens, frames)
+    # fraction of a sharded tensor that one GPU holds
+    share = 0.0 if run.sharding.cpu_offload else 1 / shards
+    micro_batch, sampling_batch = batch_shapes(run, stage, gpus, text_tokens, image_tokens, frames)
     samples = not trainer.answers
     gathered = gathered_bytes(run, models.policy)
     rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
-    logits = piece_bytes(rows, costs.config.vocab_size, compute_dtype(run))
+    logits = piece_bytes(rows, estimator.config.vocab_size, compute_dtype(run))
     phases = {}
     if samples:
-        phases["rollout"] = rollout_items(run, costs, models.policy, drawn, gathered)
+        phases["rollout"] = rollout_items(run, estimator, models.policy, sampling_batch, gathered)
     if models.critic is not None:
         gathered += gathered_bytes(run, models.critic.backbone)
     if samples or has_reference(run, stage):
-        forward = costs.activations(run, models, micro_batch, train=False)
+        forward = estimator.activations(run, models, micro_batch, train=False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
     gradients = bytes_of(trained_parameters(models)) * share
     if gpus > 1 and not run.uses_fsdp:
-        gradients *= 2  # the ranks sum a copy of the gradients
+        gradients *= 2  # because the ranks sum a copy of the gradients
     phases["train"] = {
-        "gathered": 2 * gathered,  # weights and their gradients
+        "gathered": 2 * gathered,  # both the weights and their gradients
         "gradients": gradients,
-        "forward and backward": costs.activations(run, models, micro_batch, train=True),
+        "forward and backward": estimator.activations(run, models, micro_batch, train=True),
         "logits": logits,
     }
-    always = {name: size * share for name, size in held(run, stage, models, costs).items()}
+    always = {
+        name: size * share for name, size in persistent_items(run, stage, models, estimator).items()
+    }
     return {name: always | items for name, items in phases.items()}
 
 
-def sizes(
+def batch_shapes(
     run: RunConfig, stage: str, gpus: int, text_tokens: int, image_tokens: int, frames: int
 ) -> tuple[BatchShape, BatchShape]:
     """Return the shapes of a micro-batch and of a sampling batch on one GPU."""
@@ -310,67 +326,71 @@ def sizes(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights in the compute dtype; NF4 weights stay packed."""
+    """Return the size of the weights in bytes after a cast to `dtype`; NF4 weights stay packed."""
     total = 0
     for parameter in module.parameters():
-        kept_dtype = dtype if parameter.is_floating_point() else parameter.dtype
-        total += parameter.numel() * kept_dtype.itemsize
+        used_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+        total += parameter.numel() * used_dtype.itemsize
     return total
 
 
 def gathered_bytes(run: RunConfig, model: Qwen2_5_VL) -> int:
-    """Return the bytes of full weights that FSDP holds at a time during a forward pass."""
+    """Return how many bytes of gathered weights FSDP holds at most during a forward pass."""
     if not run.uses_fsdp:
         return 0
     dtype = compute_dtype(run)
     blocks = [computed_bytes(block, dtype) for block in family_of(model).blocks(model)]
-    # one block is computed while the next block is gathered
+    # Two blocks are gathered at a time, because one is gathered while the other is computed.
     return computed_bytes(model, dtype) - sum(blocks) + 2 * max(blocks)
 
 
 def rollout_items(
-    run: RunConfig, costs: MemoryEstimator, policy: Qwen2_5_VL, drawn: BatchShape, gathered: int
+    run: RunConfig,
+    estimator: MemoryEstimator,
+    policy: Qwen2_5_VL,
+    sampling_batch: BatchShape,
+    gathered: int,
 ) -> dict[str, int]:
-    """Return the bytes of the items that exist only in a rollout.
+    """Return the size in bytes of each item that is in memory only during a rollout.
 
     Args:
-        gathered: bytes of full weights that FSDP holds during a forward pass.
+        drawn: shape of the sampling batch.
+        gathered: bytes of gathered weights that FSDP holds during a forward pass.
     """
     dtype = compute_dtype(run)
     if run.uses_fsdp and run.rollout.gather_weights:
         gathered = computed_bytes(policy, dtype)
-    prompts_alone = replace(drawn, num_generations=0)
-    rows = drawn.prompts * drawn.num_generations
+    prompts_only = replace(sampling_batch, num_generations=0)
+    rows = sampling_batch.prompts * sampling_batch.num_generations
     items = {
         "gathered": gathered,
-        "keys and values": costs.keys_and_values(dtype, drawn),
-        "prompts' forward": costs.activations(run, TrainedModels(policy), prompts_alone, False),
-        "logits": DRAW_BYTES * rows * costs.config.vocab_size,
+        "keys and values": estimator.keys_and_values(dtype, sampling_batch),
+        "prompts' forward": estimator.activations(run, TrainedModels(policy), prompts_only, False),
+        "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
     }
-    # a vLLM engine sleeps in the other phases
-    return items | find_engine(run.sampling).engine_bytes(run.sampling, costs.parameters, dtype)
+    # An engine of vLLM uses memory only in this phase, because it sleeps in the other phases.
+    return items | find_engine(run.sampling).engine_bytes(run.sampling, estimator.parameters, dtype)
 
 
-def held(
-    run: RunConfig, stage: str, models: TrainedModels, costs: MemoryEstimator
+def persistent_items(
+    run: RunConfig, stage: str, models: TrainedModels, estimator: MemoryEstimator
 ) -> dict[str, int]:
-    """Return the bytes of the items that exist in all phases, before sharding."""
+    """Return the size in bytes of each item that is in memory in all phases, before sharding."""
     trainer = find_trainer(stage, run)
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    adapters = bytes_of(
-        adapter_parameters(policy)
-    )  # a second model shares the base and only adds its adapters
+    # With adapters, a second model shares the base weights and needs only adapters of its own.
+    adapters = bytes_of(adapter_parameters(policy))
     items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, models)}
     if models.critic is not None:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if has_reference(run, stage):
         items["reference"] = reference_bytes(run, policy)
-    if not trainer.trains_policy:  # the policy exists beside the trained copy
+    if not trainer.trains_policy:  # the policy is in memory in addition to the trained model
         items["policy"] = adapters or weights
     if not trainer.answers and "reward_model" in run.rewards:
         path = run.reward_model.path
-        judge = costs if path is None else MemoryEstimator(read_config(find_folder(path)))
+        judge = estimator if path is None else MemoryEstimator(read_config(find_folder(path)))
         items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize
     return items
 
@@ -380,19 +400,22 @@ def has_reference(run: RunConfig, stage: str) -> bool:
 
 
 def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
-    """Return the bytes of a reference model beyond the weights shared with the policy, before sharding."""
+    """Return the size of a reference model in bytes, before sharding.
+
+    Weights that the reference model shares with the policy are not counted.
+    """
     reference = run.reference
     dtype = DTYPES[run.model.dtype] if reference.sync_ref_model else compute_dtype(run)
     if reference.path is not None:
-        costs = MemoryEstimator(read_config(find_folder(reference.path)))
-        return costs.parameters * dtype.itemsize
+        estimator = MemoryEstimator(read_config(find_folder(reference.path)))
+        return estimator.parameters * dtype.itemsize
     if run.adapter.r or reference.num_shared_layers is not None:
         return bytes_of(trained_parameters(policy))
     return computed_bytes(policy, dtype)
 
 
 def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
-    """Return the bytes of the optimizer state."""
+    """Return the size of the optimizer state in bytes, before sharding."""
     optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
     begin_state(optimizer, trained_parameters(model))
     return sum(bytes_of(state.values()) for state in optimizer.state.values())
@@ -403,23 +426,24 @@ def compute_dtype(run: RunConfig) -> torch.dtype:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes of the largest phase, RESERVE included."""
+    """Return the memory in bytes that the largest phase needs, including RESERVE."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
-def state_bytes(run: RunConfig, stage: str, costs: MemoryEstimator) -> int:
-    """Return the size in bytes of a training state on disk."""
-    models = costs.build_trained(run, stage)
-    items = held(run, stage, models, costs)
+def state_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> int:
+    """Return the size of one saved training state on disk in bytes."""
+    models = estimator.build_trained(run, stage)
+    items = persistent_items(run, stage, models, estimator)
     items["weights"] = bytes_of(adapter_parameters(models.policy)) or items["weights"]
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)
 
 
-def check_disk(run: RunConfig, stage: str, costs: MemoryEstimator):
+def check_disk(run: RunConfig, stage: str, estimator: MemoryEstimator):
     """Raise ValueError if the training states of a run do not fit on the disk.
 
-    The space of earlier states counts as free, because the run deletes them.
+    Training states that the output folder already contains count as free space, because the run
+    deletes them.
     """
     if not run.checkpoint_steps and not run.checkpoint_minutes:
         return
@@ -427,42 +451,48 @@ def check_disk(run: RunConfig, stage: str, costs: MemoryEstimator):
     earlier = sum(path.stat().st_size for path in folder.glob("states/*/*"))
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free + earlier
-    size = state_bytes(run, stage, costs)
+    size = state_bytes(run, stage, estimator)
     if (NUM_KEPT_STATES + 1) * size > free:
         raise ValueError(
-            f"{stage} saves {NUM_KEPT_STATES + 1} states of {size / GB:.2g} GB, but only {free / GB:.2g} GB are "
-            f"free for {run.output_dir}; free some space or choose another output_dir, or skip this "
-            "check with --check_memory=false"
+            f"{stage} saves {NUM_KEPT_STATES + 1} training states of {size / GB:.2g} GB, but only "
+            f"{free / GB:.2g} GB are free for {run.output_dir}. Free some space, choose another "
+            "output_dir, or skip this check with --check_memory=false."
         )
 
 
 class MemoryCheck(Callback):
-    """Refuses to start a run that does not fit the disk or the GPUs, with images of data.max_pixels."""
+    """Raises an error before training if a run does not fit on the disk or on the GPUs."""
 
     def on_setup(self, config: RunConfig, world: World):
-        if config.model.path is None:  # models with random weights are small
+        if config.model.path is None:  # models with random weights are so small that they fit
             return
-        costs = MemoryEstimator(read_config(find_folder(config.model.path)))
+        estimator = MemoryEstimator(read_config(find_folder(config.model.path)))
         for stage in config.stage_names:
-            check_disk(config, stage, costs)
+            check_disk(config, stage, estimator)
         if world.device.type == "cuda":
-            check_gpus(config, world, costs)
+            check_gpus(config, world, estimator)
 
 
-def check_gpus(run: RunConfig, world: World, costs: MemoryEstimator):
-    """Raise ValueError if a stage needs more memory than a GPU has."""
+def check_gpus(run: RunConfig, world: World, estimator: MemoryEstimator):
+    """Raise ValueError if a stage needs more memory than a GPU has.
+
+    Prompts are assumed to have TEXT_TOKENS tokens of text and one image of IMAGE_TOKENS tokens, or
+    of fewer tokens if data.max_pixels requires that.
+    """
     gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
-    vision = costs.config.vision_config
+    vision = estimator.config.vision_config
     token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
     image_tokens = IMAGE_TOKENS
     if run.data.max_pixels:
         image_tokens = min(IMAGE_TOKENS, run.data.max_pixels // token_pixels)
     for stage in run.stage_names:
-        needed_bytes = peak_bytes(plan(run, stage, costs, world.size, TEXT_TOKENS, image_tokens))
+        needed_bytes = peak_bytes(
+            plan(run, stage, estimator, world.size, TEXT_TOKENS, image_tokens)
+        )
         if needed_bytes > gpu_bytes:
             raise ValueError(
                 f"{stage} needs about {needed_bytes / GB:.1f} GB on each of {world.size} GPUs, "
-                f"but a GPU has {gpu_bytes / GB:.1f} GB; docs/memory.md lists options that save memory, "
-                "`python -m minivlmrl memory` prints the estimate, and --check_memory=false skips "
-                "this check"
+                f"but a GPU has only {gpu_bytes / GB:.1f} GB. Set options that save memory (see "
+                "docs/memory.md and `python -m minivlmrl memory`), or skip this check with "
+                "--check_memory=false."
             )

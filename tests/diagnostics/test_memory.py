@@ -230,7 +230,7 @@ def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
     run = load_config(home / "recipe.yaml", given)
     MemoryCheck().on_setup(run, gpus(1, 4))
     with pytest.raises(
-        ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, but a GPU has 2\.0 GB; .*check_memory"
+        ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, but a GPU has only 2\.0 GB\. .*check_memory"
     ):
         MemoryCheck().on_setup(run, gpus(2, 2))
     # random weights are as small as one likes
@@ -250,7 +250,7 @@ def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_
     size = memory.state_bytes(run, "sft", MemoryEstimator(ModelConfig.from_dict(read_json(checkpoint / "config.json"))))
     for state in folder.glob("states/*"):
         assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
-    sizes = r"sft saves 3 states of \S+ GB, but only \S+ GB are free for \S+/new/run; free some space"
+    sizes = r"sft saves 3 training states of \S+ GB, but only \S+ GB are free for \S+/new/run\. Free some space"
     refused = pytest.raises(ValueError, match=sizes)
     for free, output, fits in ((3.5, "new/run", True), (2.9, "new/run", False), (1.5, "run", True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * size))
