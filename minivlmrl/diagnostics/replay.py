@@ -1,8 +1,9 @@
 """Replay one optimizer step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
 RUN is the folder of a run, or a recipe. Training resumes from the last checkpoint of the run before
-the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. Sampling
-depends only on keys, so the step must equal completions.jsonl and metrics.jsonl to the last bit.
+the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random
+numbers of a completion depend only on the key of its prompt, so a replayed step must agree with
+completions.jsonl and metrics.jsonl to the last bit.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command-line parser; arguments that it does not know are options of the recipe."""
+    """Build the parser of the command line; unknown arguments are options of the recipe."""
     p = argparse.ArgumentParser(
         "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
     )
@@ -56,15 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--trace",
         metavar="FILE.html",
-        help="write an interactive page that shows each executed line of the files of README's "
-        "reading list, with the values that it assigned; FILE.html,NAME adds a file or a folder",
+        help="write an interactive page that shows each executed line of the files in the "
+        "README's reading list, and the values that the line assigned; FILE.html,NAME adds a file "
+        "or a folder",
     )
-    p.add_argument("--lines", help=argparse.SUPPRESS)  # the name of --trace up to 0.3
+    p.add_argument("--lines", help=argparse.SUPPRESS)  # name of --trace in minivlmrl 0.3
     return p
 
 
 def main(arguments: list[str]) -> int:
-    """Replay a step and print one of its groups; return 1 if it differs from the run's logs."""
+    """Replay a step and print one of its groups; return 1 if the step differs from the logs."""
     options, overrides = build_parser().parse_known_args(arguments)
     folder = Path(options.run)
     number = options.step
@@ -93,18 +95,19 @@ def main(arguments: list[str]) -> int:
         with tracer or nullcontext():
             metrics = loop.optimizer_step(trainer, step, optimizer, number)
     finally:
-        if tracer and tracer.calls:  # also if the step fails
+        if tracer and tracer.calls:  # the page is written even if the step fails
             tracer.write(Path(page), f"{options.run}, {stage} step {number}")
     process_group.shutdown(trainer.world)
     same = compare(folder, trainer, step, number, metrics)
     for name, is_same in same.items():
         difference = (
             "differs from the replayed step. Possible reasons are another CPU, another number of "
-            "threads or ranks, another version of torch, or options that changed before a resume."
+            "threads or ranks, another version of torch, and options that were changed before the "
+            "run was resumed."
         )
         print(f"{name} {'equals the replayed step' if is_same else difference}")
     if not same:
-        print(f"The run has logged nothing to compare with: {log_end(folder / METRICS)}")
+        print(f"The logs of the run do not contain this step: {log_end(folder / METRICS)}.")
     return int(not all(same.values()))
 
 
@@ -119,7 +122,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
     Raises:
         ValueError: config.yaml would execute Python code that the command line does not name.
     """
-    if not folder.is_dir():  # a recipe, whose output_dir may hold another run
+    if not folder.is_dir():  # a recipe, whose output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     config_file = recipe or folder / "config.yaml"
     asked_for = None if recipe else overrides
@@ -127,7 +130,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
 
 
 class Reached(Exception):
-    """Raised just before the requested step, with the arguments trainer, optimizer, Step, rows."""
+    """Raised just before the requested step; its args are the trainer, optimizer, Step and rows."""
 
 
 class StopBefore(Callback):
@@ -160,26 +163,27 @@ def go_to(
         config: options of the run.
         stage: name of the step's stage.
         number: number of the step in its stage, from 0.
-        tracer: tracer of the step, which is started here.
+        tracer: tracer that records the step.
 
     Raises:
         ValueError: the run has no such stage or step.
     """
     if stage not in config.stage_names:
         raise ValueError(
-            f"--stage {stage}: the run has no such stage, its stages are "
+            f"--stage {stage}: the run has no stage with this name. Choose one of its stages: "
             f"{', '.join(config.stage_names)}"
         )
     max_steps = getattr(config, stage).max_steps
     if not 0 <= number < max_steps:
-        raise ValueError(f"--step {number}: {stage} has only the steps 0 to {max_steps - 1}")
+        raise ValueError(
+            f"--step {number}: the stage {stage} has only the steps 0 to {max_steps - 1}"
+        )
     state = None
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        if not (
-            path / COMPLETE
-        ).is_file():  # damaged, or just removed by a run that is still training
+        # An incomplete state is damaged, or is being removed by a run that is still training.
+        if not (path / COMPLETE).is_file():
             continue
         progress = read_trainer_state(path)
         if (progress.stage, progress.step) <= wanted_step:
@@ -188,7 +192,7 @@ def go_to(
 
     data = replace(config.data, eval_rows=0)
     if tracer:
-        data.image_workers = 0  # so that rows are prepared within the traced step
+        data.image_workers = 0  # prepares the rows in the traced process, within the step
     with TemporaryDirectory() as scratch:
         try:
             with tracer or nullcontext():
@@ -204,28 +208,33 @@ def go_to(
         except Reached as reached:
             return reached.args
     if exit_code:
-        raise ValueError(f"--step {number}: a signal stopped the replay before this step")
-    raise ValueError(f"--step {number}: {stage} has fewer steps, because max_epochs ends it first")
+        raise ValueError(
+            f"--step {number}: a signal stopped the replay before this step. Run the command again."
+        )
+    raise ValueError(
+        f"--step {number}: the stage {stage} has fewer steps, because max_epochs ends it earlier. "
+        "Choose an earlier step."
+    )
 
 
 def train_again(
     config: RunConfig, state: Path | None, folder: Path, callback: Callback, **options
 ) -> int:
-    """Train a copy of a run from a checkpoint, or from step 0, and return the exit code.
+    """Train a copy of a run from a checkpoint or from step 0, and return the exit code.
 
     Args:
         config: options of the run.
         state: folder of the checkpoint; None starts from step 0.
         folder: folder of the copy, which is created.
-        callback: callback in addition to the default ones.
-        options: options of the recipe that replace those of `config`.
+        callback: callback that is called after the default callbacks.
+        options: values of RunConfig that replace the values of `config`.
 
     Raises:
         ValueError: `folder` exists.
     """
     if is_first():  # the other ranks wait for rank 0 in run_training
         if folder.exists():
-            raise ValueError(f"{folder} exists already. Remove it or choose another folder.")
+            raise ValueError(f"{folder} already exists. Remove it or choose another folder.")
         folder.mkdir()
         for name in earlier_files(Path(config.output_dir), state) if state else ():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +246,10 @@ def train_again(
 
 
 def earlier_files(run: Path, state: Path) -> Iterator[Path]:
-    """Yield files that a resumed run needs besides a checkpoint: completions, the reward model."""
+    """Yield the files that a resumed run needs in addition to a checkpoint.
+
+    These are the logged completions with their images, and the trained reward model.
+    """
     progress = read_trainer_state(state)
     if (run / COMPLETIONS).is_file():
         yield Path(COMPLETIONS)
@@ -287,7 +299,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 def logps_now(
     trainer: Trainer, row: Row, completions: list[Completion], temperature: float
 ) -> list[torch.Tensor]:
-    """Compute log-probabilities of completions under the policy before the step, (T,) each."""
+    """Return the log-probabilities (T,) of the T tokens of each completion before the step."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_rollout([prompt], [completions], policy.config, trainer.world.device)
@@ -297,10 +309,10 @@ def logps_now(
 
 
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
-    """Sum the log-probabilities of the generated tokens, from training and from sampling."""
+    """Compare the log-probabilities of the generated tokens that training and sampling computed."""
     trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
-    if completion.logps is not None:  # None for answers of the dataset, which were not sampled
+    if completion.logps is not None:  # None for an answer of the dataset, which was not sampled
         sampled_logps = completion.logps[completion.policy_mask]
         line["sampled"] = sampled_logps.sum().item()
         line["differ by"] = (trained_logps - sampled_logps).abs().max().item()
@@ -310,10 +322,11 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 def compare(
     folder: Path, trainer: Trainer, step: Step, number: int, metrics: dict
 ) -> dict[str, bool]:
-    """Compare the logged lines of a step with the replayed ones.
+    """Compare the lines that a run logged about a step with the lines of the replayed step.
 
     Returns:
-        {file name: True if all lines of the step are equal}, without files that lack the step.
+        {log file: True if all of its lines about the step are equal}. A file without lines about
+        the step is left out.
     """
     completions = list(groups(trainer, step)) if step.rollout else []
     same = {}
@@ -330,9 +343,11 @@ def log_end(path: Path) -> str:
     """Describe the last line of the metrics of a run."""
     lines = read_lines(path, LogLine)
     if not lines:
-        return f"{path.parent} has no metrics"
+        return f"{path.parent} contains no metrics"
     last_line = lines[-1]
     end = f"{path} ends with {last_line['stage']} step {last_line['step']}"
     if not path.read_bytes().endswith(b"\n"):
-        end += " and an incomplete line, which is being written or was truncated by a kill"
+        end += (
+            ", followed by a line that is incomplete, because the run is writing it or was killed"
+        )
     return end

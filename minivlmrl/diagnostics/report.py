@@ -19,15 +19,16 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-EXPERT_STEPS = 10  # number of last steps whose expert tokens the page counts
-STEPS = 60  # maximum number of steps with completions, so that the page stays small
+# number of steps at the end of a run for which the page shows how many tokens each expert received
+EXPERT_STEPS = 10
+STEPS = 60  # maximum number of steps whose completions are shown, so that the page stays small
 
 
 @dataclass
 class ReportCompletion:
-    """Fields of a logged completion whose types are validated, because the page trusts them.
+    """Fields of a logged completion that are inserted into the page without being escaped.
 
-    The page escapes all other fields.
+    Their types are validated instead. All other fields are escaped.
     """
 
     reward: float | None = None
@@ -37,7 +38,7 @@ class ReportCompletion:
 
 @dataclass
 class ReportLogLine(LogLine):
-    """Fields of a line of completions.jsonl with validated types, because the page trusts them."""
+    """Fields of a line of completions.jsonl that the page contains without escaping them."""
 
     images: list[str]
     row: int = 0
@@ -46,13 +47,13 @@ class ReportLogLine(LogLine):
 
 
 class ReportPage(Callback):
-    """Writes report.html every report_minutes during a run, and at its end."""
+    """Writes report.html every report_minutes during a run, and at the end of the run."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
         self.is_main = log.world.is_main
         self.seconds = 60 * config.report_minutes
-        self.next_time = 0.0  # clock time in seconds of the next update
+        self.next_time = 0.0  # time of the next update in seconds, by time.monotonic
         self.refresh()
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
@@ -66,7 +67,11 @@ class ReportPage(Callback):
             write_page([self.folder], self.folder / PAGE)
 
     def refresh(self):
-        """Update the page if this is due; updates take at most about 1 % of the training time."""
+        """Update the page if an update is due.
+
+        The interval grows with the duration of an update, so that updates take at most about 1 % of
+        the training time.
+        """
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             write_page([self.folder], self.folder / PAGE, self.seconds)
@@ -74,27 +79,31 @@ class ReportPage(Callback):
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write one page about several runs.
+    """Write one page about one or several runs.
 
     Args:
         folders: folders of the runs.
-        out: file of the page.
-        seconds: interval at which a browser reloads the page; 0 disables it for finished runs.
+        out: path of the page.
+        seconds: interval at which a browser reloads the page. With 0, for example for a finished
+            run, the page is not reloaded.
     """
     runs = [collect_run(folder) | {"reload": seconds} for folder in folders]
     fill_template(TEMPLATE, json_text(runs), out)
 
 
 def fill_template(template: Path, text: str, out: Path):
-    """Insert JSON into a template; replace `out` atomically, as a browser may be loading it."""
-    text = text.replace("<", "\\u003c")  # so that the data cannot contain </script>
+    """Insert JSON into a template, and write the result to `out`.
+
+    The file is replaced atomically, because a browser may be loading it.
+    """
+    text = text.replace("<", "\\u003c")  # the data must not contain </script>
     draft = out.with_suffix(".partial")
     draft.write_bytes(template.read_text("utf-8").replace("{{DATA}}", text).encode())
     draft.replace(out)
 
 
 def collect_run(folder: Path) -> dict:
-    """Collect the data of a run for the page, with steps counted from 1 as in the terminal."""
+    """Collect the data of a run for the page. Steps are counted from 1, as in the terminal."""
     summary_file = folder / "summary.json"
     config_file = folder / "config.yaml"
     metrics = read_lines(folder / METRICS, LogLine)
@@ -105,7 +114,7 @@ def collect_run(folder: Path) -> dict:
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
     for line in metrics[:-EXPERT_STEPS]:
-        line.pop("experts/tokens", None)  # so that the page stays small
+        line.pop("experts/tokens", None)  # keeps the page small
     last_timings = {line["stage"]: line for line in timings}
     return {
         "name": folder.resolve().name,
@@ -121,8 +130,8 @@ def collect_run(folder: Path) -> dict:
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, with steps counted over all stages."""
-    first_steps = {}  # {stage: number of steps of all earlier stages}
+    """Read evaluations.jsonl, and count the steps over all stages instead of within each stage."""
+    first_steps = {}  # {stage: total number of steps of all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
@@ -133,7 +142,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read completions of at most about STEPS logged steps, including the last step."""
+    """Read the completions of about STEPS logged steps at most; the last step is included."""
     lines = read_lines(folder / COMPLETIONS, ReportLogLine)
     steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
     stride = max(1, math.ceil(len(steps) / STEPS))
@@ -142,7 +151,7 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
-    """Return {path: data URI} of all images of the prompts and of tool results."""
+    """Return {path: data URI} for all images of prompts and tool results."""
     paths = set()
     for line in completions:
         paths.update(line["images"])
@@ -152,16 +161,16 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    """Encode an image that completions.jsonl names.
+    """Encode an image that completions.jsonl names as a data URI.
 
     Raises:
-        ValueError: the path is not a file of the run's images folder. Any file of the computer
-            could be copied into the page otherwise.
+        ValueError: the path is not a file in the images folder of the run. Without this check,
+            completions.jsonl could name any file of the computer, and the page would contain it.
     """
     file = (folder / path).resolve()
     if file.parent != folder.resolve() / IMAGES or not file.is_file():
         raise ValueError(
             f"{folder / COMPLETIONS}: {path!r:.80} is not an image in the folder {IMAGES}/ of the "
-            "run"
+            "run. Remove the line that names this file."
         )
     return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}"

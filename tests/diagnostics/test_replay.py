@@ -69,15 +69,18 @@ def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_
     metrics_file.write_bytes(first)
     code, lines = replayed(folder, "grpo", 2)
     assert lines[0] == f"grpo step 2, replayed from {folder / 'states' / '000002'}"
-    assert (code, lines[-1]) == (0, f"The run has logged nothing to compare with: {metrics_file} ends with grpo step 0")
+    assert (code, lines[-1]) == (
+        0,
+        f"The logs of the run do not contain this step: {metrics_file} ends with grpo step 0.",
+    )
     metrics_file.write_bytes(first + second + third[:-9])
     (folder / "states" / "000002" / "complete.json").unlink()
     code, lines = replayed(folder, "grpo", 2)
     assert lines[0] == "grpo step 2, replayed from the start of the run"
-    cut = "and an incomplete line, which is being written or was truncated by a kill"
+    cut = ", followed by a line that is incomplete, because the run is writing it or was killed."
     assert (code, lines[-1]) == (
         0,
-        f"The run has logged nothing to compare with: {metrics_file} ends with grpo step 1 {cut}",
+        f"The logs of the run do not contain this step: {metrics_file} ends with grpo step 1{cut}",
     )
 
 
@@ -108,10 +111,13 @@ def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed)
     assert (code, said[-1]) == (1, SAME[1])
     path.unlink()
     (folder / "metrics.jsonl").write_text("")
-    assert replayed(folder, "grpo", 0)[1][-1] == f"The run has logged nothing to compare with: {folder} has no metrics"
+    assert (
+        replayed(folder, "grpo", 0)[1][-1]
+        == f"The logs of the run do not contain this step: {folder} contains no metrics."
+    )
     for arguments, words in (
-        (("sft", 0), "--stage sft: the run has no such stage, its stages are grpo"),
-        (("grpo", 1), "--step 1: grpo has only the steps 0 to 0"),
+        (("sft", 0), "--stage sft: the run has no stage with this name. Choose one of its stages: grpo"),
+        (("grpo", 1), "--step 1: the stage grpo has only the steps 0 to 0"),
         (("grpo", 0, "--prompt=4"), "--prompt 4: the step has only the prompts 0 to 3"),
         (("grpo", 0, "--lines=a.html"), "--lines is now called --trace. Write --trace=a.html"),
         (("grpo", 0, "--seed=1"), "a run is replayed with its own options, so --seed=1 is not allowed"),
