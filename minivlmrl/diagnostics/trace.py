@@ -1,9 +1,9 @@
 """Record the executed lines of one optimizer step, for `replay RUN --step 73 --trace step.html`.
 
-`StepTracer` traces the files of README's reading list, and other requested files, with
-sys.settrace. It records the values that each line assigned. Within a call, only the first
-MAX_REPEATS iterations of a loop and calls of a function are recorded; later ones are counted. None
-of this code runs without --trace.
+`StepTracer` uses sys.settrace to trace the files in the reading list of the README, and other files
+that the command names. It records the values that each line assigned. Within a call, only the first
+MAX_REPEATS executions of a line and calls of a function are recorded; later ones are only counted.
+This module has no effect on a run without --trace.
 """
 
 import base64
@@ -37,7 +37,7 @@ from minivlmrl.run.rollout_log import GROUPS, groups
 from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
 
 PACKAGE = Path(loop.__file__).parents[1]
-# files of README's reading list, in the same order; the page shows their lines
+# files in the reading list of the README, in the same order; the page shows their lines
 READING_LIST = (
     *("data/image", "data/messages", "data/chat_template", "data/rows", "data/processor"),
     *("model/rope", "model/vision", "model/attention", "model/packing", "model/decoder"),
@@ -46,11 +46,14 @@ READING_LIST = (
     *("trainers/grpo", "run/loop"),
 )
 PAGE = Path(__file__).with_suffix(".html")
-MAX_REPEATS = 2  # recorded iterations of a line, and recorded calls of a function, per call
-MAX_ITEMS = (1000, 12, 4, 0)  # recorded items of a container, by nesting depth
+# maximum number of recorded executions of each line, and of recorded calls of each function that
+# the lines call, within one call of a function
+MAX_REPEATS = 2
+# maximum number of recorded items of a container, by the depth of its nesting in other containers
+MAX_ITEMS = (1000, 12, 4, 0)
 # A matrix with at most this many floats, or five times as many integers, is recorded completely.
-# This is enough for (R, T), (M,) and (3, N) of some thousand tokens. Larger matrices are
-# activations, of which only the means of TILES_PER_SIDE x TILES_PER_SIDE tiles are recorded.
+# This is enough for ids and log-probabilities of some thousand tokens. Larger matrices are usually
+# activations; only the means of TILES_PER_SIDE x TILES_PER_SIDE tiles are recorded for them.
 MAX_SHOWN_VALUES = 2600
 TILES_PER_SIDE = 24
 
@@ -61,24 +64,24 @@ class Call:
 
     number: int
     line: int  # line that is being executed
-    times: Counter  # number of executions by line, number of calls by code object
-    last_values: dict  # {name: (value, version)}
-    changed: dict  # {name: line that assigned it} since the last event
+    times: Counter  # {line: number of executions} and {code object: number of calls from here}
+    last_values: dict  # {variable: (value, version_of(value))} at the last event
+    changed: dict  # {variable: line that assigned it}, for variables assigned since the last event
 
 
 class StepTracer:
-    """Records the executed lines of one optimizer step, from its rollout in train_stage on.
+    """Records the executed lines of one optimizer step, beginning with its rollout in train_stage.
 
-    `with tracer:` traces the current thread and threads that are started in the block.
+    `with tracer:` traces the current thread, and the threads that are started in the block.
     """
 
-    image_processor: ImageProcessor  # set when the step begins
+    image_processor: ImageProcessor  # is set when the step begins
 
     def __init__(self, extra_files: list[str], stage: str, number: int):
-        """Set up the tracer.
+        """Prepare to trace a step.
 
         Args:
-            extra_files: files and folders to trace in addition to the reading list.
+            extra_files: files and folders to trace in addition to READING_LIST.
             stage: stage of the step.
             number: number of the step in its stage, from 0.
         """
@@ -87,10 +90,10 @@ class StepTracer:
         self.norms = {}
         self.events = []
         self.calls = []
-        self.more = Counter()  # numbers of calls and loop iterations that are not recorded
+        self.more = Counter()  # numbers of calls and executed lines that are not recorded
         self.values = {}
-        self.frames = {}  # {frame: Call}; None for calls that are not recorded
-        self.root = None  # the call of train_stage
+        self.frames = {}  # {frame: Call, or None for a call that is not recorded}
+        self.root = None  # the Call of train_stage
         self.files = {str(PACKAGE / f"{name}.py"): name for name in READING_LIST}
         for name in extra_files:
             for path in python_files(name):
@@ -105,16 +108,16 @@ class StepTracer:
         threading.settrace(None)
 
     def __call__(self, frame, event, arg):
-        """Decide whether a call is traced; Python invokes this for every call."""
+        """Decide whether to trace a call. Python invokes this method at the start of every call."""
         code = frame.f_code
-        if not self.root:  # the step has not begun
+        if not self.root:  # the requested step has not begun
             return self.line if code is loop.train_stage.__code__ else None
-        if frame in self.frames:  # a generator that is resumed
+        if frame in self.frames:  # a generator resumes
             return self.line
-        above = frame.f_back
-        while above and above not in self.frames:
-            above = above.f_back
-        caller = self.frames.get(above, self.root)
+        caller_frame = frame.f_back
+        while caller_frame and caller_frame not in self.frames:
+            caller_frame = caller_frame.f_back
+        caller = self.frames.get(caller_frame, self.root)
         is_lambda = code.co_name[0] == "<"
         if code.co_filename not in self.files or not caller or is_lambda:
             return None
@@ -127,7 +130,7 @@ class StepTracer:
         return self.line
 
     def follow(self, frame, caller_number: int | None):
-        """Begin to record a call, with its arguments as the first assigned values."""
+        """Begin to record a call; its arguments are the first values that are recorded."""
         call = Call(len(self.calls), frame.f_lineno, Counter(), {}, {})
         self.frames[frame] = call
         self.root = self.root or call
@@ -138,7 +141,7 @@ class StepTracer:
         self.add_event("c", frame, call)
 
     def line(self, frame, event, arg):
-        """Record the values that a line assigned, when the next line begins or the call returns."""
+        """Record the values that a line assigned. Python invokes this method after each line."""
         call = self.frames.get(frame)
         if call:
             self.record_changes(frame, call)
@@ -156,7 +159,7 @@ class StepTracer:
         return self.line
 
     def next_line(self, frame, call: Call):
-        """Record that a line is executed next, or only count it after MAX_REPEATS executions."""
+        """Record the line that is executed next, or count it after MAX_REPEATS executions."""
         call.line = frame.f_lineno
         call.times[call.line] += 1
         if call.times[call.line] <= MAX_REPEATS:
@@ -165,7 +168,10 @@ class StepTracer:
             self.more[call.number, call.line, ""] += 1
 
     def record_changes(self, frame, call: Call):
-        """Find changed values: locals, fields of self, and in optimizer_step the gradient norms."""
+        """Find the local variables and fields of `self` that have changed since the last event.
+
+        In optimizer_step, the gradient norms of all parameters are recorded as one more variable.
+        """
         values = dict(frame.f_locals)
         for name, x in getattr(values.get("self"), "__dict__", {}).items():
             if name[0] != "_":
@@ -173,7 +179,9 @@ class StepTracer:
         if frame.f_code is loop.optimizer_step.__code__:
             weights = values["trainer"].trained.named_parameters()
             norms = {name: p.grad.norm().item() for name, p in weights if p.grad is not None}
-            if norms != self.norms:  # keep the same object while the norms are equal
+            if (
+                norms != self.norms
+            ):  # equal norms keep the same object, so that they do not count as changed
                 self.norms = norms
             values["norms of gradients"] = self.norms
         for name, x in values.items():
@@ -184,7 +192,7 @@ class StepTracer:
                 call.changed[name] = call.line
 
     def add_event(self, kind: str, frame, call: Call, *returned: int):
-        """Append an event: "c" begins a call, "l" executes a line, "r" returns from a call."""
+        """Append an event to the record: "c" for a call, "l" for a line, "r" for a return."""
         assigned = []
         for name, line in call.changed.items():
             x, _ = call.last_values[name]
@@ -193,9 +201,10 @@ class StepTracer:
         self.events.append([kind, call.number, frame.f_lineno, assigned, *returned])
 
     def value(self, name: str, x, frame_locals: dict) -> int:
-        """Return the index of the description of a value; equal descriptions are stored once."""
+        """Store the description of a value, and return its index. Equal descriptions share one."""
         value_json = to_json(x)
-        # A Prompt and a GroupBatch have their grids; grids of plain patches are local variables.
+        # The image grids of a Prompt or GroupBatch are its attribute. The grids of a tensor of
+        # patches are a local variable of the same function.
         grids = getattr(
             x, "image_grid_thw", frame_locals.get("image_grid_thw", frame_locals.get("grid"))
         )
@@ -212,21 +221,21 @@ class StepTracer:
         return self.value_index(value_json)
 
     def value_index(self, value_json) -> int:
-        """Return the index of a description; items of containers become indices of their own."""
+        """Store a description and return its index. Items of containers are stored separately."""
         if isinstance(value_json, dict) and "items" in value_json:
             for item in value_json["items"]:
                 item[1] = self.value_index(item[1])
         return self.values.setdefault(json_text(value_json), len(self.values))
 
     def first_frame(self, frames: Tensor) -> str:
-        """Encode the first of some normalised frames (frames, 3, height, width) as a data URL."""
+        """Encode the first of the normalised frames (frames, 3, height, width) as a data URL."""
         mean = torch.tensor(self.image_processor.image_mean)
         std = torch.tensor(self.image_processor.image_std)
         rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
         return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
     def pause(self, trainer: Trainer, step: Step):
-        """Stop tracing before the update; describe the packed sequences and the first prompts."""
+        """Stop tracing before the optimizer update; describe the sequences and first prompts."""
         self.__exit__()
         runs = [describe_packed_run(batch) for batch in step.micro_batches]
         words = {}
@@ -256,25 +265,27 @@ class StepTracer:
 
 
 def python_files(name: str) -> list[Path]:
-    """Find the Python files that a name of the command line stands for.
+    """Return the Python files that a name on the command line stands for.
 
     Args:
         name: a Python file, or a folder of minivlmrl.
 
     Raises:
-        ValueError: the name is neither.
+        ValueError: the name is neither a Python file nor a folder of minivlmrl.
     """
     path = Path(name)
     paths = [path, path.absolute()] if path.is_file() else []
     for folder in (PACKAGE / name, PACKAGE.parent / name):
         paths += folder.glob("[a-z]*.py")
     if not paths:
-        raise ValueError(f"--trace: {name} is neither a Python file nor a folder of minivlmrl")
+        raise ValueError(
+            f"--trace: {name} is neither a Python file nor a folder of minivlmrl, such as losses"
+        )
     return paths
 
 
 def version_of(x) -> int:
-    """Return a number that changes if a container changes its size or a tensor is modified."""
+    """Return a number that changes when a tensor is modified or a container changes its size."""
     if isinstance(x, Tensor) and not x.is_inference():
         return x._version
     return len(x) if isinstance(x, list | dict | set) else 0
@@ -283,12 +294,14 @@ def version_of(x) -> int:
 def describe_packed_run(batch: MicroBatch) -> dict:
     """Describe a packed sequence: its tokens, the lengths of its parts, and its completions.
 
-    The page derives the attention mask from these lengths; a test compares it with
-    attention.visible.
+    The page derives the attention mask from the lengths of the parts. A test compares this mask
+    with the mask of the model, attention.visible.
     """
     layout = batch.group.layout
-    rows = layout.row_index // batch.group.completion_mask.shape[1]  # (M,)
-    spans = []  # per prompt: [row, number of tokens] of each part of its completions
+    rows = (
+        layout.row_index // batch.group.completion_mask.shape[1]
+    )  # (M,): row of each completion token
+    spans = []  # for each prompt, [row, number of tokens] for each part of its completions
     num_tokens = 0
     for group in layout.completion_spans:
         spans.append([])
@@ -300,14 +313,16 @@ def describe_packed_run(batch: MicroBatch) -> dict:
         "targets": batch.group.completion_ids.tolist(),
         "prompt_lengths": layout.prompt_lengths,
         "completion_spans": spans,
-        # index in the rollout of each row's completion
+        # for each row, the index of its completion in the rollout
         "completions": to_json(getattr(batch, "completion_index", None)),
-        "trained": batch.loss_mask.sum(1).tolist(),  # number of tokens per row that the loss uses
+        "trained": batch.loss_mask.sum(
+            1
+        ).tolist(),  # number of tokens in each row that the loss uses
     }
 
 
 def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dict]:
-    """Describe the first prompts of a rollout: texts, rewards, images and saliency maps."""
+    """Describe the first prompts of a rollout by texts, rewards, images and saliency maps."""
     lines = list(groups(trainer, step))[:GROUPS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
@@ -325,11 +340,11 @@ def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dic
 
 
 def to_json(x, depth: int = 0):
-    """Describe a value as JSON: {"of": type name, ...}; numbers and strings stay as they are."""
+    """Describe a value as JSON: numbers and texts as they are, others as {"of": type, ...}."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biuf":
         x = torch.tensor(x)
     if isinstance(x, Tensor):
-        return matrix(gather_full_tensor(x).cpu())  # a sharded run has DTensors
+        return matrix(gather_full_tensor(x).cpu())  # x is a DTensor if the run is sharded
     if isinstance(x, PIL.Image.Image):
         return {"of": "picture", "shape": x.size[::-1], "pictures": [png(x)]}
     if isinstance(x, str):
@@ -337,7 +352,7 @@ def to_json(x, depth: int = 0):
     if isinstance(x, int | float | None):
         return x
     fields = x
-    if is_dataclass(x):  # vars() of a class is not a dict
+    if is_dataclass(x):  # not for a class, because vars() of a class is not a dict
         fields = vars(x)
     elif isinstance(x, list | tuple | range):
         fields = dict(enumerate(x))
@@ -350,10 +365,10 @@ def to_json(x, depth: int = 0):
 
 
 def matrix(x: Tensor) -> dict:
-    """Describe a tensor: dtype, shape, [mean, min, max, number of NaNs], and its first matrix.
+    """Describe a tensor by dtype, shape, [mean, min, max, number of NaNs], and its first matrix.
 
-    A matrix with more than MAX_SHOWN_VALUES numbers is reduced to means of tiles, and to the three
-    largest numbers of each row that is longer than 256.
+    A matrix with too many numbers (see MAX_SHOWN_VALUES) is reduced to means of tiles, and if its
+    rows have more than 256 numbers, also to the three largest numbers of its first 64 rows.
     """
     tensor_json = {"of": str(x.dtype)[6:], "shape": x.shape}
     valid_numbers = x.float()[~x.isnan()]
@@ -367,7 +382,7 @@ def matrix(x: Tensor) -> dict:
     rows = x.reshape(-1, *x.shape[-2:])[0] if x.dim() > 1 else x.reshape(1, -1)
     max_values = MAX_SHOWN_VALUES if x.is_floating_point() else 5 * MAX_SHOWN_VALUES
     if rows.numel() > max_values:
-        if rows.shape[1] > 256:  # these are logits; record the three likeliest tokens
+        if rows.shape[1] > 256:  # probably logits, so the three likeliest tokens are recorded
             top = rows[:64].float().topk(3)
             tensor_json["top"] = torch.stack([top.indices, top.values], dim=2).tolist()
         height, width = rows.shape
@@ -377,7 +392,7 @@ def matrix(x: Tensor) -> dict:
 
 
 def png(image: PIL.Image.Image) -> str:
-    """Encode an image as a data URL, scaled to at most 160 pixels a side."""
+    """Encode an image as a data URL; images wider or higher than 160 pixels are reduced."""
     image = image.convert("RGB")
     image.thumbnail((160, 160))
     out = io.BytesIO()
@@ -386,7 +401,10 @@ def png(image: PIL.Image.Image) -> str:
 
 
 def pictures(patches: Tensor, grids: Tensor, images: ImageProcessor) -> list[Tensor]:
-    """Invert image.patchify: return (frames, 3, height, width) of each image or video."""
+    """Convert patches back to one tensor (frames, 3, height, width) per image or video.
+
+    This is the inverse of image.patchify.
+    """
     m, n, p = images.merge_size, images.temporal_patch_size, images.patch_size
     grids = torch.as_tensor(grids).view(-1, 3)
     result = []
@@ -403,8 +421,8 @@ def saliency_maps(
 ) -> list[Tensor]:  # fmt: skip
     """Compute gradient saliency maps of the images of a prompt.
 
-    The gradient is that of the completion's log-probability times `weight`, with respect to the
-    normalised pixels. docs/metrics.md explains what such maps do not show.
+    The maps show the gradient of `weight` times the log-probability of the completion, with respect
+    to the normalised pixels. docs/metrics.md explains what such maps do not show.
 
     Args:
         policy: model that computes the log-probability.
@@ -412,10 +430,10 @@ def saliency_maps(
         prompt: prompt with images.
         completion: completion of the prompt.
         weight: factor of the log-probability, usually the advantage.
-        temperature: temperature of the log-probability.
+        temperature: sampling temperature by which the logits are divided.
 
     Returns:
-        one float32 map (height, width) per image: absolute gradients, summed over frames and
+        One float32 map (height, width) per image: the absolute gradients, summed over frames and
         colours, in nats per standard deviation of a colour.
     """
     pixels = prompt.pixel_values.detach().clone().requires_grad_()

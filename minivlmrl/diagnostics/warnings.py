@@ -1,7 +1,7 @@
-"""Warnings about runs that are not learning, each with a likely cause and a suggested fix.
+"""Warn about runs that are not learning, with a likely cause and a suggested fix.
 
-Each rule checks the metrics of the last WINDOW optimizer steps. A warning is given once, and again
-only if its rule was satisfied in between.
+Each rule checks the metrics of the last WINDOW optimizer steps. A warning is repeated only if its
+condition did not hold at a step in between.
 """
 
 import json
@@ -26,9 +26,10 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 WINDOW = 10  # number of consecutive optimizer steps for which a condition must hold
-BASELINE_ROLLOUTS = 50  # rollouts over which rewards are compared with a constant answer's
-IDLE_EXPERT_STEPS = 50  # optimizer steps after which an expert without any token is reported
-# suggested fixes, shared with check_completions.py
+# number of rollouts over which the rewards are compared with the rewards of a constant answer
+BASELINE_ROLLOUTS = 50
+IDLE_EXPERT_STEPS = 50  # optimizer steps without a token after which an expert is reported
+# suggested fixes that check_completions.py uses too
 RAISE_LIMIT_ADVICE = "Raise this limit, or ask for shorter answers in data.prompt_template."
 FORMAT_ADVICE = (
     "Describe the format in data.prompt_template, train the stage sft first, or remove the reward."
@@ -36,7 +37,7 @@ FORMAT_ADVICE = (
 
 
 class TrainingWarnings(Callback):
-    """Writes warnings about each step and evaluation to warnings.jsonl and to the terminal."""
+    """Checks each step and evaluation; writes warnings to warnings.jsonl and to the terminal."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -73,19 +74,20 @@ class WarningRules:
         self.run = trainer.run
         self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
         self.first: dict[str, float] = {}  # metrics of the first step
-        self.broken = set()  # names of the rules that were violated at the last step
+        self.violated = set()  # names of the rules that were violated at the last step
         self.rollout = None
-        self.recent_rewards = deque(
-            maxlen=BASELINE_ROLLOUTS
-        )  # (solutions, rewards) of the last rollouts
-        self.extremes = []  # [lowest, highest] total reward of a completion in any step so far
-        self.idle_steps = []  # (layers, E) steps since each expert had a token; [] without experts
+        # (solutions, rewards) of each of the last rollouts
+        self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
+        self.extremes = []  # lowest and highest total reward of any completion so far
+        # for each layer and expert, the number of steps since it had a token; [] without experts
+        self.idle_steps = []
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
-        """Record the metrics and rollout of an optimizer step; return the new warnings."""
+        """Record the metrics and the rollout of an optimizer step, and return new warnings."""
         if "experts/tokens" in metrics:
-            tokens = torch.tensor(metrics["experts/tokens"]).sum(0)  # (layers, E)
-            is_idle = (tokens == 0) & tokens.any(1, keepdim=True)  # dense layers have no tokens
+            tokens = torch.tensor(metrics["experts/tokens"]).sum(0)  # (layers, experts)
+            # The counts of a dense layer are all 0; such a layer has no idle experts.
+            is_idle = (tokens == 0) & tokens.any(1, keepdim=True)
             self.idle_steps = ((torch.tensor(self.idle_steps or 0) + 1) * is_idle).tolist()
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
@@ -96,9 +98,10 @@ class WarningRules:
             self.extremes = ordered[:1] + ordered[-1:]
         self.recent.append(metrics)
         self.first = self.first or metrics
-        broken = dict(self.rules()) if len(self.recent) == WINDOW else {}
-        new_sentences = [text for name, text in broken.items() if name not in self.broken]
-        self.broken = set(broken) | (self.broken & {"solved"})  # a warning that is given only once
+        violated = dict(self.rules()) if len(self.recent) == WINDOW else {}
+        new_sentences = [text for name, text in violated.items() if name not in self.violated]
+        # The warning "solved" is never repeated, so it stays in the set.
+        self.violated = set(violated) | (self.violated & {"solved"})
         return new_sentences
 
     def state(self) -> str:
@@ -107,28 +110,28 @@ class WarningRules:
             (solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards
         ]
         recent = list(self.recent)
-        broken = sorted(self.broken)
+        violated = sorted(self.violated)
         return json.dumps(
-            [recent, broken, self.first, recent_rewards, self.extremes, *self.idle_steps]
+            [recent, violated, self.first, recent_rewards, self.extremes, *self.idle_steps]
         )
 
     def restore(self, state: str):
         """Load the JSON that `state` returned."""
-        recent, broken, self.first, recent_rewards, self.extremes, *self.idle_steps = json.loads(
+        recent, violated, self.first, recent_rewards, self.extremes, *self.idle_steps = json.loads(
             state
         )
         self.recent.extend(recent)
-        self.broken.update(broken)
+        self.violated.update(violated)
         self.recent_rewards.extend(
             (solutions, torch.tensor(rewards)) for solutions, rewards in recent_rewards
         )
 
     def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Check that each of the last steps has a metric, and that the metric satisfies `holds`."""
+        """Return whether each of the last steps has a metric whose value satisfies `holds`."""
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
-        """Compute the mean of a metric over the last steps; NaN if a step lacks the metric."""
+        """Return the mean of a metric over the last steps, or NaN if a step lacks the metric."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def rules(self) -> Iterator[tuple[str, str]]:
@@ -137,7 +140,7 @@ class WarningRules:
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
         if stuck and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
-            # a converged run triggers the same rules as a stuck one
+            # A run that has converged would also trigger the rules for a run that does not learn.
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
                 f"so far ({highest:.3g}). Little is left to learn from these prompts."
@@ -197,17 +200,17 @@ class WarningRules:
                 )
 
     def tool_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about tool calls without a result and about results that do not fit."""
+        """Yield warnings about tool calls that fail, and about tool results that are too long."""
         answered = self.mean("tools/answered_frequency")
         first_answered = self.first.get("tools/answered_frequency", 0)
         expected = max(first_answered, self.mean("tools/call_frequency"))
         if answered < 0.8 * expected:
             yield (
                 "unanswered",
-                f"Only {answered:.2g} of {expected:.2g} tool calls per completion succeed (see "
-                "completions.jsonl; the second number is the calls made now, or the calls that "
-                "succeeded in the first step, if that is more). If this persists, reward "
-                "successful calls (docs/tools.md).",
+                f"Only {answered:.2g} of {expected:.2g} tool calls per completion succeed. (The "
+                "second number counts the calls of the last steps, or the successful calls of the "
+                "first step if these were more.) See completions.jsonl for the failed calls. If "
+                "this persists, reward successful calls (docs/tools.md).",
             )
         if self.always("tools/cut_ratio", lambda share: share >= 0.5):
             limit = self.run.sampling.max_new_tokens
@@ -238,10 +241,10 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning per reward that is no better than always giving the commonest solution.
+        """Yield a warning for each reward that is not higher than that of a constant answer.
 
-        Shuffled labels trigger this rule, because no policy that learns from them is better than
-        such a constant answer.
+        The constant answer is the most frequent solution. Shuffled labels trigger this rule,
+        because no policy that learns from them can be better than the constant answer.
         """
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
@@ -250,15 +253,15 @@ class WarningRules:
         for row_solutions, rewards in self.recent_rewards:
             solutions += row_solutions
             reward_blocks.append(rewards.view(len(row_solutions), -1, rewards.shape[1]))
-        columns = torch.cat(reward_blocks).unbind(2)  # K of (rows, G)
+        columns = torch.cat(reward_blocks).unbind(2)  # for each reward, (rows, completions per row)
         for reward, column in zip(training_rewards(self.run), columns, strict=True):
-            is_judged = ~column.isnan().any(1)  # rows of which every completion was scored
-            if "solution" not in reward.columns or not is_judged.any():
+            is_scored = ~column.isnan().any(1)  # rows whose completions were all scored
+            if "solution" not in reward.columns or not is_scored.any():
                 continue
-            counts = Counter(compress(solutions, is_judged.tolist()))
+            counts = Counter(compress(solutions, is_scored.tolist()))
             [(solution, count)] = counts.most_common(1)
-            share = count / is_judged.sum().item()
-            values = column[is_judged].double()
+            share = count / is_scored.sum().item()
+            values = column[is_scored].double()
             low = values.min().item()
             high = values.max().item()
             mean = values.mean().item()
@@ -275,7 +278,7 @@ class WarningRules:
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Yield a warning about trainable parameters that have never had a gradient.
 
-        Such parameters have no state in the optimizer. Experts are left to `idle_experts`.
+        The optimizer has no state for such parameters. The method `idle_experts` checks experts.
         """
         names = []
         for name, parameter in self.trainer.trained.named_parameters():
@@ -296,7 +299,7 @@ class WarningRules:
         yield "untouched", sentence
 
     def idle_experts(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning about experts that no router has chosen for IDLE_EXPERT_STEPS steps."""
+        """Yield a warning about experts that had no token in the last IDLE_EXPERT_STEPS steps."""
         idle = (torch.tensor(self.idle_steps) >= IDLE_EXPERT_STEPS).nonzero().tolist()
         if idle:
             layer, expert = idle[0]
@@ -310,11 +313,11 @@ class WarningRules:
 
 
 def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | None:
-    """Warn if held-out accuracy rises while the benefit of seeing the image shrinks.
+    """Return a warning if held-out accuracy rises while the benefit of seeing the image shrinks.
 
-    The benefit is the reward with the true image minus the reward with a gray or another image,
-    whichever is higher. A change counts if it exceeds 1 / sqrt(rows), which is two standard errors
-    of an accuracy of 0.5.
+    The benefit is the reward with the true image, minus the reward with a gray image or with the
+    image of another row, whichever of the two is higher. A change counts if it exceeds
+    1 / sqrt(rows), which is two standard errors of an accuracy of 0.5.
 
     Args:
         evaluations: lines of evaluations.jsonl.
@@ -345,12 +348,12 @@ def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | Non
 
 
 def accuracy_regressed(evaluations: list[dict], rows: int, reward: str) -> str | None:
-    """Warn if greedy answers to held-out rows are worse than before the stage.
+    """Return a warning if greedy answers to held-out rows are worse than before the stage.
 
-    The warning is only for rewards of at most 1, and for a fall of more than 1 / sqrt(rows).
+    Only rewards of at most 1 are checked, and only a fall by more than 1 / sqrt(rows) counts.
 
     Args:
-        evaluations, rows, reward: see ignores_images.
+        evaluations, rows, reward: the same as for ignores_images.
     """
     greedy = metric_name(reward, "greedy")
     stage = evaluations[-1]["stage"]
