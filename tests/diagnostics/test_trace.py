@@ -84,7 +84,9 @@ def test_replay_writes_it_and_the_bytes_agree(run, plain, lively, replayed, tmp_
     folder = run("--stages=[grpo]", *LOUD)
     out = tmp_path / "step.html"
     code, lines = replayed(folder, None, 2, f"--trace={out},trainers,mine.py")
-    assert code == 2 and lines[-1].endswith("mine.py is neither a Python file nor a folder of minivlmrl, such as losses")
+    assert code == 2 and lines[-1].endswith(
+        "mine.py is neither a Python file nor a folder of minivlmrl, such as losses"
+    )
     code, lines = replayed(folder, None, 2, f"--trace={tmp_path / 'no' / 'step.html'}")
     assert code == 2 and lines[-1].endswith("Name a file in an existing folder, and do not use torchrun.")
     code, lines = replayed(folder, None, 2, f"--trace={out},trainers,{stages.__file__}")

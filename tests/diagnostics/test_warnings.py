@@ -44,7 +44,7 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
     (
         {"tools/call_frequency": 1.26},
         1.0,
-        r"Only 1 of 1\.3 tool calls per completion succeed .* If this persists, reward",
+        r"Only 1 of 1\.3 tool calls per completion succeed\. .* If this persists, reward",
     ),
     ({"tools/cut_ratio": 0.5}, 1.0, r"exceeds the limit of sampling\.max_new_tokens \(9\)"),
     ({"entropy": 1e-4}, 1.0, "The policy is certain of every token"),
