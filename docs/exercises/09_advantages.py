@@ -11,12 +11,12 @@ of its group. group_std and nanstd divide by n - 1. Subtract the mean of the gro
 """
 
 MEAN_AND_STD = """\
-group_mean = to_groups(rewards, num_generations).nanmean(1)  # (n / num_generations,)
-centred = rewards - group_mean.repeat_interleave(num_generations)  # (n,)
+group_mean = to_groups(rewards, num_generations).nanmean(1)  # one mean reward for each group
+centred = rewards - group_mean.repeat_interleave(num_generations)  # one value per completion
 if scale_rewards == "none":
     return centred.nan_to_num(0.0)
 if scale_rewards == "group":
-    std = group_std(rewards, num_generations).repeat_interleave(num_generations)  # (n,)"""
+    std = group_std(rewards, num_generations).repeat_interleave(num_generations)"""
 TILED = MEAN_AND_STD.replace("repeat_interleave", "repeat")
 COLUMNS = TILED.replace("to_groups(rewards, num_generations).nanmean(1)", "columns.nanmean(1)")
 COLUMNS = COLUMNS.replace("group_std(rewards, num_generations)", "nanstd(columns)")

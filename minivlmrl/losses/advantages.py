@@ -1,71 +1,74 @@
-"""Compute advantages from rewards: compare each completion with the other ones of its group."""
+"""Compute advantages by comparing the reward of each completion with the rewards of its group."""
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # added to standard deviations, so that no division is by 0; TRL's value
+EPSILON = 1e-4  # added to standard deviations to avoid a division by 0; TRL has the same value
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sum of K rewards of each completion.
+    """Compute the weighted sum of the K rewards of each completion.
 
     Args:
-        rewards: (n, K); NaN where a reward function could not judge the completion.
-        weights: (K,).
+        rewards: tensor of shape (n, K); NaN where a reward function could not score a completion.
+        weights: tensor of shape (K,).
     Returns:
-        (n,) sums in which NaN counts as 0; NaN where all K rewards are NaN.
+        A tensor of shape (n,). NaN counts as 0 in the sums, but a sum is NaN if all of its K
+        rewards are NaN.
     """
     total = (rewards * weights).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """Compute GRPO's advantages: reward minus the group's mean, over a standard deviation.
+    """Compute GRPO's advantages: reward minus mean of the group, divided by a standard deviation.
 
     Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (with n - 1
     in its denominator), so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
 
     Args:
-        rewards: (n,) float32, one group of num_generations completions after the other; NaN where
-            no reward function could judge the completion.
-        scale_rewards: "group" divides by the standard deviation of the group, "batch" by the
-            standard deviation of all n rewards, "none" by nothing. All three subtract the mean of
-            the group.
+        rewards: float32 tensor of shape (n,), with the num_generations completions of each group
+            next to each other; NaN where no reward function could score a completion.
+        scale_rewards: "group" divides by the standard deviation of the group, "batch" divides by
+            the standard deviation of all n rewards, and "none" does not divide. All three subtract
+            the mean of the group.
     Returns:
-        (n,) advantages; 0 where the reward is NaN.
+        Advantages of shape (n,), which are 0 where the reward is NaN.
     Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
     """
     if num_generations == 1 and scale_rewards != "none":
         raise ValueError(
-            "num_generations is 1, and a single completion has no standard deviation; "
-            "set it to 2 or more"
+            "num_generations is 1, but the standard deviation of a group is not defined for a "
+            "single completion; set num_generations to 2 or more"
         )
-    group_mean = to_groups(rewards, num_generations).nanmean(1)  # (n / num_generations,)
-    centred = rewards - group_mean.repeat_interleave(num_generations)  # (n,)
+    group_mean = to_groups(rewards, num_generations).nanmean(1)  # one mean reward for each group
+    centred = rewards - group_mean.repeat_interleave(num_generations)  # one value per completion
     if scale_rewards == "none":
         return centred.nan_to_num(0.0)
     if scale_rewards == "group":
-        std = group_std(rewards, num_generations).repeat_interleave(num_generations)  # (n,)
+        std = group_std(rewards, num_generations).repeat_interleave(num_generations)
     elif scale_rewards == "batch":
-        std = nanstd(rewards)  # one number
+        std = nanstd(rewards)  # one number for the whole batch
     else:
-        raise ValueError(f"scale_rewards is {scale_rewards!r}, it must be group, batch or none")
+        raise ValueError(f"scale_rewards must be group, batch or none, but got {scale_rewards!r}")
     return (centred / (std + EPSILON)).nan_to_num(0.0)
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Compute GDPO's advantages: normalise each reward in its group, then sum, then normalise.
+    """Compute GDPO's advantages from K rewards, each of which is normalised before they are summed.
 
-    The last step normalises the sums over the whole batch.
+    Each reward is normalised within its group. Then the weighted sum of the K rewards is computed,
+    and the sums are normalised over the whole batch.
 
     Example: two completions with rewards (0, 0) and (1, 100) have the normalised rewards
-    (-0.71, -0.71) and (0.71, 0.71), so that the large reward does not drown the small one.
+    (-0.71, -0.71) and (0.71, 0.71), so the large reward does not dominate the small one.
 
     Args:
-        rewards: (n, K), one group of num_generations completions after the other.
-        weights: (K,).
+        rewards: tensor of shape (n, K), with the num_generations completions of each group next to
+            each other.
+        weights: tensor of shape (K,).
     Returns:
-        (n,) advantages.
+        Advantages of shape (n,).
     Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
     """
     columns = [group_advantages(column, num_generations) for column in rewards.unbind(1)]
@@ -80,10 +83,11 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     Example: a group with rewards 1, 0, 0 has the advantages 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
     Args:
-        rewards: (n,); NaN is left out of all means, and its advantage is 0.
-        normalize: bring the advantages of the batch to mean 0 and standard deviation 1.
+        rewards: tensor of shape (n,). A reward that is NaN is excluded from all means, and its
+            advantage is 0.
+        normalize: if True, scale the advantages of the batch to mean 0 and standard deviation 1.
     Returns:
-        (n,) advantages.
+        Advantages of shape (n,).
     Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
     groups = to_groups(rewards, num_generations)
@@ -95,24 +99,24 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
 
 
 def standardize(values: Tensor) -> Tensor:
-    """Bring values (n,) to mean 0 and standard deviation 1. NaN is ignored and stays NaN."""
+    """Shift and scale values (n,) to mean 0 and standard deviation 1; NaN is ignored and kept."""
     return (values - values.nanmean()) / (nanstd(values) + EPSILON)
 
 
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
     """Compute the standard deviation of each group's rewards: (n,) -> (n / num_generations,).
 
-    A group with standard deviation 0 has no gradient, because all its advantages are 0.
+    If the standard deviation of a group is 0, its gradient is 0, because all advantages are 0.
     """
     return nanstd(to_groups(rewards, num_generations))
 
 
 def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
-    """Reshape rewards (n,) to one row for each group: (n / num_generations, num_generations)."""
+    """Reshape rewards (n,) to (n / num_generations, num_generations), with one row per group."""
     if len(rewards) % num_generations:
         raise ValueError(
-            f"{len(rewards)} rewards cannot be split into groups of {num_generations}; "
-            "give a multiple of num_generations"
+            f"{len(rewards)} rewards cannot be split into groups of {num_generations}; the number "
+            "of rewards must be a multiple of num_generations"
         )
     return rewards.view(-1, num_generations)
 

@@ -1,9 +1,10 @@
-"""The GRPO loss as one pure function of log-probabilities.
+"""The GRPO loss as a pure function of log-probabilities.
 
-The file imports only torch, so that you can copy it into your own project.
+This file imports only torch, so that you can copy it into your own project.
 
-B is the number of completions and T the length of the longest one; shorter rows are padded on the
-right. The loss is computed in four steps, and three of them are looked up in a table:
+B is the number of completions, and T is the length of the longest completion; shorter ones are
+padded on the right. The loss is computed in four steps. For three of the steps, the value of an
+option selects a function from a table:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
@@ -11,8 +12,8 @@ right. The loss is computed in four steps, and three of them are looked up in a 
     average    over tokens and rows                                           AVERAGES
 
 GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals of the whole
-optimizer step, so that the gradients of its micro-batches add up to the gradient of the step,
-however the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses to the tables.
+optimizer step, so the gradients of its micro-batches add up to the gradient of the step, no matter
+how the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses to the tables.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch import Tensor
 
 
 class LossOptions(Protocol):
-    """Options that `grpo_loss` reads: a GRPOLossOptions or the section `grpo` of a recipe."""
+    """Protocol of the options of `grpo_loss`: a GRPOLossOptions or a recipe's section `grpo`."""
 
     @property
     def loss_type(self) -> str: ...
@@ -46,35 +47,37 @@ class LossOptions(Protocol):
 class GRPOLossOptions:
     """Options of `grpo_loss` for callers in Python.
 
-    Recipes use GRPOOptions of config/options.py (section `grpo`) instead. A test checks that names
-    and defaults are the same.
+    Recipes use GRPOOptions in config/options.py (section `grpo`) instead. A test checks that both
+    classes have the same names and default values.
     """
 
     loss_type: str = "dapo"  # selects the term and the average, see TERMS and AVERAGES
     importance_sampling_level: str = "token"  # selects the ratio, see RATIOS; "sequence" is GSPO
-    epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped at 1 - epsilon_low
-    epsilon_high: Annotated[float, ">= 0"] = 0.2  # and at 1 + epsilon_high
-    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0 needs no reference model
-    kl_estimator: str = "k3"  # see kl_term
+    epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped below at 1 - epsilon_low
+    epsilon_high: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped above at 1 + epsilon_high
+    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0 does not need a reference model
+    kl_estimator: str = "k3"  # estimator of the KL, see kl_term
     use_bias_correction_kl: bool = True  # multiply the KL by the ratio, see correct_kl
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # refuses NaN too
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # this also rejects NaN
             raise ValueError(
-                f"epsilon_low is {self.epsilon_low}, it must be from 0 to epsilon_high, "
-                f"{self.epsilon_high}"
+                f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
+                f"which is {self.epsilon_high}"
             )
         if not self.beta >= 0:
-            raise ValueError(f"beta is {self.beta}, it must be at least 0")
+            raise ValueError(f"beta is {self.beta}, but it must be at least 0")
 
 
 @dataclass
 class LossNormalizer:
-    """Totals by which losses divide: sums over all micro-batches and ranks of an optimizer step."""
+    """Totals by which losses are divided, summed over all micro-batches and ranks of a step."""
 
-    sequences: float  # number of completions
-    tokens: float | Tensor  # number of completion tokens whose mask is 1 (num_items_in_batch)
-    max_completion_length: int | None = None  # constant length by which dr_grpo divides
+    sequences: float  # number of completions in the optimizer step
+    # number of completion tokens in the optimizer step whose mask is 1; num_items_in_batch in TRL
+    tokens: float | Tensor
+    # constant length by which dr_grpo divides instead of the lengths of the completions
+    max_completion_length: int | None = None
 
 
 def grpo_loss(
@@ -91,41 +94,44 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the policy-gradient loss of a batch of completions.
 
-    Example: one row has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0. The term
-    of each token is -0.5, so the losses "grpo" and "dapo" are -0.5 too; "dr_grpo" with
-    max_completion_length 4 gives -0.25.
+    Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0.
+    The term of each token is -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo"
+    and max_completion_length 4, the loss is -0.25.
 
     Args:
         per_token_logps: (B, T) float, log-probabilities in nats under the trained policy, with
             gradient.
-        advantages: (B,) or (B, T).
+        advantages: (B,), one advantage for each completion, or (B, T), one for each token.
         mask: (B, T), 1 for tokens that are trained on. A row of zeros still counts as a sequence.
-        old_per_token_logps: (B, T), log-probabilities under the policy that sampled. None means
-            that the trained policy sampled, so that the ratio is 1.
-        ref_per_token_logps: (B, T), log-probabilities under the reference; needed if beta is not 0.
-        token_weights: (B, T) or (B, 1), factors of the policy term (the KL is not multiplied), for
-            example a mask of high-entropy tokens or a correction of the sampler's mismatch.
-            None means 1.
-        normalizer: totals of the whole optimizer step. None means that this batch is the step.
-        term_options: keyword arguments for the entry of TERMS.
+        old_per_token_logps: (B, T), log-probabilities under the policy that sampled the
+            completions. None means that the trained policy itself sampled them, so the ratio is 1.
+        ref_per_token_logps: (B, T), log-probabilities under the reference model; required if beta
+            is not 0.
+        token_weights: (B, T) or (B, 1), factors by which the policy term (but not the KL) is
+            multiplied, for example a mask of high-entropy tokens, or importance ratios that correct
+            for the sampler. None means 1.
+        normalizer: totals of the whole optimizer step. None means that this batch is the whole
+            step.
+        term_options: keyword arguments for the function that TERMS contains for loss_type.
     Returns:
-        The loss, a scalar, and metrics without gradient: clip_ratio/..., kl (nats per token), and
-        the metrics of the entry of TERMS.
+        The loss, which is a scalar, and a dictionary of metrics without gradient: the kl in nats
+        per token, and the metrics of the term, such as clip_ratio/low_mean.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
         (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient.
     """
     if len(advantages) != len(mask):
         raise ValueError(
-            f"There are {len(advantages)} advantages for {len(mask)} rows; give one for each row"
+            f"grpo_loss got {len(advantages)} advantages for {len(mask)} completions; pass one "
+            "advantage for each completion"
         )
     options = options or GRPOLossOptions()
     check_known("loss_type", options.loss_type, AVERAGES)
     normalizer = normalizer or batch_normalizer(mask)
     if advantages.dim() == 1:
-        advantages = advantages[:, None]  # (B, 1), else (B, T)
+        advantages = advantages[:, None]  # (B, 1), because all tokens of a row have the same one
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
-    log_ratio = per_token_logps - old_per_token_logps  # (B, T)
+    log_ratio = per_token_logps - old_per_token_logps  # (B, T): log of the ratio of each token
     ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
     inputs = TermInputs(per_token_logps, log_ratio, ratio, advantages, mask)
     per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)
@@ -141,7 +147,7 @@ def grpo_loss(
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Compute the ratio pi / pi_old per token (B, T) or per completion (B, 1).
+    """Compute the ratio pi / pi_old of each token, (B, T), or of each completion, (B, 1).
 
     Args:
         log_ratio: (B, T), log pi - log pi_old of each token, in nats.
@@ -151,24 +157,25 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return RATIOS[level](log_ratio, mask)
 
 
-# importance_sampling_level: (log_ratio (B, T), mask) -> ratio (B, T) or (B, 1)
+# For each importance_sampling_level, a function that computes the ratio, (B, T) or (B, 1), from the
+# log-ratio and the mask, both (B, T).
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
-    # (prod_t r_t)^(1 / |o|), the geometric mean over the tokens of a completion: GSPO eq. 7
+    # (prod_t r_t)^(1 / |o|) is the geometric mean over the tokens of a completion (GSPO eq. 7)
     "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
 }
 
 
 @dataclass
 class TermInputs:
-    """Tensors from which an entry of TERMS is computed; their shape is (B, T) unless given."""
+    """Tensors from which the functions in TERMS compute the loss of each token."""
 
-    logps: Tensor  # log-probabilities in nats, with gradient
-    log_ratio: Tensor  # log pi - log pi_old of each token, for any importance_sampling_level
-    ratio: Tensor  # (B, T) or (B, 1), depending on importance_sampling_level
-    advantages: Tensor  # (B, 1) or (B, T)
-    mask: Tensor
+    logps: Tensor  # (B, T) log-probabilities in nats, with gradient
+    log_ratio: Tensor  # (B, T) log pi - log pi_old of each token, for any importance_sampling_level
+    ratio: Tensor  # ratio pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
+    advantages: Tensor  # (B, 1), one advantage for each completion, or (B, T), one for each token
+    mask: Tensor  # (B, T), 1 for tokens that are trained on
 
 
 def clipped(
@@ -177,8 +184,8 @@ def clipped(
     """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Args:
-        delta: upper bound of the unclipped ratio, larger than 1 + epsilon_high (INTELLECT-2, arXiv
-            2505.07291). None means no bound.
+        delta: upper bound of the unclipped ratio, which must be greater than 1 + epsilon_high
+            (INTELLECT-2, arXiv 2505.07291). None disables the bound.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     low = 1 - options.epsilon_low
@@ -194,7 +201,8 @@ def clipped(
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# loss_type: (TermInputs, options, **term_options) -> per-token loss (B, T), metrics
+# For each loss_type, a function that computes the loss of each token, (B, T), and metrics. Its
+# arguments are a TermInputs, the options, and the keyword arguments term_options of grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -203,29 +211,31 @@ TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
 
 
 def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
-    """Estimate KL(pi || pi_ref) of each token's distribution from the sampled token: (B, T) nats.
+    """Estimate KL(pi || pi_ref) at each position from the sampled token: (B, T), in nats.
 
-                                              value                    expected gradient is that of
+        estimator                             value                    expected gradient
         k1   log pi - log pi_ref              unbiased                 0
-        k2   (log pi - log pi_ref)^2 / 2      biased                   KL(pi || pi_ref)
-        k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   KL(pi_ref || pi)
-        k1+, k2+, k3+                         as without the plus      KL(pi || pi_ref), as k2
+        k2   (log pi - log pi_ref)^2 / 2      biased                   that of KL(pi || pi_ref)
+        k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
+        k1+, k2+, k3+                         same as without a plus   that of KL(pi || pi_ref)
 
-    The table holds for sums over tokens and without correct_kl. By default correct_kl is on and
-    gives k1 and k3 the gradient of KL(pi || pi_ref), too. All these gradients hold the prefix
-    fixed. The KL of whole completions also depends on how a token changes the tokens after it;
-    only a KL in the reward has that gradient (docs/bias.md).
+    The table holds for sums over tokens and without correct_kl. By default, correct_kl is used, and
+    then k1 and k3 also have the gradient of KL(pi || pi_ref). All these gradients treat the tokens
+    before the token as constant. The KL of whole completions also depends on how a token changes
+    the tokens after it; only a KL in the reward has that gradient (docs/bias.md).
 
-    Recipes choose k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of
-    grpo_loss. To add an estimator, write a branch here, add its name to GRPOOptions.kl_estimator
-    (config/options.py), and let correct_kl decide whether its gradient flows through the ratio.
+    Recipes select k1, k2 or k3 with grpo.kl_estimator; the names with a plus are for callers of
+    grpo_loss. To add an estimator, add a branch to this function and its name to
+    GRPOOptions.kl_estimator (config/options.py), and decide in correct_kl whether its gradient
+    flows through the ratio.
 
     Source: Schulman, "Approximating KL divergence" (2020) for the values; arXiv 2506.09477 for the
         gradients; verl's straight-through estimators for the names with a plus.
     """
     if ref_logps is None:
         raise ValueError(
-            "The KL term needs ref_per_token_logps if beta is not 0; give it, or set beta to 0"
+            "ref_per_token_logps is None, but the KL term needs it because beta is not 0; pass "
+            "ref_per_token_logps to grpo_loss, or set beta to 0"
         )
     if estimator in ("k1+", "k2+", "k3+"):
         k2 = kl_term(logps, ref_logps, "k2")
@@ -237,15 +247,17 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
         return 0.5 * d.square()
     if estimator == "k3":
         return d.exp() - d - 1
-    raise ValueError(f"kl_estimator is {estimator!r}, it must be one of k1, k2, k3, k1+, k2+, k3+")
+    raise ValueError(
+        f"kl_estimator is {estimator!r}, but it must be one of k1, k2, k3, k1+, k2+ and k3+"
+    )
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
-    """Multiply the KL estimate by the ratio, so that its expected gradient is KL(pi || pi_ref)'s.
+    """Multiply the KL estimate by the ratio, to obtain the expected gradient of KL(pi || pi_ref).
 
-    The correction also holds off-policy. For k1 and k3 the missing gradient flows through the
-    ratio. For k2 and the names with a plus the ratio is detached, because their gradient is already
-    right: here the ratio only reweights tokens that an older policy sampled.
+    The correction is also valid off-policy. For k1 and k3, the missing part of the gradient flows
+    through the ratio. For k2 and the estimators with a plus, the ratio is detached, because their
+    gradient is already correct; the ratio then only reweights tokens that an older policy sampled.
     """
     if not options.use_bias_correction_kl:
         return kl
@@ -254,15 +266,16 @@ def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
     return kl * ratio
 
 
-# loss_type: (per-token terms (B, T), 0 outside the mask; mask; LossNormalizer) -> scalar
+# For each loss_type, a function that averages the losses of tokens, (B, T), to a scalar. Its
+# arguments are these losses, which are 0 outside the mask, the mask, and a LossNormalizer.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
-    # mean over the tokens of each row, then mean over rows
+    # mean over the tokens of each completion, then mean over the completions of the step
     "grpo": lambda terms, mask, normalizer: (
         (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences
     ),
-    # mean over all tokens of the step, so that all tokens have the same weight
+    # mean over all tokens of the step, which gives all tokens the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
-    # no length bias, because the divisor does not depend on the lengths of the completions
+    # The divisor does not depend on the lengths of the completions, so there is no length bias.
     "dr_grpo": lambda terms, mask, normalizer: (
         terms.sum() / (normalizer.sequences * max_length(normalizer))
     ),
@@ -270,16 +283,17 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
 
 
 def max_length(normalizer: LossNormalizer) -> int:
-    """Return the constant length by which dr_grpo divides; raise ValueError if it is None."""
+    """Return the constant length by which dr_grpo divides, or raise ValueError if it is not set."""
     if normalizer.max_completion_length is None:
         raise ValueError(
-            "loss_type dr_grpo divides by normalizer.max_completion_length, which is None; set it"
+            "loss_type dr_grpo divides by normalizer.max_completion_length, but it is None; set it "
+            "to the largest allowed number of tokens in a completion"
         )
     return normalizer.max_completion_length
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Return the LossNormalizer of a batch that is a whole optimizer step."""
+    """Compute the LossNormalizer of a batch that is a whole optimizer step."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
@@ -291,13 +305,13 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     """Average a per-token metric (B, T) over the mask, or a per-row metric (B, 1) over the rows."""
     if x.dtype == torch.bool:
-        x = x.double()  # float64, so that shares of micro-batches add up exactly
+        x = x.double()  # float64, so that the fractions of several micro-batches add up exactly
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):
-    """Raise ValueError if the value `name` of an option is not a key of its table."""
+    """Raise ValueError if the value of an option is not a key of the option's table."""
     if name not in table:
-        raise ValueError(f"{option} is {name!r}, it must be one of {', '.join(table)}")
+        raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(table)}")

@@ -1,8 +1,8 @@
 """Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-They are entries of the tables RATIOS, TERMS and AVERAGES of grpo.py. The file also computes token
-weights (for off-policy rows, high-entropy tokens and the sampler's mismatch) and an entropy bonus.
-To use it in your own project, copy grpo.py too.
+This file adds the variants to the tables RATIOS, TERMS and AVERAGES of grpo.py. It also computes an
+entropy bonus, and token weights that mask off-policy rows, select tokens with high entropy, or
+correct for the sampler. To use this file in your own project, copy grpo.py too.
 """
 
 import math
@@ -27,12 +27,12 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 
 RATIOS |= {
-    # same value as "sequence", but the gradient flows through each token's own log-probability:
-    # GSPO-token, arXiv 2507.18071 eq. 14
+    # GSPO-token (arXiv 2507.18071 eq. 14): the ratio has the same value as "sequence", but its
+    # gradient flows through the log-probability of each token
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
-    # prod_t r_t, the ratio of the whole completion: RLOO, arXiv 2402.14740
+    # RLOO (arXiv 2402.14740): prod_t r_t is the ratio of the whole completion
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True).exp(),
 }
 
@@ -40,9 +40,9 @@ RATIOS |= {
 def rloo_term(
     inputs: TermInputs, options: LossOptions, *, delta: float | None = None
 ) -> tuple[Tensor, dict]:
-    """Compute RLOO's term: the clipped term with the ratio of the whole completion.
+    """Compute RLOO's term, which is the clipped term with the ratio of the whole completion.
 
-    importance_sampling_level is ignored.
+    The option importance_sampling_level is ignored.
     """
     inputs.ratio = RATIOS["sequence_sum"](inputs.log_ratio, inputs.mask)
     return clipped(inputs, options, delta=delta)
@@ -51,7 +51,9 @@ def rloo_term(
 def cispo_term(inputs: TermInputs, options: LossOptions) -> tuple[Tensor, dict]:
     """Compute CISPO's term: -sg(min(r, epsilon_high)) A log pi, where sg is detach.
 
-    In contrast to PPO's clip, all tokens keep a gradient. Source: MiniMax-M1 eq. 4 (2506.13585).
+    In contrast to PPO's clipping, every token keeps a gradient.
+
+    Source: MiniMax-M1 eq. 4 (arXiv 2506.13585).
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     weight = ratio.clamp(max=options.epsilon_high).detach()
@@ -66,10 +68,11 @@ def sapo_term(
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
 ) -> tuple[Tensor, dict]:
-    """Compute SAPO's term: -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate instead of a clip.
+    """Compute SAPO's term: -(4 / tau) sigmoid(tau (r - 1)) A, with a soft gate instead of clipping.
 
-    tau is sapo_temperature_pos where the advantage is positive, otherwise sapo_temperature_neg.
-    Source: SAPO eq. 5 and 6 (2511.20347).
+    tau is sapo_temperature_pos where the advantage is positive, and sapo_temperature_neg elsewhere.
+
+    Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
     """
     ratio, advantages = inputs.ratio, inputs.advantages
     tau = torch.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
@@ -88,12 +91,14 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's term: -sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)).
 
-    W is the importance weight of a whole row, and sg is detach. k and lambda are the options
-    ..._neg where the advantage is negative, otherwise ..._pos.
+    W is the importance weight of a whole completion, and sg is detach. Where the advantage is
+    negative, k and lambda are the options vespo_k_neg and vespo_lambda_neg; elsewhere, they are
+    vespo_k_pos and vespo_lambda_pos.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), correction of the sampler's mismatch. It is a
-            factor of W, whereas the other losses multiply the term by it.
+        importance_sampling_ratio: (B, T) or (B, 1), ratio of the trainer's to the sampler's
+            probabilities. W is multiplied by this ratio, whereas the other losses multiply the term
+            by it.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -107,9 +112,9 @@ def vespo_term(
 def vespo_log_weight(
     log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """Compute log W (B, 1) of VESPO: sum the log-ratios (B, T) over the tokens of each row.
+    """Compute VESPO's log W, (B, 1): the sum of the log-ratios (B, T) over the tokens of each row.
 
-    The logarithms of importance_sampling_ratio, (B, T) or (B, 1), are added unless it is None.
+    Unless importance_sampling_ratio is None, the logarithms of its values are added to the sum.
     """
     lowest = math.log(1e-8)
     highest = 20.0
@@ -128,12 +133,13 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # mean over the tokens of this micro-batch, weighted by its share of the rows of the step. As in
-    # TRL, the gradient depends on how the step is split into micro-batches.
+    # mean over the tokens of this micro-batch, weighted by its fraction of the completions of the
+    # step. As in TRL, the gradient depends on how the step is split into micro-batches.
     "bnpo": lambda terms, mask, normalizer: (
         terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences)
     ),
-    # sum over the tokens of each row, so that a long row has more weight (arXiv 2602.05261)
+    # LUSPO (arXiv 2602.05261): sum over the tokens of each completion, and mean over completions,
+    # so a long completion has more weight than a short one
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
     "rloo": AVERAGES["grpo"],
     "cispo": AVERAGES["dapo"],
@@ -151,22 +157,31 @@ def kept_tokens(
     """Compute a mask (B, T) that keeps only the tokens with the highest entropies.
 
     Args:
-        entropies: (B, T) nats; needed if quantile is below 1.
-        quantile: share of the tokens to keep; 1 keeps all tokens.
-        threshold: smallest entropy to keep; by default computed from this batch with `quantile`.
+        entropies: (B, T), in nats; required if quantile is less than 1.
+        mask: (B, T), 1 for tokens that are trained on.
+        quantile: fraction of the tokens to keep; 1 keeps all tokens.
+        threshold: lowest entropy of a token to keep. None computes it from this batch so that the
+            fraction `quantile` of the tokens is kept.
     Source: arXiv 2506.01939; TRL's top_entropy_quantile.
     """
     if quantile == 1:
         return mask
     if entropies is None:
-        raise ValueError("A top_entropy_quantile below 1 needs the argument entropies; give it")
+        raise ValueError(
+            f"top_entropy_quantile is {quantile}, but entropies is None; pass the entropies of the "
+            "tokens, or set top_entropy_quantile to 1"
+        )
     if threshold is None:
         threshold = top_entropy_threshold(entropies[mask.bool()], quantile)
     return mask * (entropies >= threshold)
 
 
 def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
-    """Compute the entropy that a share `quantile` of the tokens (n,) reach; inf without tokens."""
+    """Compute the entropy that the fraction `quantile` of the tokens reaches or exceeds.
+
+    Args:
+        entropies: (n,), entropies of n tokens. If n is 0, the result is infinity.
+    """
     entropies = entropies.detach().float()
     if not len(entropies):
         return entropies.new_tensor(math.inf)
@@ -179,14 +194,17 @@ def mean_entropy(
     normalizer: LossNormalizer,
     num_tokens: float | Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean entropy of the kept tokens, the entropy bonus of the loss.
+    """Compute the mean entropy of the kept tokens, which is the entropy bonus of the loss.
 
-    The caller subtracts it, times entropy_coef, from the loss, so that the entropy grows.
+    The caller multiplies the mean by entropy_coef and subtracts it from the loss, so that training
+    increases the entropy.
 
     Args:
-        entropies, kept: (B, T), nats, and 1 for tokens that are averaged.
-        num_tokens: number of kept tokens of the whole step. None uses the number of this batch,
-            divided by its share of the rows of the step, as TRL does.
+        entropies: (B, T), in nats.
+        kept: (B, T), 1 for tokens to average over.
+        num_tokens: number of kept tokens in the whole optimizer step. None estimates it as TRL
+            does: the number in this batch, divided by the batch's fraction of the completions of
+            the step.
     """
     if num_tokens is None:
         num_tokens = kept.sum().clamp(min=1) * normalizer.sequences / len(kept)
@@ -200,20 +218,22 @@ def off_policy_mask(
     mask: Tensor,
     threshold: float,
 ) -> Tensor:
-    """Mask out rows with a negative advantage on which the policy moved far from the sampler.
+    """Mask out completions with a negative advantage that have become much less likely.
 
     Args:
-        sampling_per_token_logps: (B, T), log-probabilities recorded by the sampler, NaN where there
-            are none.
-        threshold: largest allowed mean of log pi_sampler - log pi over a row, in nats per token.
+        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded; NaN where it
+            did not record any.
+        threshold: largest allowed mean of log pi_sampler - log pi over a completion, in nats per
+            token.
     Returns:
-        (B, 1) bool, or (B, T) for advantages (B, T); True where the loss keeps the token.
+        A boolean tensor of shape (B, 1), or (B, T) if the advantages have this shape. It is True
+        where the loss keeps the tokens.
     Source: DeepSeek-V3.2 (arXiv 2512.02556); TRL's off_policy_mask_threshold.
     """
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     drift = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(0.0)
-    is_near = row_mean(drift, mask) <= threshold  # (B, 1)
+    is_near = row_mean(drift, mask) <= threshold  # (B, 1): one value for each completion
     return (advantages >= 0) | is_near
 
 
@@ -225,28 +245,30 @@ def rollout_importance_ratio(
     clip_max: float | None = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Compute the ratio of the trainer's to the sampler's probabilities, as a loss weight.
+    """Compute the ratio of the trainer's to the sampler's probabilities, which weights the loss.
 
-    The ratio corrects for a sampler (such as vLLM) that computes slightly different probabilities;
-    it is 1 where both agree.
+    The ratio corrects for a sampler (such as vLLM) whose probabilities differ slightly from the
+    trainer's. It is 1 where both are equal.
 
     Args:
         old_per_token_logps: (B, T), log-probabilities that the trainer computed, in nats.
-        sampling_per_token_logps: (B, T), log-probabilities recorded by the sampler; NaN where there
-            are none, which gives the ratio 1.
-        mode: "token_..." computes one ratio for each token, "sequence_..." their product over the
-            row. "..._truncate" clips ratios to [clip_min, clip_max]; "..._mask" sets ratios outside
-            of that range to 0.
+        sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded. Where they
+            are NaN, the ratio is 1.
+        mode: "token_..." computes one ratio for each token, and "sequence_..." multiplies the
+            ratios of all tokens of a completion. "..._truncate" clips the ratios to the range from
+            clip_min to clip_max, and "..._mask" sets ratios outside of this range to 0.
+        clip_max: upper bound of the ratio; None disables the bound.
+        clip_min: lower bound of the ratio; None disables the bound.
     Returns:
-        (B, T), or (B, 1) for "sequence_...".
+        Ratios of shape (B, T), or (B, 1) if mode is "sequence_...".
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
         (2025); TRL's vllm_importance_sampling_mode.
     """
     if mode not in CORRECTION_MODES:
-        raise ValueError(f"mode is {mode!r}, it must be one of {', '.join(CORRECTION_MODES)}")
+        raise ValueError(f"mode is {mode!r}, but it must be one of {', '.join(CORRECTION_MODES)}")
     log_ratio = ((old_per_token_logps - sampling_per_token_logps) * mask).nan_to_num(0.0)
     if mode.startswith("sequence"):
-        log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1)
+        log_ratio = log_ratio.sum(-1, keepdim=True)  # (B, 1): one ratio for each completion
     ratio = log_ratio.exp()
     low = clip_min or 0.0
     high = math.inf if clip_max is None else clip_max

@@ -54,23 +54,25 @@ def test_the_docstring_example():
 
 def test_mistakes_are_refused():
     one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"epsilon_low is 0\.3, it must be from 0 to epsilon_high, 0\.2"):
+    with pytest.raises(
+        ValueError, match=r"epsilon_low is 0\.3, but it must be between 0 and epsilon_high, which is 0\.2"
+    ):
         GRPOLossOptions(epsilon_low=0.3, epsilon_high=0.2)
     for name, value in (("beta", -0.1), ("beta", float("nan")), ("epsilon_low", -0.3), ("epsilon_low", float("nan"))):
-        with pytest.raises(ValueError, match=f"{name} is {value}, it must be "):
+        with pytest.raises(ValueError, match=f"{name} is {value}, but it must be "):
             GRPOLossOptions(**{name: value})
-    with pytest.raises(ValueError, match="There are 2 advantages for 1 rows"):
+    with pytest.raises(ValueError, match="grpo_loss got 2 advantages for 1 completions"):
         grpo_loss(one, torch.ones(2), one)
-    with pytest.raises(ValueError, match="The KL term needs ref_per_token_logps"):
+    with pytest.raises(ValueError, match="ref_per_token_logps is None, but the KL term needs it"):
         grpo_loss(one, one[0], one, GRPOLossOptions(beta=0.1))
-    with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length, which is None"):
+    with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length, but it is None"):
         grpo_loss(one, one[0], one, GRPOLossOptions("dr_grpo"))
 
 
 @pytest.mark.parametrize("options, says", [
-    ({"loss_type": "sapio"}, "loss_type is 'sapio', it must be one of grpo, dapo, dr_grpo, bnpo, .*, vespo"),
-    ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row', it must be one of token, sequence, .*"),
-    ({"beta": 1, "kl_estimator": "k4"}, r"kl_estimator is 'k4', it must be one of k1, k2, k3, k1\+, k2\+, k3\+"),
+    ({"loss_type": "sapio"}, "loss_type is 'sapio', but it must be one of grpo, dapo, dr_grpo, bnpo, .*, vespo"),
+    ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row', but it must be one of token, .*"),
+    ({"beta": 1, "kl_estimator": "k4"}, r"kl_estimator is 'k4', but it must be one of k1, k2, k3, k1\+, k2\+ and k3\+"),
 ])  # fmt: skip
 def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
     one = torch.zeros(1, 1)

@@ -118,9 +118,9 @@ def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
 
 
 @pytest.mark.parametrize("options, says", [
-    ({"beta": 0.1}, "The KL term needs ref_per_token_logps"),
-    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile below 1 needs the argument entropies"),
-    ({"loss_type": "dr_grpo"}, "divides by normalizer.max_completion_length, which is None; set it"),
+    ({"beta": 0.1}, "ref_per_token_logps is None, but the KL term needs it"),
+    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile is 0.2, but entropies is None; pass the entropies"),
+    ({"loss_type": "dr_grpo"}, "divides by normalizer.max_completion_length, but it is None; set it"),
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
@@ -129,5 +129,5 @@ def test_a_loss_that_cannot_be_is_refused(options, says):
 
 def test_an_unknown_correction_is_refused():
     one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="mode is 'mask', it must be one of " + ", ".join(CORRECTION_MODES)):
+    with pytest.raises(ValueError, match="mode is 'mask', but it must be one of " + ", ".join(CORRECTION_MODES)):
         rollout_importance_ratio(one, one, one, mode="mask")

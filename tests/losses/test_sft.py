@@ -24,5 +24,5 @@ def test_docstring_examples_of_sft():
 
 
 def test_an_unknown_sft_loss_is_refused():
-    with pytest.raises(ValueError, match="loss_type is 'mse', it must be one of nll, dft"):
+    with pytest.raises(ValueError, match="loss_type is 'mse', but it must be one of nll, dft"):
         sft_loss(torch.zeros(1, 1), torch.ones(1, 1), "mse")
