@@ -1,1 +1,1 @@
-"""Audit a trainer: recompute one of its optimizer steps, and name the mistake behind differences."""
+"""Audit a trainer: recompute one of its optimizer steps, and name the mistake behind each difference."""

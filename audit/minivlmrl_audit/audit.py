@@ -1,9 +1,9 @@
 """`python -m minivlmrl audit STEP`: recompute a dumped optimizer step and explain its differences.
 
-Each stage is recomputed from the trainer's own inputs to that stage, so that one mistake is
-reported only once. For a stage that differs, the search tries known causes one at a time, then a
-free factor, then the most promising pairs of causes. Exit status 0 means that all stages agree,
-1 that some stage differs, and 2 that nothing could be compared.
+Each stage is recomputed from the trainer's own inputs to that stage, so one mistake is reported
+only once. For a stage that differs, the search tries known causes one at a time, then a free
+factor, then the most promising pairs of causes. Exit status 0 means that all stages agree, 1 that
+at least one stage differs, and 2 that nothing could be compared.
 """
 
 import argparse
@@ -26,10 +26,11 @@ from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.minivlmrl_api import error_context
 from minivlmrl_audit.perturbations import TABLE, Change, formula
 
-# Largest error that counts as agreement, relative to the size of the summed terms. It is a small
-# multiple of float32's rounding.
+# Largest error that counts as agreement, relative to the size of the terms that were summed. It is
+# a small multiple of the rounding error of float32.
 TOLERANCE = 1e-5
-# stages that a model recomputes: name of the dumped tensor, and field with the model's folder
+# stages that need a forward of a model: (name of the dumped tensor, field of step.json with the
+# model's folder)
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -54,11 +55,12 @@ THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages of integers, for which no factor is fitted
 SHOWN = 4  # maximum number of printed explanations per stage
-LIKELY_CAUSES = 8  # number of closest single causes, each of which is paired with other causes
-PAIRED = 400  # number of causes that each likely cause is paired with
-PAIRED_NUMBERS = 12  # minimum number of differing values for which pairs are tried
-MODEL_CAUSES = 16  # replaces PAIRED for stages in which each cause needs a model's forward
-# initial values from which the number of a fitted cause is searched
+# number of single causes closest to the trainer's numbers; each is tried in pairs with other causes
+LIKELY_CAUSES = 8
+PAIRED = 400  # number of causes with which each likely cause is tried as a pair
+PAIRED_NUMBERS = 12  # pairs of causes are tried only if at least this many numbers differ
+MODEL_CAUSES = 16  # used instead of PAIRED for stages in which each cause needs a model's forward
+# initial values of the search for the free number of a fitted cause
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]
 # progress bar of a search, shown only after 20 seconds
 searched = partial(tqdm, delay=20, leave=False, disable=None)
@@ -66,7 +68,10 @@ searched = partial(tqdm, delay=20, leave=False, disable=None)
 
 @dataclass
 class Cause:
-    """A way in which a stage deviates from its definition, from known_bugs.yaml or composed."""
+    """A possible mistake: a way in which a stage may deviate from its definition.
+
+    It is either listed in known_bugs.yaml or composed from the quantities listed there.
+    """
 
     name: str
     says: str
@@ -76,41 +81,51 @@ class Cause:
     source: str = ""
     costs: str = ""
     about: str = ""  # feature that a step must contain to reveal this cause, such as clipping
-    error: float = 0.0  # error that remains in the stage that this cause explains
-    parts: int = 1  # number of single causes joined in this cause
+    error: float = 0.0  # error that remains if the stage is recomputed with this cause
+    parts: int = 1  # number of single causes that this cause combines
 
     def __str__(self) -> str:
-        return f"{self.name} (to {self.error:.0e})"
+        return f"{self.name} (remaining error {self.error:.0e})"
 
     def is_fitted(self) -> bool:
         """Return whether this cause has a free number that is fitted to the trainer's values."""
         return "{c}" in self.name or "c" in self.change
 
     def may_be_inside(self, scope: dict) -> bool:
-        """Return whether this cause may affect only one use of the quantity that deviates."""
-        # Causes that take other rows or tokens are excluded, because they match few numbers by
-        # chance. Masks have many numbers, so causes that change a mask are kept.
+        """Return whether this cause can be limited to one use of a quantity.
+
+        For example, a wrong reward may affect only the baseline of the advantages.
+        """
+        # Causes that use the values of other rows or tokens are excluded, because with few numbers
+        # they match by chance. A mask has many numbers, so causes that change a mask are kept.
         may_be = "mask" in self.change or not any(
             isinstance(x, tuple) for x in self.change.values()
         )
         return may_be and scope.get("of", "") in (*self.change, "") and not self.is_fitted()
 
     def inside(self, use: str) -> "Cause":
-        """Return a copy of this cause that affects only one use of the quantity."""
+        """Return a copy of this cause that affects only one use of a quantity."""
         return replace(
             self,
-            name=f"{self.name}, in {use} alone",
-            says=f"{self.says}, in {use} alone",
+            name=f"{self.name}, only in {use}",
+            says=f"{self.says}, only in {use}",
             change=self.change | {"inside": [*self.change.get("inside", []), use]},
             about="",
         )
 
     def rank(self) -> int:
-        """Return how much this cause assumes: 3 if fitted, else the number of uses it is in."""
+        """Return the order in which causes are tried, because simpler causes are tried first.
+
+        A cause with a fitted number has rank 3. Any other cause has the number of the uses that it
+        is limited to, which is 0 for a cause without a limit.
+        """
         return 3 if self.is_fitted() else len(self.change.get("inside", []))
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return a copy of this cause with its fitted number, described by `source`."""
+        """Return a copy of this cause with its fitted number inserted into its texts.
+
+        source: text that names where the number may come from.
+        """
         text = f"{number:.5g}"
         says = self.says.replace("{c}", text) + source
         change = self.change | {"c": number}
@@ -132,8 +147,8 @@ class Finding:
     stage: str
     error: float
     numbers: int
-    where: Sequence[str] = ()  # text lines: counts of differing numbers, then examples
-    # causes with the fewest parts that explain the stage; empty if no known cause does
+    where: Sequence[str] = ()  # lines of text: counts of differing numbers, then examples
+    # causes with the fewest parts that explain the stage; empty if no known cause explains it
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
 
@@ -170,7 +185,7 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
 
 
 def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
-    """Compose causes in which a quantity takes another value, such as 0 or another row's."""
+    """Compose causes in which a quantity has a wrong value, such as 0 or the value of another row."""
     changes = dict(thing.get("terms", {}))
     for operators in thing.get("operators", []):
         changes |= TABLE["operators"][operators]
@@ -194,7 +209,8 @@ def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
 def audit(d: Dump) -> list[Finding]:
     """Compare every stage for which the dump has the needed tensors and fields.
 
-    ValueError: a stage cannot be recomputed, because a tensor or field has a wrong type or shape.
+    Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or
+    shape.
     """
     findings = []
     for name, stage in STAGES.items():
@@ -211,8 +227,8 @@ def audit(d: Dump) -> list[Finding]:
                 d.forward = None
                 continue  # the model cannot run, because the images do not fit the token ids
             raise ValueError(
-                f"{name} cannot be computed again: {type(cause).__name__} {cause}: "
-                "a tensor or a field is not as in docs/audit.md"
+                f"the stage {name!r} cannot be recomputed ({type(cause).__name__}: {cause}). "
+                "Compare the types and shapes of its tensors and fields with docs/audit.md."
             ) from cause
         findings.append(finding)
         if finding.ok:
@@ -227,8 +243,8 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # A cause that explains both stages is the mistake. Log-probabilities and entropies come
-        # from one forward, so no other cause is accepted for this pair of stages.
+        # A cause that explains both stages is accepted as the mistake. Log-probabilities and
+        # entropies come from the same forward, so for these two stages no other cause is accepted.
         both = {}
         for cause in earlier.explained:
             if names & {*cause.stages}:
@@ -252,13 +268,13 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
 
 
 def error(answer: dict) -> float:
-    """Return the largest difference of a stage, in units; infinite if a number is not finite."""
+    """Return the largest relative difference of a stage; infinite if a number is not finite."""
     differences = all_gaps(answer)
     return differences.max().item() if len(differences) else 0.0
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Return all differences of a stage (numbers,), in units; infinite where not finite."""
+    """Return the relative differences (numbers,) of all numbers of a stage, see `gaps`."""
     nothing = torch.zeros(0)
     return torch.cat([nothing, *(gaps(*values).flatten() for values in answer.values())])
 
@@ -280,9 +296,10 @@ def joined(first: Cause, second: Cause) -> Cause:
 
 
 def computed(name: str, d: Dump, change: dict) -> dict | None:
-    """Compute a stage with a deviation; None if the stage cannot be computed with it.
+    """Recompute a stage with a deviation. Return None if this is impossible.
 
-    change: replaced pieces of the stage's definition, see Change; empty for the definition.
+    change: replaced pieces of the stage's definition, see Change. An empty dict recomputes the
+        definition itself.
     """
     factor = Change(d, change)("factor", 1.0)
     # a factor multiplies the stage's result, so the result itself needs no new computation
@@ -307,7 +324,7 @@ def computed(name: str, d: Dump, change: dict) -> dict | None:
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
     """Yield (topic, is unseen) for each cause with a topic, such as clipping.
 
-    A cause is unseen if it changes no number of the stage, so that the step cannot reveal it.
+    A cause is unseen if it does not change any number of the stage, so this step cannot reveal it.
     """
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
@@ -327,7 +344,8 @@ def explain(name: str, d: Dump) -> list[Cause]:
     # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if the
     # deviation explains 99 % of the error.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # only the worst row is searched, because forwards are slow; its causes must explain all rows
+    # Forwards are slow, so only the row with the largest error is searched. Each cause that is
+    # found must then explain all rows.
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -341,9 +359,10 @@ def explain(name: str, d: Dump) -> list[Cause]:
 
 
 def search(name: str, d: Dump) -> list[Cause]:
-    """Find causes that reproduce a stage's numbers: single ones, ones in a subset, then pairs.
+    """Find causes that reproduce a stage's numbers: first single causes, then pairs of causes.
 
-    A fitted factor is only tried as a single cause. In a pair, a fitted number proves nothing.
+    A single cause is also tried on each subset of the numbers that contains all differences. A
+    cause with a fitted number is not tried in pairs, because such a pair would match by chance.
     """
     base_answer = computed(name, d, {})
     suspects = find_suspects(name, base_answer, d)
@@ -372,7 +391,7 @@ def search(name: str, d: Dump) -> list[Cause]:
         fewest = min(cause.parts for cause in explanations)
         return [cause for cause in explanations if cause.parts == fewest]
     if name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS:
-        return []  # with so few numbers some pair of causes would match by chance
+        return []  # with so few differing numbers, some pair of causes would match by chance
     ranked = filter(None, (by_distance[key] for key in sorted(by_distance)))
     ranked_causes = list(ranked)[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
     pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
@@ -383,7 +402,7 @@ def search(name: str, d: Dump) -> list[Cause]:
 
 
 def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
-    """Find the row sets or model parts outside of which a stage's numbers agree.
+    """Find the sets of rows, or parts of the model, that contain all differences of a stage.
 
     The first suspect is always the whole stage.
     """
@@ -427,7 +446,7 @@ def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[C
     """Return [cause] if the cause, limited to a subset of the numbers, explains the stage."""
     if place.says:
         name = f"{cause.name}, only {place.says}"
-        cause = replace(cause, name=name, says=f"{cause.says}, for {place.says} alone", parts=2)
+        cause = replace(cause, name=name, says=f"{cause.says}, only for {place.says}", parts=2)
     explanations = fit(answer and seen(answer, place.inside), cause, d)
     if explanations and place.says and "loss" in answer and d.about["kind"] != "dpo":
         rows = place.rows[:, None]
@@ -472,8 +491,8 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
         nearest = min(distances, key=lambda number: distances[number][index])
         is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base_answer)
         num_wrong = count_wrong(seen(base_answer, place.inside))
-        # A fitted number always matches a single value, and a fitted factor always matches an
-        # advantage with its opposite, so such fits are ignored unless the number is known.
+        # A fitted number always matches a single value, and a fitted factor always matches two
+        # opposite advantages. Such fits are ignored unless the number is a known one.
         is_met = num_wrong < (3 if cause is FACTOR else 2) and nearest not in sources
         if not is_nearer or is_met:
             continue
@@ -487,9 +506,9 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
 
 
 def numbers_near(number: float, distance_of: Callable[[float], float]) -> Iterator[float]:
-    """Yield a number, then the best number near it, rounded to 1, 2 and 3 digits and exact.
+    """Yield a number, then the best number near it: rounded to 1, 2 and 3 digits, then exact.
 
-    distance_of: function from a number to its distance from the trainer's values.
+    distance_of: function that returns how far a number leaves the stage from the trainer's values.
     """
     yield number
     distance_of = cache(distance_of)
@@ -542,9 +561,10 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
 
 
 def where(answer: dict) -> list[str]:
-    """Describe which numbers differ: counts by tensor, then up to 4 examples from 3 tensors.
+    """Describe which numbers differ: counts for each tensor, then examples.
 
-    An example shows the trainer's value "over" ours.
+    There are up to 4 examples for each of up to 3 tensors. An example shows the trainer's value
+    "instead of" the recomputed value.
     """
     wrong_counts = []
     lines = []
@@ -556,7 +576,7 @@ def where(answer: dict) -> list[str]:
         pairs = []
         for place in is_wrong.nonzero()[:4].tolist():
             index = tuple(place)
-            pairs.append(f"{place}: {theirs[index]:.4g} over {ours[index]:.4g}")
+            pairs.append(f"{place}: {theirs[index]:.4g} instead of {ours[index]:.4g}")
         lines.append(f"{name} at {', '.join(pairs)}")
     if len(wrong_counts) > 3:
         wrong_counts[3:] = [f"and {len(wrong_counts) - 3} more"]
@@ -575,7 +595,7 @@ def report(findings: list[Finding], d: Dump) -> str:
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
     for about, flags in topics.items():
         if 2 * sum(flags) >= len(flags):
-            lines.append(f"cannot show: {sum(flags)} of {len(flags)} mistakes of {about}")
+            lines.append(f"cannot reveal: {sum(flags)} of {len(flags)} mistakes in {about}")
     return "\n".join(lines)
 
 
@@ -586,18 +606,18 @@ def finding_lines(finding: Finding) -> list[str]:
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
     lines = [line.rstrip()]
     if not (finding.ok or finding.explained):
-        lines.append(f"{'':12}no known cause explains it")
+        lines.append(f"{'':12}no known cause explains the difference")
         return lines + [f"{'':16}{text}" for text in finding.where[1:]]
     if finding.again:
-        return [*lines, f"{'':12}again: {finding.explained[0]}"]
+        return [*lines, f"{'':12}same cause as in an earlier stage: {finding.explained[0]}"]
     word = "explained by"
     for cause in finding.explained[:SHOWN]:
         lines.append(f"{'':12}{word}: {cause}")
         word = "or"
-        about = [cause.says, cause.source, cause.costs and f"costs: {cause.costs}"]
+        about = [cause.says, cause.source, cause.costs and f"effect: {cause.costs}"]
         lines.append(f"{'':16}{'; '.join(filter(None, about))}")
     if len(finding.explained) > SHOWN:
-        lines.append(f"{'':12}and {len(finding.explained) - SHOWN} more that give the same numbers")
+        lines.append(f"{'':12}and {len(finding.explained) - SHOWN} other causes fit equally well")
     return lines
 
 
@@ -610,20 +630,24 @@ def not_in_step(findings: list[Finding]) -> list[str]:
 def checked(folder) -> tuple[list[Finding], Dump]:
     """Read and audit a step's folder.
 
-    ValueError: the folder holds no valid step, or no number of the step can be compared.
+    Raises ValueError if the folder does not contain a valid step, or if none of its numbers can be
+    compared.
     """
     d = read(folder)
     with error_context(folder):
         findings = audit(d)
         compared = sum(finding.numbers for finding in findings) and d["completion_mask"].any()
         if all(finding.ok for finding in findings) and not compared:
-            why = "no token counts" if findings else "each stage lacks a tensor or a field"
-            raise ValueError(f"nothing was compared: {why}; docs/audit.md says what a step has")
+            why = "no token is in the loss" if findings else "each stage lacks a tensor or a field"
+            raise ValueError(
+                f"nothing was compared, because {why}. "
+                "docs/audit.md lists the tensors and fields that a step needs."
+            )
     return findings, d
 
 
 def as_json(findings: list[Finding]) -> dict:
-    """Return the findings as a JSON object of schema 1, which may gain fields but loses none."""
+    """Return the findings as a JSON object of schema 1. Later versions may only add fields."""
     return {
         "schema": 1,
         "agrees": all(finding.ok for finding in findings),
@@ -651,9 +675,12 @@ def stage_json(finding: Finding) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     """Audit the step given on the command line, print the report, and return the exit status."""
-    p = argparse.ArgumentParser("python -m minivlmrl audit", description="Check a dumped step.")
-    p.add_argument("step", help="a folder with step.json and step.safetensors: docs/audit.md")
-    p.add_argument("--json", action="store_true", help="print one object, as docs/audit.md has it")
+    p = argparse.ArgumentParser(
+        "python -m minivlmrl audit",
+        description="Recompute a dumped optimizer step, and explain every number that differs.",
+    )
+    p.add_argument("step", help="folder with step.json and step.safetensors, see docs/audit.md")
+    p.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = p.parse_args(arguments)
     findings, d = checked(options.step)
     result = as_json(findings)

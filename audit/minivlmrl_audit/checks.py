@@ -8,7 +8,7 @@ from minivlmrl_audit.audit import checked, gaps, report
 def assert_step(folder):
     """Assert that all stages of a dumped step agree with the audit's recomputation.
 
-    ValueError: the folder holds no step, or nothing of the step could be compared.
+    Raises ValueError if the folder does not contain a step, or if nothing could be compared.
     """
     findings, d = checked(folder)
     assert all(finding.ok for finding in findings), f"{folder}\n{report(findings, d)}"
@@ -20,29 +20,34 @@ def assert_split_invariant(
     """Assert that the gradient of a step does not depend on how its rows are split.
 
     Args:
-        gradients: function from a list of lists of row indices to {name: tensor}. The function
-            accumulates the gradients over these parts as your trainer does.
+        gradients: function that takes a list of lists of row indices, one list for each part, and
+            returns {name: tensor}. It accumulates the gradients of the parts as your trainer does.
         rows: number of rows of the step, at least 2.
         tolerance: largest allowed difference, relative to the largest gradient of the whole step.
-        sizes: numbers of parts to try; by default 2, rows - 1 and rows.
+        sizes: numbers of parts to try. Defaults to 2, rows - 1 and rows.
+        parts_name: name of the parts in error messages.
     """
-    assert rows > 1, f"rows is {rows}: one row cannot be split, and nothing is compared"
-    # rows - 1 parts are tried, because then one part is larger than all other parts
+    assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
+    # rows - 1 parts are tried because one part then has two rows and all other parts have one
     sizes = sizes or (2, rows - 1, rows)
     whole_gradients = as_doubles(gradients(strided(rows, 1)))
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
-    assert unit > 0, "all gradients are zero: the step teaches nothing, and nothing is compared"
+    assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
     for size in sizes:
         parts = strided(rows, size)
         split_gradients = as_doubles(gradients(parts))
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
-        assert not names, f"{parts_name} {parts}: {names[0]} has a gradient in one of both alone"
+        assert not names, (
+            f"{parts_name} {parts}: the parameter {names[0]} has a gradient either only with this "
+            "split or only without it"
+        )
         errors = {
             name: gaps(x, whole_gradients[name], unit).max() for name, x in split_gradients.items()
         }
         worst = max(errors, key=errors.get)
         assert errors[worst] <= tolerance, (
-            f"{parts_name} {parts}: {worst} differs by {errors[worst]:.1e} of the largest"
+            f"{parts_name} {parts}: the gradient of {worst} differs from the gradient of the whole "
+            f"step by {errors[worst]:.1e} times the largest gradient"
         )
 
 
@@ -69,9 +74,10 @@ def assert_same_logps(sampler, trainer, mask=1, tolerance: float = 1e-3):
     a = torch.as_tensor(sampler).double()
     b = torch.as_tensor(trainer).double()
     is_counted = torch.as_tensor(mask) > 0
-    assert is_counted.any(), "the mask counts no token: nothing is compared"
+    assert is_counted.any(), "the mask does not select any token, so nothing was compared"
     errors = gaps(a, b, 1.0).where(is_counted, 0.0)
     row, token = divmod(int(errors.argmax()), a.shape[1])
     assert errors.max() <= tolerance, (
-        f"row {row}, token {token}: {a[row, token]:.4f} and {b[row, token]:.4f} nats"
+        f"row {row}, token {token}: the sampler's log-probability is {a[row, token]:.4f} nats, but "
+        f"the trainer's is {b[row, token]:.4f} nats"
     )

@@ -1,4 +1,4 @@
-"""Compare the files of two runs: find the lines that differ, and the size of the differences."""
+"""Compare the files of two runs: find the lines that differ, and how much their numbers differ."""
 
 import filecmp
 import math
@@ -38,10 +38,10 @@ OPTIONS = {
     "checkpoint_minutes",
     "report_minutes",
 }
-# fields with measured times or memory, and timings.jsonl, which a saved state contains whole
+# fields with measured times or memory; a saved state contains the whole text of timings.jsonl
 MEASURED = {"seconds", "step_time", "tokens_per_second", "peak_memory_gib", TIMINGS}
-PATHS = {"where", "recipe"}  # fields of completions.jsonl and of a saved state with file paths
-# files whose bytes differ even between two correct runs
+PATHS = {"where", "recipe"}  # fields of completions.jsonl and of a saved state that hold file paths
+# files whose bytes differ even between two correct runs, because they contain times or paths
 UNEQUAL = {"config.yaml", TIMINGS, "summary.json", RUN, COMPLETIONS}
 DAMAGED = (ValueError, OSError, LookupError, RuntimeError, SafetensorError)
 
@@ -50,13 +50,13 @@ def difference(path: Path, other: Path, moved: bool = False) -> str:
     """Describe the lines in which two files differ, with the largest numeric difference.
 
     Args:
-        path, other: files, or folders of saved states.
-        moved: whether the other run was trained with input files at other paths.
+        path, other: two files, or two folders of saved states.
+        moved: whether the two runs read their input files from different paths.
 
     Returns "" if the files agree. An unreadable or missing file counts as a difference.
     """
     if not other.exists():
-        return "missing"
+        return "this file is missing"
     if filecmp.cmp(path, other, shallow=False):
         return ""
     gaps = []  # largest difference in each line
@@ -64,23 +64,23 @@ def difference(path: Path, other: Path, moved: bool = False) -> str:
         for pair in zip_longest(content(path, moved), content(other, moved)):
             gaps.append(distance(*pair))
     except DAMAGED as error:
-        return f"cannot be read from line {len(gaps) + 1}: {error}"
+        return f"the file cannot be read from line {len(gaps) + 1} on: {error}"
     lines = [str(number) for number, gap in enumerate(gaps, 1) if gap]
     if lines:
         says = f"line {', '.join(lines[:5])}"
         largest = max(gaps)
         return says if largest == math.inf else f"{says}, by {largest:.3g}"
-    return "" if path.name in UNEQUAL or path.is_dir() else "other bytes"
+    return "" if path.name in UNEQUAL or path.is_dir() else "the bytes differ"
 
 
 def content(path: Path, moved: bool = False) -> Iterator:
     """Yield the comparable parts of a file or of a saved state.
 
-    A .jsonl file is yielded by line and a .json or .yaml file as one object, without fields that
-    differ between correct runs. Any other file is yielded as a whole. A saved state is yielded by
-    tensor, gathered from the files of all ranks.
+    A .jsonl file is yielded line by line and a .json or .yaml file as one object, without fields
+    that differ between correct runs. Any other file is yielded as a whole. A saved state is yielded
+    tensor by tensor, each gathered from the files of all ranks.
 
-    ValueError: the content does not have the format of the file's suffix.
+    Raises ValueError if the content does not have the format that the file's suffix promises.
     """
     if path.is_dir():
         hashes = {file.name: digest([file]) for file in path.iterdir() if file.name != COMPLETE}
@@ -102,10 +102,10 @@ def content(path: Path, moved: bool = False) -> Iterator:
 def unique(pairs: list[tuple]) -> dict:
     """Build a JSON object from key-value pairs.
 
-    ValueError: a key occurs twice. JSON readers disagree about which value then counts.
+    Raises ValueError if a key occurs twice, because JSON parsers disagree about which value counts.
     """
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("an object contains the same key twice")
     return dict(pairs)
 
 
@@ -113,9 +113,9 @@ DECODER = JSONDecoder(object_pairs_hook=unique)
 
 
 def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
-    """Return an object without skipped keys, and with 0 for numbers in measured fields.
+    """Return a copy of a JSON object that is equal in two correct runs.
 
-    Two correct runs produce the same result.
+    The copy lacks the keys in `skipped`, and every number in a measured field is replaced by 0.
     """
     check_field(isinstance(line, dict), "a line", line, "an object")
     kept = {}
@@ -132,8 +132,8 @@ def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
 def distance(first, second) -> float:
     """Return the largest numeric difference between two parsed values.
 
-    Differences of tensors are absolute. Differences of JSON floats larger than 1 are relative.
-    The result is infinite if anything but a float or a tensor's value differs.
+    Differences of tensors are absolute. Differences of JSON floats greater than 1 are relative.
+    The result is infinite if the values differ in anything else, such as a text or a shape.
     """
     if type(first) is not type(second):
         return math.inf

@@ -1,8 +1,8 @@
 """Read and write a dumped optimizer step: step.json and step.safetensors.
 
 A step has n rows (completions) of S tokens in M micro-batches. Its rows come from a rollout of N
-completions with K rewards. docs/audit.md lists the names of all tensors and fields; only those in
-NEEDED are required.
+completions with K rewards each. docs/audit.md lists all tensors and fields. Only the tensors in
+NEEDED and the field `kind` are required.
 """
 
 from functools import cached_property
@@ -19,7 +19,7 @@ from minivlmrl_audit import perturbations
 from minivlmrl_audit.minivlmrl_api import load_tokenizer, read_json, save_tensors, write_json
 from minivlmrl_audit.options import OPTIONS
 
-# exceptions raised when a field or tensor does not have the type or shape given in docs/audit.md
+# exceptions that a field or tensor with a wrong type or shape can cause
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
 NAMES = perturbations.TABLE
 NEEDED = NAMES["needed"]
@@ -28,24 +28,24 @@ BY_ROW = BY_TOKEN + NAMES["by row"]
 
 
 class Dump(dict):
-    """A dumped step in memory: a dict of tensors by name, with floating-point ones in float64.
+    """A dumped step in memory: a dict from names to tensors. Floating-point tensors are in float64.
 
-    Its attribute `about` is the content of step.json.
+    The attribute `about` is the content of step.json.
     """
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
         self.optimizer = about.get("optimizer", {})
-        # Known deviations of this step's forward and token ids. None means that they differ
-        # for an unknown reason.
+        # Deviations that the audit has found in the step's forward and in its token ids. {} means
+        # that there is none, and None that the values differ for an unknown reason.
         self.forward = {}
         self.ids = {}
         self.cache = {}  # results of the model's forwards and backwards
-        # results of the stages without a deviation, whose units limit those with a deviation
+        # results of the stages without a deviation; a deviation may not enlarge their units much
         self.usual_answers = {}
-        self.tolerance = 1e-5  # largest error that an explanation may leave, set by a search
-        self.part = None  # rows whose log-probabilities a search computes; None means all rows
+        self.tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
+        self.part = None  # rows whose log-probabilities are recomputed; None means all rows
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
@@ -60,7 +60,7 @@ class Dump(dict):
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
             is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
-            if is_by_token:  # a tensor of only the last T tokens is padded with zeros on the left
+            if is_by_token:  # a tensor for only the last T tokens is padded with zeros on the left
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
         numbers = self["micro_batch"]
@@ -71,7 +71,7 @@ class Dump(dict):
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.add_row_numbers()
 
-    # orders and sets of rows, tokens, images and parameters that composed causes use, see perturbations.py
+    # orders and sets of rows, tokens, images and parameters for composed causes, see perturbations.py
     rows = cached_property(perturbations.row_orders)
     rollout_rows = cached_property(lambda self: perturbations.row_orders(self, of_rollout=True))
     row_sets = cached_property(perturbations.row_sets)
@@ -83,7 +83,7 @@ class Dump(dict):
     regions = cached_property(lambda self: perturbations.token_regions(self, *self.turns()))
 
     def add_row_numbers(self):
-        """Add tensors (n,) with one number per row, which the formulas of causes and units use."""
+        """Add tensors (n,) with one number for each row, which formulas in the YAML files use."""
         ids = self["input_ids"]
         counted_mask = self["completion_mask"]
         attended = self["attention_mask"]
@@ -110,9 +110,9 @@ class Dump(dict):
         return all(name in self for name in names)
 
     def of_rollout(self, name: str) -> Tensor:
-        """Return a tensor of the rows in the order of the rollout's completions, (N,).
+        """Return the tensor `name` (n,) of the rows in the order of the rollout's completions (N,).
 
-        All values are 1 if the step does not have exactly one row per completion.
+        Returns ones if the step does not have exactly one row for each completion of the rollout.
         """
         order = self.get("row", self.all_rows).argsort()
         if len(order) != len(self["group"]):
@@ -129,10 +129,11 @@ class Dump(dict):
         return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
-        """Return the sampler's tokens after the prompt, changed by a deviation named `ids`.
+        """Return the sampler's tokens after the prompt, changed by a deviation of `ids`.
 
-        Returns (2, n, S + L): token ids, and 1 for sampled or 0 for given tokens; -1 is padding.
-        None if the dump has no sampler ids, or if the ids differ for an unknown reason.
+        Returns a tensor (2, n, S + L) with the token ids, and with 1 for each sampled token and 0 for
+        each token of a tool response; -1 is padding. Returns None if the dump does not contain the
+        sampler's ids, or if the ids differ for an unknown reason.
         """
         if change is None or "sampler_ids" not in self:
             return None
@@ -152,17 +153,17 @@ class Dump(dict):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
             values = torch.tensor(perturbations.edited(*lists, text, again=self.again)).long()
             end = self.width + ids.shape[1] - begin - values.shape[1]
-            rows.append(pad(values, (begin, end), value=-1))  # a negative end cuts the row
+            rows.append(pad(values, (begin, end), value=-1))  # a negative end truncates the row
         return torch.stack(rows, 1)
 
     def again(self, ids: list[int]) -> list[int]:
-        """Return the token ids from decoding ids to text and encoding this text again."""
+        """Decode token ids to text, and return the ids from encoding this text again."""
         tokenizer = load_tokenizer(Path(self.about["model"]) / "tokenizer.json")
         tokenizer.backend.encode_special_tokens = False
         return tokenizer.encode(tokenizer.decode(ids))
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Return the tensors named kind.NAME as a dict by NAME."""
+        """Return the tensors whose names begin with `kind` and a dot, without this prefix."""
         prefix = f"{kind}."
         return {name.removeprefix(prefix): x for name, x in self.items() if name.startswith(prefix)}
 
@@ -170,33 +171,38 @@ class Dump(dict):
 def check_step(about: dict, tensors: dict[str, Tensor]):
     """Check that a step has all required tensors, with consistent shapes.
 
-    ValueError: a required tensor or the kind is missing, or a shape does not fit input_ids.
+    Raises ValueError if a required tensor is missing, if the kind is not supported, or if a tensor's
+    shape does not fit input_ids.
     """
-    missing = [f"{name} is missing" for name in NEEDED if name not in tensors]
+    missing = [f"the tensor {name} is missing" for name in NEEDED if name not in tensors]
     if about.get("kind") not in OPTIONS:
-        missing.append(f"kind is {about.get('kind')!r}")
+        missing.append(f"the field kind is {about.get('kind')!r}")
     if missing:
         raise ValueError(
-            f"{missing[0]}; a step has {', '.join(NEEDED)}, and a kind: grpo, dpo or sft; of KTO "
-            "it would lack the pairs of its KL, of distillation the teacher, of trajectories turns"
+            f"{missing[0]}. A step needs the tensors {', '.join(NEEDED)} and the field kind, which "
+            "must be grpo, dpo or sft. Steps of KTO, distillation and trajectories are not supported."
         )
     n, width = tensors["input_ids"].shape
     for name in tensors.keys() & BY_ROW:
         shape = tuple(tensors[name].shape)
         by_token = len(shape) == 2 and shape[1] <= width
         if shape[0] != n or (name in BY_TOKEN and not by_token):
-            raise ValueError(f"{name} is {shape}, but input_ids are {(n, width)}: one row for each")
+            raise ValueError(
+                f"the tensor {name} has shape {shape}, but input_ids has shape {(n, width)}. It must "
+                f"have {n} rows, and at most {width} columns if it has one value for each token."
+            )
 
 
 def read(folder: str | Path) -> Dump:
     """Read a dumped step from a folder.
 
-    ValueError: a file is missing, unreadable, or lacks required content.
+    Raises ValueError if a file is missing or unreadable, or if it lacks required content.
     """
     folder = Path(folder)
     if not (folder / "step.json").is_file():
         raise ValueError(
-            f"{folder} is no step: it has no step.json; dump one, docs/audit.md says how"
+            f"{folder} is not a dumped step, because it does not contain step.json. "
+            "docs/audit.md explains how to dump a step."
         )
     try:
         about = read_json(folder / "step.json")
@@ -206,11 +212,11 @@ def read(folder: str | Path) -> Dump:
                 about[name] = str(folder / model_folder)
         return Dump(about, tensors)
     except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
-        raise ValueError(f"{folder} is no step: {error}") from error
+        raise ValueError(f"{folder} is not a valid step: {error}") from error
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the tensors of micro-batches along rows; 2-D tensors are padded on the left."""
+    """Concatenate the tensors of micro-batches along rows, with 2-D tensors padded on the left."""
     tensors = {}
     for name in parts[0]:
         values = [part[name] for part in parts]
@@ -223,9 +229,9 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step into a folder, after checking that `read` accepts the step.
+    """Write a step into a folder, after checking that `read` accepts it.
 
-    ValueError: the step lacks required content, see `read`.
+    Raises ValueError if the step lacks required content, see `read`.
     """
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)

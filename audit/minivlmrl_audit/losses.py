@@ -1,4 +1,4 @@
-"""Name the mistake in a loss function whose values `minivlmrl.losses.parity.check` rejects."""
+"""Name the mistake in a loss function that `minivlmrl.losses.parity.check` rejects."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,18 @@ from minivlmrl_audit.audit import computed, explain, fits, where
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.options import options_of
 
-SEARCHES = 3  # maximum number of searches for a mistake, because each takes seconds
-TIED = 4  # maximum number of printed mistakes that give the same numbers
+SEARCHES = 3  # maximum number of searches for a mistake, because each search takes seconds
+TIED = 4  # maximum number of mistakes that are printed if they give the same numbers
 
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
     """Convert a test case to a Dump, so that the audit can search for its mistake.
 
-    value, gradient: loss, and gradient of log-probabilities, from the checked loss function.
+    Args:
+        batch: tensors of the test case, by name.
+        options: options of the loss, by name.
+        value: loss that the checked function returned.
+        gradient: gradient of this loss with respect to the log-probabilities.
     """
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
@@ -48,16 +52,20 @@ def mistakes(cases: list[tuple]) -> list[str]:
     steps = [as_step(*case) for case in cases]
     lines = []
     while steps and len(lines) < SEARCHES:
-        left = {}  # for each mistake, the steps that remain unexplained
+        left = {}  # for each mistake, the steps that it leaves unexplained
         for cause in explain("loss", steps[0]):
             name = f"{cause.says} ({cause.name})"
             left[name] = [step for step in steps[1:] if not fits("loss", step, cause)]
         if not left:
-            left["no known mistake"] = steps[1:]
+            left["no known mistake explains the numbers"] = steps[1:]
         other_steps = min(left.values(), key=len)
         tied_names = [name for name, others in left.items() if len(others) == len(other_steps)]
-        lines.append(f"{len(steps) - len(other_steps)} of them: {'; or '.join(tied_names[:TIED])}")
-        if "no known mistake" in left:  # describe the first differing numbers instead
+        lines.append(
+            f"{len(steps) - len(other_steps)} of the differing cases: "
+            f"{'; or '.join(tied_names[:TIED])}"
+        )
+        # if no mistake is known, describe the first differing numbers instead
+        if "no known mistake explains the numbers" in left:
             lines += [f"  {line}" for line in where(computed("loss", steps[0], {}))]
         steps = other_steps
     return lines

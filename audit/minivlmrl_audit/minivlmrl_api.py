@@ -1,10 +1,10 @@
-"""All names that the audit imports from minivlmrl, the package whose definitions it trusts.
+"""All names that the audit imports from minivlmrl, whose definitions it trusts.
 
-No other module of the audit imports minivlmrl, so that a change of minivlmrl can be checked
-against this list. Only audit/tests/bugs.py imports more, because it replaces functions in modules.
+No other module of the audit imports minivlmrl, so this list shows which changes of minivlmrl affect
+the audit. Only audit/tests/bugs.py imports more, because it replaces functions in modules.
 """
 
-# Reference formulas for a trainer's loss: advantages, GRPO and its variants, DPO, and PPO's GAE.
+# Definitions that a trainer's loss is compared with: advantages, GRPO and its variants, DPO, and GAE.
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import (
     AVERAGES,
@@ -20,7 +20,7 @@ from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy
 from minivlmrl.losses.ppo import gae
 from minivlmrl.losses.preference import DPOLossOptions, answer_logps, dpo_loss
 
-# The model that recomputes a dumped step's log-probabilities and gradients, and its inputs.
+# The model that recomputes the log-probabilities and gradients of a dumped step, and its inputs.
 from minivlmrl.data.rows import Prompt
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.model.checkpoint import load_model
@@ -28,7 +28,7 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.rope import get_rope_index
 
-# Training: `verify` repeats a run, and audit/mutation_study.py trains the default recipe with a bug.
+# Training: verify.py repeats a run, and audit/mutation_study.py trains the default recipe with a bug.
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.diagnostics.replay import run_config, train_again
 from minivlmrl.run.callbacks import Callback

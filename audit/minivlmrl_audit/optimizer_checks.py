@@ -19,18 +19,20 @@ from minivlmrl_audit.minivlmrl_api import (
 from minivlmrl_audit.perturbations import Change, clipped, first, shown_as
 from minivlmrl_audit.step_checks import Answer, shown
 
-THROUGH_A_MODEL = 50.0  # float32 rounding error of a model's output, in units of one rounding
+# tolerated error of a number that went through a model in float32, as a multiple of the tolerance
+# of all other stages
+THROUGH_A_MODEL = 50.0
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
     """Compute log-probabilities and entropies of the rows `part` with the model of a folder.
 
     Without `grad`, the outputs of each row are cached for each deviation, because a search for
-    causes asks for the same outputs many times.
+    causes needs the same outputs many times.
 
     Returns:
-        A tensor (2, n, S), which is 0 in rows outside of `part`, and the model. The model is None
-        if all rows came from the cache.
+        A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other
+        rows, and the model. The model is None if all rows came from the cache.
     """
     deviations = str({name: value for name, value in change.items() if name != "logps"})
     images = shown(d)
@@ -66,7 +68,8 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    states = model(batch, select=token_numbers[scored_columns] - 2)  # states of the previous tokens
+    # the hidden state of the previous token predicts each token
+    states = model(batch, select=token_numbers[scored_columns] - 2)
     states = change("states", states, norm=model.model.norm)
     temperature = change("temperature", d.about.get("temperature", 1.0))
     logits = change("logits", model.lm_head(states), states=states, head=model.lm_head)
@@ -85,7 +88,7 @@ def batch_of_row(
 
     Args:
         attended: (S,) mask of the tokens that the model receives.
-        images: list of (patches, grid).
+        images: list of pairs (patches, grid).
     """
     config = model.config
     ids = d["input_ids"][row]
@@ -108,7 +111,7 @@ def batch_of_row(
     completion = d.completion[row, attended]
     batch.position_ids = change(
         "positions",
-        get_rope_index(placed_ids, grids[has_tokens], config),  # includes hidden images
+        get_rope_index(placed_ids, grids[has_tokens], config),  # also for images that are hidden
         selection=(row, attended),
         indices=torch.arange(len(ids)).expand(3, -1),
         completion=completion.long(),
@@ -121,7 +124,7 @@ def changed_pictures(change: Change, images: list, num_given: int) -> tuple[Tens
     """Apply a deviation to the images of a row.
 
     Args:
-        images: list of (patches, grid), of which the first `num_given` belong to the prompt.
+        images: list of pairs (patches, grid), of which the first `num_given` belong to the prompt.
 
     Returns:
         The grids (images, 3), the patches of all images, and a mask (images,) of the images that
@@ -152,8 +155,8 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
 def of_unattended(d: Dump) -> Tensor:
     """Return a mask (n, S) of the tokens whose previous token is not attended to.
 
-    Their log-probabilities cannot be recomputed, because the packed sequence contains attended
-    tokens only.
+    The log-probabilities of these tokens cannot be recomputed, because the packed sequence contains
+    only attended tokens.
     """
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
@@ -162,8 +165,9 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     """Recompute the log-probabilities or entropies of all tokens in the completion mask.
 
     Args:
-        name: the dumped tensor, such as "old_per_token_logps".
-        folder: field of the dump with the folder of the weights that should have produced `name`.
+        name: name of the dumped tensor, such as "old_per_token_logps".
+        folder: field of step.json with the folder of the weights that should have produced this
+            tensor.
     """
     if not d.has(name) or not d.about.get(folder):
         return None
@@ -204,12 +208,12 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 
 def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of parameters under their names in Hub checkpoints, without wrapper prefixes."""
+    """Rename parameters as in checkpoints on the Hub, and remove the prefix of a wrapper module."""
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
-    """Sum the gradients of the micro-batches, each multiplied by a weight, which is 1 by default."""
+    """Sum the gradients of the micro-batches, each multiplied by a weight, which defaults to 1."""
     ones = torch.eye(len(d.micro_batches))
     tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
     names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1).double()}
@@ -224,7 +228,7 @@ def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
 
 
 def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
-    """Compute the gradients of one micro-batch by parameter name, and cache them in the dump."""
+    """Compute the gradients of one micro-batch as {parameter name: gradient}, and cache them."""
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
@@ -264,7 +268,7 @@ def clip(d: Dump, change: Change) -> Answer:
 
 
 def update(d: Dump, change: Change) -> Answer:
-    """Recompute the change that AdamW makes to each weight (arXiv 1711.05101, algorithm 2)."""
+    """Recompute by how much AdamW changes each weight (arXiv 1711.05101, algorithm 2)."""
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
@@ -301,9 +305,10 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Apply AdamW to a weight, once unless a deviation repeats it, and return the new weight.
+    """Apply one AdamW update to a weight, and return the new weight. A deviation may repeat it.
 
     Args:
+        options: options of the optimizer in step.json, such as the learning rate.
         state: first and second moment of the gradient.
         decay: weight decay of this weight.
     """
@@ -331,7 +336,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
 
 
 def schedule(d: Dump, change: Change) -> Answer:
-    """Recompute the learning rates of the latest steps, up to and including this step."""
+    """Recompute the learning rates of the last steps, up to and including this step."""
     options = d.about.get("schedule")
     known_types = ("linear", "cosine", "constant", "constant_with_warmup")
     if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:
@@ -344,7 +349,7 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 
 def rate_at(step: int, options: dict, change: Change) -> float:
-    """Compute the learning rate of a step, counted from 0, with transformers' schedules."""
+    """Compute the learning rate of a step, counted from 0, as the schedules of transformers do."""
     kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)

@@ -1,4 +1,4 @@
-"""Loss options under TRL's names, in one object per loss, so that the audit can change each one."""
+"""One dataclass of options for each loss, with TRL's names, so that the audit can change each option."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from minivlmrl_audit.minivlmrl_api import TERMS, DPOLossOptions, GRPOLossOptions
 
 @dataclass
 class PolicyOptions(GRPOLossOptions):
-    """All options of GRPO and its variants: for the loss, its terms, and the token weights."""
+    """All options of GRPO and its variants: options of the loss, its terms, and the token weights."""
 
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
@@ -24,7 +24,7 @@ class PolicyOptions(GRPOLossOptions):
 
 @dataclass
 class DPOOptions(DPOLossOptions):
-    """DPOLossOptions, and the option that dpo_loss takes as a separate argument."""
+    """DPOLossOptions, and the option that dpo_loss accepts as a separate argument."""
 
     discopop_tau: float = 0.05
 
@@ -46,7 +46,7 @@ def options_of(kind: str, values: dict) -> dict:
 
 
 def arguments(options: PolicyOptions | DPOOptions) -> dict:
-    """Return the options that the loss, or the term of its loss_type, takes as keyword arguments."""
+    """Return the options that dpo_loss, or the term of GRPO's loss_type, accepts as keyword arguments."""
     if isinstance(options, DPOOptions):
         return {"discopop_tau": options.discopop_tau}
     names = TERMS[options.loss_type].__kwdefaults__ or {}

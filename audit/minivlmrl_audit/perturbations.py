@@ -1,9 +1,9 @@
 """Apply hypothetical bugs to the definition of a training step.
 
 A deviation replaces a quantity of the definition by a formula, or by the values of other rows,
-tokens or images. For example, each row of a group, micro-batch, step or rollout may take the value
-of "the next row in its group". With tool calls, a formula may apply to some tokens only, such as "the first
-turn". Deviations with the same effect on a step are listed once.
+tokens or images. For example, each row may take the value of "the next row in its group". With tool
+calls, a formula may apply to only some tokens, such as "the first turn". Deviations that have the
+same effect on a step are listed only once.
 """
 
 import math  # noqa: F401 (formulas use this module)
@@ -25,13 +25,13 @@ from minivlmrl_audit.minivlmrl_api import (
     parse_yaml,
 )
 
-TABLE = {}  # known bugs, units in which a bug may act, and names of a step's tensors
+TABLE = {}  # known bugs, parts of a step to which a bug may be limited, and names of tensors
 for name in ("known_bugs.yaml", "units.yaml", "step.yaml"):
     TABLE |= parse_yaml((Path(__file__).parent / name).read_bytes())
 
 
 class FormulaError(Exception):
-    """A formula of known_bugs.yaml is invalid, so that file needs a fix, not the audited step."""
+    """A formula in known_bugs.yaml is invalid. The fault is in that file, not in the audited step."""
 
 
 def formula(text: str, **names):
@@ -39,22 +39,24 @@ def formula(text: str, **names):
 
     Args:
         text: expression that may use the globals of this file and `names`.
-        names: values that the expression may use by name.
+        names: values that the expression may use, by name.
 
     Raises:
         RuntimeError, ValueError: the sizes or options of the step do not fit the formula.
-        FormulaError: the formula itself is wrong.
+        FormulaError: the formula itself is invalid.
     """
     try:
         return eval(text, globals() | names)
     except (RuntimeError, ValueError):
         raise  # the sizes or options of the step do not fit, so the formula is not at fault
     except Exception as error:
-        raise FormulaError(f"known_bugs.yaml: {text!r}: {type(error).__name__} {error}") from error
+        raise FormulaError(
+            f"known_bugs.yaml: the formula {text!r} is invalid: {type(error).__name__}: {error}"
+        ) from error
 
 
 class Change(dict):
-    """A deviation of the step `d`: a dict from names of quantities to their replacements."""
+    """A deviation from the definition of the step `d`: {name of a quantity: its replacement}."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
@@ -66,10 +68,11 @@ class Change(dict):
         A replacement is one of:
             - a value;
             - a formula of x, `names`, the step and the fitted number c;
-            - (kind, unit, None), which reorders x by one of the orders of the Dump;
+            - (kind, unit, None), which reorders x by one of the orders in the Dump;
             - (kind, unit, formula), whose formula can also use `region`. For tokens and images,
-              `region` is a mask of the unit at the indices `selection`, which are the indices
-              of x. For a part of the model, it is a function that tests a parameter's name.
+              `region` is a mask of the unit. It has the shape of x, because it is indexed by
+              `selection` as x was. For a part of the model, `region` is a function that tests the
+              name of a parameter.
         """
         if name not in self:
             return x
@@ -87,10 +90,10 @@ class Change(dict):
         return formula(deviation, x=x, c=self.get("c", 1.0), step=self.d, **names)
 
     def inside(self, use: str) -> "Change":
-        """Return this deviation as it acts in one use of a quantity, such as "the baseline".
+        """Return the deviation for one use of a quantity, such as "the baseline".
 
-        The result is empty if the deviation is limited to another use. The lists of mutually
-        exclusive uses are the `scopes` of known_bugs.yaml.
+        The result is empty if this deviation is limited to another use of the same quantity. The
+        uses of each quantity are listed under `scopes` in known_bugs.yaml.
         """
         other_uses = {*self.get("inside", ())} - {use}
         for scope in TABLE["scopes"]:
@@ -107,8 +110,8 @@ class Change(dict):
 def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list, list]:
     """Apply a formula to parts of a list, and return the new items and their flags.
 
-    The list is split into runs of consecutive items with equal flags and equal `region` values. The
-    formula replaces each run inside the region, and all its new items get the flag of the run.
+    The list x is split into runs of consecutive items with equal `flags` and equal `region` values.
+    The formula replaces each run inside the region, and all new items get the flag of their run.
     """
     new_items = []
     new_flags = []
@@ -123,7 +126,7 @@ def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list
 
 
 def shown_as(change: dict, pictures: list, num_given: int) -> list:
-    """Return a row's images, edited by a deviation; the first `num_given` belong to its prompt."""
+    """Return a row's images with a deviation applied. The first `num_given` are in the prompt."""
     kind, unit, text = change.get("pictures", ("", "", None))
     if kind != "pictures":
         return pictures
@@ -135,10 +138,10 @@ def shown_as(change: dict, pictures: list, num_given: int) -> list:
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype, preferring the trainer's value `theirs` in case of a tie.
+    """Round x to a dtype. In case of a tie, return the trainer's value `theirs`.
 
-    `theirs` is returned where the dtype can represent it and it is within 0.501 units of rounding
-    of x, because x may lie halfway between two representable numbers.
+    `theirs` is returned if the dtype can represent it and it is at most 0.501 rounding units away
+    from x, because x may lie halfway between two representable numbers.
     """
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
@@ -146,14 +149,14 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def between(starts: Tensor, ends: Tensor) -> Tensor:
-    """Return a mask (n, S) of the columns from each start up to, but excluding, the next end."""
+    """Return a mask (n, S) of the columns from each start up to the column before the next end."""
     num_started = starts.cumsum(1)
     num_ended = (num_started * ends).cummax(1).values
     return num_started > num_ended
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
-    """Return the orders (..., n) or regions that differ from `same` and from all earlier ones."""
+    """Return the orders (..., n) or masks that differ from `same` and from all earlier entries."""
     kept = {}
     for name, order in orders.items():
         if not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values())):
@@ -162,9 +165,9 @@ def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """Return orders of rows that a bug may use, by description; the bug computes x[order].
+    """Return wrong orders of rows as {description: order}; a bug replaces x by x[order].
 
-    The orders index the n rows of the step, or the N completions of the rollout if `of_rollout`.
+    The orders index the n rows of the step or, if `of_rollout`, the N completions of the rollout.
     """
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
@@ -192,7 +195,7 @@ def ordered(
 ) -> dict[str, Tensor]:
     """Apply each formula of a table to every block of indices, such as the rows of a group.
 
-    Returns orders by description. They have the shape of `same`, which is the unchanged order.
+    Returns {description: order}. An order has the shape of `same`, which is the unchanged order.
     """
     indices = torch.cat(blocks)
     orders = {}
@@ -203,10 +206,10 @@ def ordered(
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """Return orders of tokens that a bug may use, by description.
+    """Return wrong orders of tokens as {description: order}.
 
     An order (n, S) holds, for each token, the flat index of the token whose value is used instead.
-    The index -1 stands for no token, and gives the value 0.
+    The index -1 means that the value 0 is used instead.
     """
     counted_mask = d["completion_mask"].bool()
     numbers = torch.arange(counted_mask.numel()).view_as(counted_mask)
@@ -224,7 +227,7 @@ def token_orders(d) -> dict[str, Tensor]:
 
 
 def row_sets(d) -> dict[str, Tensor]:
-    """Return masks (n,) of the rows to which a bug may be limited, by description."""
+    """Return the sets of rows to which a bug may be limited, as {description: mask (n,)}."""
     names = dict(d)
     if d.has("group", "row"):
         group = d["group"][d["row"]]
@@ -233,7 +236,8 @@ def row_sets(d) -> dict[str, Tensor]:
         if "rewards" in d:
             total = d["rewards"].view(len(d["group"]), -1).nansum(1)[d["row"]]
             is_other = (total - total[:, None]).abs() > 1e-6
-            names["others"] = (same & is_other).sum(1)  # group members with another reward
+            # number of completions of the same group with a different reward
+            names["others"] = (same & is_other).sum(1)
     sets = {}
     for says, (needed, text) in TABLE["row sets"].items():
         if needed in names and names[needed].dim() == 1:
@@ -244,9 +248,9 @@ def row_sets(d) -> dict[str, Tensor]:
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Return spans of tokens over which a bug may average, by description.
+    """Return the spans of tokens over which a bug may average, as {description: spans}.
 
-    A span tensor (n, S) holds the number of the turn, group or pair to which each token belongs.
+    The tensor (n, S) holds the number of the turn, group or pair to which each token belongs.
     """
     _, drawn_mask, _ = d.turns()
     row = d.all_rows[:, None].expand(-1, d.width)
@@ -264,7 +268,7 @@ def spans(d) -> dict[str, Tensor]:
 def clipped(
     gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None
 ) -> dict[str, Tensor]:
-    """Scale gradients so that their total norm is at most max_norm, as torch's clip_grad_norm_.
+    """Scale gradients so that their total norm is at most max_norm, like torch's clip_grad_norm_.
 
     Args:
         max_norm: None or 0 disables clipping.
@@ -283,20 +287,21 @@ def total_by(x: Tensor, span: Tensor) -> Tensor:
 
 
 def rollout_sets(d) -> dict[str, Tensor]:
-    """Return masks (N,) of the rollout's completions, by the descriptions that `row_sets` uses."""
+    """Return the sets of `row_sets` as masks (N,) over the completions of the rollout."""
     order = d.get("row", d.all_rows).argsort()
     sets = {}
     for says, rows in d.row_sets.items():
-        # sets defined by advantages are left out, because advantages are computed from rewards
+        # a set that depends on advantages is skipped, because the stage computes the advantages
         if len(order) == len(d["group"]) and TABLE["row sets"][says][0] != "advantages":
             sets[says] = rows[order]
     return sets
 
 
 def parts_of_model(d) -> dict[str, Callable]:
-    """Return parts of the model by description, as functions that test a parameter's name.
+    """Return parts of the model, as {description: function that tests a parameter's name}.
 
-    Parts are those of units.yaml, and one for each component of the parameters' names.
+    The parts are listed in units.yaml. One more part is added for each component of a parameter's
+    name, such as layers.0.
     """
     names = d.parameters("before") or d.parameters("grad")
     patterns = dict(TABLE["parts"])
@@ -317,12 +322,13 @@ def picture_numbers(d) -> dict[str, str]:
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return masks (n, S) of the tokens to which a bug may be limited, by description.
+    """Return the sets of tokens to which a bug may be limited, as {description: mask (n, S)}.
 
     Args:
         ids: (n, S) token ids.
-        drawn: (n, S) mask of tokens that the policy sampled.
-        forced: (n, S) mask of tokens of tool responses; without any, fewer masks are returned.
+        drawn: (n, S) mask of the tokens that the policy sampled.
+        forced: (n, S) mask of the tokens of tool responses. If there are no tool responses, fewer
+            sets are returned.
     """
     table = TABLE["regions"] if forced.any() else TABLE["ends"]
     prompt = torch.zeros_like(drawn)  # ids of the sampler do not include the prompt

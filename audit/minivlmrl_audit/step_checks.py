@@ -1,9 +1,9 @@
 """Recompute advantages, token ids, masks, loss and its gradient from the other tensors of a step.
 
-A stage is a function (dump, change) -> {name: (theirs, ours, unit)}, with the trainer's value, the
-recomputed value and the size of the summed terms. It returns None if the dump lacks a needed tensor.
-An error is |theirs - ours| / unit. change(name, x) returns the quantity x of the definition, or its
-replacement if a deviation of known_bugs.yaml is being tried.
+A stage is a function (dump, change) -> {name: (theirs, ours, unit)}: the trainer's value, the
+recomputed value, and the size of the terms that were summed. It returns None if the dump lacks a
+tensor that the stage needs. The error of a number is |theirs - ours| / unit. change(name, x) returns
+the quantity x of the definition, or its replacement while a known bug is being tried.
 """
 
 import copy
@@ -48,20 +48,20 @@ def advantages(d: Dump, change: Change) -> Answer:
     )
     value = (reward - baseline) / divisor
     value = change("advantages", value.nan_to_num(0.0, 0.0, 0.0))
-    # the clamp keeps a deviation with a tiny divisor from enlarging the tolerance
+    # without the clamp, a deviation with a tiny divisor would enlarge the tolerance
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max()
     rounding = rounding / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the K rewards of each completion, and compute the baseline and divisor of the sum.
+    """Add up the K rewards of each completion, and compute the baseline and divisor of the sum.
 
     With TRL's option multi_objective_aggregation = "normalize_then_sum", each reward is normalised
-    within its group before the sum.
+    within its group before the rewards are added.
 
     Returns:
-        Rewards, baselines and divisors, of shape (N,) each.
+        The sums of rewards, the baselines and the divisors, each of shape (N,).
     """
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
@@ -89,11 +89,12 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
 def moments(
     change: Change, x: Tensor, group: Tensor, centre: str, scale: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute the baselines and divisors (N,) that normalise x (N,), ignoring NaN.
+    """Compute the baselines and divisors (N,) that normalise rewards x (N,), ignoring NaN.
 
     Args:
-        centre: "group" or "batch", whose mean is the baseline.
-        scale: "group" or "batch", whose standard deviation is the divisor; "none" divides by 1.
+        centre: "group" or "batch". The baseline is the mean of a completion's group or rollout.
+        scale: "group", "batch" or "none". The divisor is the standard deviation of a completion's
+            group or rollout, or 1.
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
@@ -136,7 +137,7 @@ def rows(d: Dump, change: Change) -> Answer:
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute input_ids and attention_mask of the completions from the sampler's token ids.
 
-    Text is never encoded again, because that may give other ids than the sampler had.
+    Text is never encoded again, because the result may differ from the ids that were sampled.
     """
     sampled = d.sampled(change)
     if sampled is None or not d.has("prompt_mask"):
@@ -212,7 +213,7 @@ def mask(d: Dump, change: Change) -> Answer:
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
-    """Return a mask (n, S) of the tokens of each turn, up to its stop token, and of tool responses."""
+    """Return a mask (n, S) of the tokens of tool responses and of each turn up to its stop token."""
     ids = d["input_ids"]
     end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
@@ -235,12 +236,12 @@ def here_or_later(x: Tensor) -> Tensor:
 
 
 def mask_in(change: Change, use: str) -> Tensor:
-    """Return the completion mask (n, S) for one of its uses, such as "the ratio", with the deviation."""
+    """Return the completion mask (n, S) for one use, such as "the ratio", with the deviation."""
     return other_mask(change.d["completion_mask"].double(), change.inside(use))
 
 
 def other_mask(mask: Tensor, change: Change) -> Tensor:
-    """Return a completion mask (n, S) after applying the deviation to it."""
+    """Apply the deviation to a completion mask (n, S), and return the new mask."""
     d = change.d
     completion = d.completion.double()
     next_counts = mask.roll(-1, 1)
@@ -313,8 +314,8 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     """Count the rows and tokens that normalise the loss of the rows `part`.
 
-    They are counted over the step; with mean_over = "micro_batch", over the micro-batch and multiplied
-    by the number of micro-batches.
+    Rows and tokens are counted over the whole step. With mean_over = "micro_batch", they are counted
+    over the micro-batch, and the counts are multiplied by the number of micro-batches.
     """
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
@@ -342,7 +343,10 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
 
 
 class PolicyPieces(NamedTuple):
-    """Inputs of the loss terms of some rows, (rows, S) each; formulas use the same field names."""
+    """Inputs of the loss terms of some rows. Tensors have shape (rows, S) unless noted.
+
+    The formulas of known_bugs.yaml use these field names.
+    """
 
     part: Tensor  # indices of the rows
     options: PolicyOptions
@@ -358,7 +362,7 @@ class PolicyPieces(NamedTuple):
 
 
 def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the GRPO-type loss of the rows `part`, and the summed absolute size of its terms."""
+    """Compute the GRPO-type loss of the rows `part`, and the sum of its terms' absolute values."""
     total = torch.zeros(2)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
@@ -394,7 +398,7 @@ def policy_pieces(
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the mean policy-gradient loss of some rows, and the mean absolute size of its terms."""
+    """Compute the mean policy-gradient loss of some rows, and the mean absolute value of its terms."""
     options = pieces.options
     d = change.d
     sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
@@ -427,7 +431,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the mean KL penalty of some rows, and the mean absolute size of its terms."""
+    """Compute the mean KL penalty of some rows, and the mean absolute value of its terms."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     names = pieces._asdict()
@@ -438,12 +442,12 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
         estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
         kl = correct_kl(estimate, pieces.ratio, options)
     kl = change("KL", kl, selection=(pieces.part,), **names)
-    # float32 rounds the KL as coarsely as the larger log-probabilities that it subtracts
+    # the KL subtracts larger log-probabilities, so its rounding error is as large as theirs
     return averaged(pieces.part, kl, change, rounding=0.01)
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the negative mean entropy, which is the entropy bonus, and the size of the mean."""
+    """Compute the entropy bonus, which is the negative mean entropy, and the size of the mean."""
     selection = (pieces.part,)
     names = {"mask": pieces.kept, "per_token_logps": pieces.per_token_logps}
     entropies = change("entropies", pieces.entropies, selection=selection, **names)
@@ -452,7 +456,7 @@ def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     return -mean, mean.detach()
 
 
-# terms of the policy loss, each with the option that is its weight; "" stands for weight 1
+# terms of the policy loss: (function, name of the option that weights it; "" means weight 1)
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
@@ -465,7 +469,7 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 def averaged(
     part: Tensor, terms: Tensor, change: Change, rounding: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Average per-token losses as the loss_type prescribes, and also their absolute sizes."""
+    """Average per-token losses as the loss_type prescribes, and average their absolute values."""
     mask = mask_in(change, "the sum")
     divided = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
@@ -488,7 +492,8 @@ def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change
 def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute the DPO-type loss of the rows `part`, and the size of its terms.
 
-    The dumped tensors `pair` and `chosen` give each row's pair, and whether its answer was chosen.
+    The dumped tensor `pair` contains the number of each row's pair. `chosen` is 1 for rows with the
+    chosen answer and 0 for rows with the rejected answer.
     """
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
@@ -515,7 +520,7 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
 
 
 def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Sum the reference model's log-probabilities over each answer: (pairs, 2)."""
+    """Sum the reference model's log-probabilities over the tokens of each answer: (pairs, 2)."""
     mask = mask_in(change, "")
     _, _, reference = inputs(logps, mask, change)
     reference = change("references", reference[index], mask=mask[index])

@@ -4,8 +4,8 @@
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl audit steps/0
 
 Every value is recorded outside of the code that the audit checks: log-probabilities and their
-gradient at the model's forward, the loss that training_step returns, the rewards that the reward
-functions return, and the weights before and after optimizer.step.
+gradients are recorded at the model's forward, the loss is what training_step returns, the rewards
+are what the reward functions return, and the weights are copied before and after optimizer.step.
 """
 
 import pickle
@@ -35,10 +35,13 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Return a context manager that dumps the first steps of an SFTTrainer.
 
-    If the model takes no num_items_in_batch, the loss is a mean over each micro-batch.
+    If the model does not accept num_items_in_batch, each micro-batch is averaged by itself.
     """
     if trainer.args.label_smoothing_factor:
-        raise ValueError("label_smoothing_factor: the audit has no definition of it; leave it 0")
+        raise ValueError(
+            f"label_smoothing_factor is {trainer.args.label_smoothing_factor}, but the audit does not "
+            "support label smoothing in SFT. Set label_smoothing_factor to 0."
+        )
     about = {
         "kind": "sft",
         "loss": {"loss_type": trainer.args.loss_type.removeprefix("chunked_")},
@@ -61,7 +64,7 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Return a context manager that dumps the first steps of a DPOTrainer.
 
-    The rows of a micro-batch are first all chosen answers, then all rejected answers.
+    TRL orders the rows of a micro-batch like this: all chosen answers, then all rejected answers.
     """
     loss = options_of("dpo", vars(trainer.args))
     if not set(dump.NAMES["smoothed losses"]) & set(loss["loss_type"]):
@@ -97,7 +100,7 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # models of the step that sampled a row; {} is the number of that step
+        # models of the step that sampled a row; {} stands for the number of that step
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
@@ -108,9 +111,10 @@ def grpo_options(trainer) -> dict:
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Return {"prompt_mask": (n, S)}, which marks all tokens up to the last generation prompt.
+    """Return {"prompt_mask": mask}, with a mask (n, S) of all tokens up to the end of the prompt.
 
-    Returns {} if the tokenizer has no chat template.
+    The prompt ends with the last generation prompt of the chat template. Returns {} if the tokenizer
+    does not have a chat template.
     """
     processor = trainer.processing_class
     chat = [{"role": "user", "content": "x"}]
@@ -129,7 +133,9 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
 class Steps(ExitStack, TrainerCallback):
     """Context manager that dumps the first steps of a trainer into folder/0, folder/1, ...
 
-    `rows` is a function from the inputs of a micro-batch to its dumped tensors.
+    Args:
+        about: content of step.json.
+        rows: function that returns the tensors of a micro-batch, given its inputs.
     """
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
@@ -181,7 +187,7 @@ class Steps(ExitStack, TrainerCallback):
 
     @property
     def on(self) -> bool:
-        """Whether the current step is dumped. Evaluations are not dumped."""
+        """True if the current step is dumped. Evaluations are not dumped."""
         return self.trainer.state.global_step < self.steps and self.trainer.model.training
 
     def begin(self, inputs: dict, *_):
@@ -215,7 +221,7 @@ class Steps(ExitStack, TrainerCallback):
             part.setdefault("ref_per_token_logps", logps.clone())
 
     def copy(self, *kinds: str):
-        """Record copies of the weights, gradients or optimizer state, by kind, such as "before"."""
+        """Record copies of weights, gradients or optimizer state; a kind is for example "before"."""
         for name, p in self.trainer.model.named_parameters():
             values = {"before": p, "grad": p.grad, "clipped": p.grad, "after": p}
             values |= self.trainer.optimizer.state.get(p, {})
@@ -233,11 +239,11 @@ class Steps(ExitStack, TrainerCallback):
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the row tensors of a step. GRPO adds the tensors of the rollouts."""
+        """Return the row tensors of a step. GRPOSteps adds the tensors of the rollouts."""
         return tensors
 
     def save_models(self, folder: Path):
-        """Save the models whose forwards the audit can recompute, each with the tokenizer."""
+        """Save each model whose forward the audit can recompute, together with the tokenizer."""
         if any(noises(self.trainer.model)):  # a forward with random noise cannot be recomputed
             self.models.pop("model", None)
             self.about["model"] = None
@@ -288,7 +294,7 @@ class GRPOSteps(Steps):
         self.rollouts = []  # tensors of each rollout so far
         self.num_rows = 0  # number of completions in these rollouts
         self.conversations = []  # one per completion so far, if the trainer has tools
-        self.given_rewards = {}  # rewards of the current rollout by index of the reward function
+        self.given_rewards = {}  # {index of the reward function: its rewards for this rollout}
         self.wrap("_generate_and_score_completions", self.generated)
         self.wrap("_calculate_rewards", self.judged)
         if trainer.tools:
@@ -302,7 +308,7 @@ class GRPOSteps(Steps):
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
-        """Record one turn of some rows, in row order: the given token ids and the sampled ids."""
+        """Record one turn of some rows, in the order of rows: the given ids and the sampled ids."""
         if len(self.conversations) == self.num_rows:  # the first turn
             self.conversations += map(Conversation, prompts)
         conversations = self.conversations[self.num_rows :]
@@ -316,7 +322,7 @@ class GRPOSteps(Steps):
 
     def generated(self, result: dict, examples: list):
         """Record the groups, advantages and rewards of a rollout, and number its rows."""
-        keys = [pickle.dumps(example) for example in examples]  # texts and pictures
+        keys = [pickle.dumps(example) for example in examples]  # text and images of each prompt
         # a prompt that occurs again after num_generations rows starts a new group
         groups = [
             (key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)
@@ -346,15 +352,15 @@ class GRPOSteps(Steps):
             self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Add the rollouts that contain the rows of a step, and make the row numbers relative to them."""
-        # rollouts from the earliest one that this step uses
+        """Add the tensors of the rollouts that this step uses, and renumber its rows within them."""
+        # keep the rollouts from the earliest one that this step uses
         rollouts = dump.join(self.rollouts)
         begin = rollouts["rollout"][tensors["row"]].min()
         tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
-            # a trainer without old log-probabilities uses the current ones
+            # if the trainer does not compute old log-probabilities, it uses the current ones
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
-        # the last step of an epoch may have fewer parts
+        # the last step of an epoch may have fewer micro-batches
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.conversations:
             tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
@@ -374,7 +380,7 @@ class GRPOSteps(Steps):
 
 
 def keep_outputs(part: dict, output, mask=1):
-    """Record the per-token outputs (n, T) of a forward, and in backward their masked gradient."""
+    """Record the per-token outputs (n, T) of a forward and, during backward, their masked gradient."""
     for output_name, (name, slope_name) in dump.NAMES["outputs"].items():
         x = output.get(output_name)
         if x is not None:
@@ -389,10 +395,10 @@ def keep_slope(part: dict, name: str, mask, gradient):
 
 
 def noises(model):
-    """Yield the noise sizes of a model's modules, such as the probability of each dropout."""
+    """Yield the noise settings of a model's modules, such as each dropout probability."""
     for module in model.modules():
         for name, value in vars(module).items():
-            # attributes of dropout, attention dropout and NEFTune
+            # names of attributes in dropout, attention dropout and NEFTune
             if re.search("^p$|drop|noise", name) and type(value) in (int, float):
                 yield value
 
@@ -402,15 +408,15 @@ class Conversation:
 
     def __init__(self, prompt: list[int]):
         self.prompt = prompt
-        self.tokens = []  # (id, flag) of each token after the prompt; 1 is sampled, 0 is given
-        self.forms = [prompt]  # ids after the last turn, and the same text encoded again
+        self.tokens = []  # (id, flag) of each token after the prompt; flag is 1 if it was sampled
+        self.forms = [prompt]  # all ids so far, and the ids from encoding their text again
 
     def num_known(self, given_ids: list[int]) -> int:
-        """Return the length of the longest common prefix of given_ids and the ids of the last turn."""
+        """Return how many of given_ids are known: the longest prefix that the last turn shares."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
-        """Append one turn: the new given ids, then the sampled ids."""
+        """Append one turn: the new ids of the tool response, then the sampled ids."""
         new_ids = given_ids[self.num_known(given_ids) :]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
         later_ids = given_ids[len(self.prompt) :] + drawn_ids
@@ -421,7 +427,7 @@ class Conversation:
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
     """Return the sampler's token ids and images of a rollout as padded tensors.
 
-    The images of a completion are those of its prompt, followed by the images that tools returned.
+    The images of a completion are the images of its prompt, followed by those that tools returned.
     """
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]

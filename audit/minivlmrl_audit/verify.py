@@ -1,6 +1,6 @@
-"""`python -m minivlmrl reproduce RUN`: repeat a run's training in RUN.again, and compare every file.
+"""`python -m minivlmrl reproduce RUN`: repeat a run's training in RUN.again, and compare all files.
 
-No content of a log is trusted without comparison. docs/audit.md explains what this proves.
+Nothing that a log claims is trusted. docs/audit.md explains what an agreement proves.
 """
 
 import argparse
@@ -26,23 +26,32 @@ from minivlmrl_audit.minivlmrl_api import (
     train_again,
 )
 
-# files that are not compared: the lock file, and the page, which is made from other files
+# files that are not compared: the lock file, and the report, which is generated from other files
 DERIVED = [".lock", "report.html"]
-# largest difference of the first step, in float32, that counts as another machine's rounding
+# largest difference in the metrics of the first step that float32 rounding on another machine
+# can explain
 LARGEST_ROUNDING = 1e-3
 
 
 def main(arguments: list[str]) -> int:
     """Repeat a run, print the differences, and return the exit status.
 
-    0 means no difference, 1 a difference, and 3 only numeric rounding, as from another machine.
+    0 means that no file differs, 1 that a file differs, and 3 that the differences are small enough
+    to be rounding on another machine.
     """
     p = argparse.ArgumentParser(
         "python -m minivlmrl reproduce", description=__doc__, allow_abbrev=False
     )
-    p.add_argument("run", help="the folder of a run that has ended")
-    p.add_argument("--recipe", help="default: config.yaml of the run, if it names no code")
-    p.add_argument("--state", help="begin with this one, such as 000120, and believe it")
+    p.add_argument("run", help="folder of a finished run")
+    p.add_argument(
+        "--recipe",
+        help="recipe to train with; defaults to config.yaml of the run, if that does not execute code",
+    )
+    p.add_argument(
+        "--state",
+        help="saved state to start from, such as 000120; it is trusted, and only later steps are "
+        "repeated",
+    )
     options, overrides = p.parse_known_args(arguments)
     folder = Path(options.run).resolve()
     check_links(folder)
@@ -52,7 +61,7 @@ def main(arguments: list[str]) -> int:
     states = [path for path in state_folders(folder / "states") if int(path.name) > first_step]
     # config.yaml differs if command-line options replace the paths of the recipe
     skipped = [*DERIVED, "config.yaml"] if overrides else DERIVED
-    differences = {}  # difference of each file or state; "" if both runs agree
+    differences = {}  # description of the difference for each file or state; "" if both runs agree
 
     def compare(path: Path):
         name = path.relative_to(again_folder)
@@ -67,7 +76,7 @@ def main(arguments: list[str]) -> int:
                 compare(again_state / RUN)
 
     class CompareStates(Callback):
-        """Compare saved states before their removal, because a run keeps only its last states."""
+        """Compare each saved state before it is removed, because a run keeps only its last states."""
 
         def on_step_begin(self, *_):
             compare_states()
@@ -87,32 +96,36 @@ def main(arguments: list[str]) -> int:
 
 
 def check_links(folder: Path):
-    """Raise ValueError if a run's folder contains symbolic links.
+    """Raise ValueError if a run's folder contains a symbolic link.
 
-    A link could lead into the repeated run, and the comparison would then prove nothing.
+    A link could lead into the repeated run, which would then be compared with itself.
     """
     for path in folder.rglob("*"):
         if path.is_symlink():
-            raise ValueError(f"{path} is a link; put what it leads to in its place")
+            raise ValueError(
+                f"{path} is a symbolic link, which could lead into the repeated run. "
+                "Replace the link by a copy of its target."
+            )
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
-    """Print the files of a run that were not compared, and return those that count as faults.
+    """Print the files of a run that were not compared, and return the ones that count as differences.
 
-    A file is a fault if it lies in a folder in which the repeated run wrote files.
+    A file counts as a difference if it lies in a folder in which the repeated run wrote files, because
+    then the repeated run should have written this file, too.
     """
     written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
     faults = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
-        # files of a compared state are covered, because the state stores their hashes
+        # files of a compared state need no comparison, because the state stores their hashes
         is_compared = name in differences or name.parent in differences
         if path.is_file() and not is_compared and str(name) != ".lock":
             print(f"not compared: {name}")
-            # states up to --state are trusted
+            # saved states up to the one given by --state are trusted
             is_believed = "states/000001" <= str(name.parent) <= f"states/{first_step:06d}"
             if name.parts[0] in written_folders and not is_believed:
-                faults[name] = "not of this run"
+                faults[name] = "the repeated run did not write this file"
     return faults
 
 
@@ -121,23 +134,23 @@ def verdict(folder: Path, again_folder: Path, differences: dict[Path, str], firs
     faults = {name: fault for name, fault in sorted(differences.items()) if fault}
     for name, fault in faults.items():
         print(f"DIFFERS: {name}: {fault}")
-    with suppress(*DAMAGED):  # an unreadable file is among the faults already
+    with suppress(*DAMAGED):  # an unreadable file is already among the faults
         gap = rounding(folder, again_folder, faults, first_step)
         if gap and same_rows(folder, again_folder, faults):
             print(
-                f"rows are the same; numbers of the first steps differ by {gap:.2g}: "
-                "rounding of another processor, torch, or number of ranks or threads?"
+                f"both runs used the same rows, and numbers of the first steps differ by {gap:.2g}. "
+                "The reason may be another processor, torch version, or number of ranks or threads."
             )
             return 3
-    print("this is not what the recipe trains" if faults else "nothing differs")
+    print("training with this recipe gives a different run" if faults else "nothing differs")
     return int(bool(faults))
 
 
 def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_step: int) -> float:
-    """Return the largest difference in the metrics of the first two steps, if it is rounding.
+    """Return the largest difference in the metrics of the first two steps, if rounding explains it.
 
-    Returns 0 if the differences are too large to be rounding: over LARGEST_ROUNDING in the first
-    step, or, where both runs have equal weights, in any step.
+    Returns 0 if the differences are too large for rounding: greater than LARGEST_ROUNDING in the
+    first step or, if both runs have equal weights, in any step.
     """
     pairs = zip_longest(content(again_folder / METRICS), content(folder / METRICS))
     gaps = [distance(*pair) for pair in pairs][first_step:]
@@ -148,10 +161,10 @@ def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_st
 
 
 def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool:
-    """Return whether both runs used the same rows, images and file names, ignoring results.
+    """Return whether both runs used the same rows and images, and differ only in numbers.
 
-    Each step logs only the rows of the first rank, so with other numbers of ranks the rows of
-    one log may be a subset of the other log's rows.
+    Each step logs only the rows of the first rank. So if the numbers of ranks differ, the rows in one
+    log may be a subset of the rows in the other log.
     """
     again = rows_of_steps(again_folder)
     logged = rows_of_steps(folder)
@@ -167,7 +180,7 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool
 
 
 def rows_of_steps(folder: Path) -> dict[tuple, set[str]]:
-    """Return the rows that a run logged for each (stage, step), without the computed results."""
+    """Return the rows that a run logged for each (stage, step), without completions and paths."""
     rows = defaultdict(set)
     for line in read_lines(folder / COMPLETIONS, LogLine):
         pictures = digest([folder / name for name in line["images"]])

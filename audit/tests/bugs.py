@@ -358,7 +358,7 @@ BUGS = {
     "std_with_n": Bug(
         "unslothai/unsloth-zoo/pull/832",
         around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
-        trl=InTRL("advantages", "divides by n, not", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
+        trl=InTRL("advantages", "by n instead of n", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
             x.std(dim, correction=0, keepdim=keepdim)))),
     ),
     "interleaved_groups": Bug(
@@ -370,7 +370,7 @@ BUGS = {
     ),
     "pictures_of_others": Bug(
         "StarsfieldAI/R1-V/pull/54", other_prompts(next_pictures),
-        trl=InTRL("logps", "a row sees the picture of", forward(rolled_pictures)),
+        trl=InTRL("logps", "a row has the images of", forward(rolled_pictures)),
     ),
     "no_picture_in_training": Bug(
         "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_picture, prompts))),
@@ -387,7 +387,7 @@ BUGS = {
     "gradient_of_zero": Bug(
         "Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d - d).exp()),
-        trl=loss("carry the gradient too", "per_token_logps.detach() if old", "per_token_logps if old"),
+        trl=loss("old log-probabilities are not detached", "per_token_logps.detach() if old", "per_token_logps if old"),
     ),
     "divided_twice": Bug(
         "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
@@ -449,12 +449,12 @@ BUGS = {
     "old_ignored": Bug(
         "huggingface/trl/issues/2769",
         before_loss(lambda self, batch: setattr(batch, "old_per_token_logps", None)), TWICE,
-        loss("old log-probabilities are the present ones", 'inputs.get("old_per_token_logps")', "None", OFF, at=1),
+        loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None", OFF, at=1),
     ),
     "ratio_of_sums": Bug(
         "walkinglabs/hands-on-modern-rl/issues/75",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d * mask).sum(-1, keepdim=True).exp()), TWICE,
-        loss("the product of its tokens", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
+        loss("the product of its tokens' ratios", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
              {"importance_sampling_level": "sequence", **OFF, "learning_rate": 3e-4}, at=1),
     ),
     "k1_in_the_loss": Bug(  # its gradient is zero in expectation
@@ -477,7 +477,7 @@ BUGS = {
     "schedule_by_micro_batch": Bug(  # four times too fast
         "huggingface/accelerate/issues/963",
         around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
-        trl=InTRL("schedule", "moves twice a step", around(None, "create_scheduler", two_steps),
+        trl=InTRL("schedule", "advances twice per step", around(None, "create_scheduler", two_steps),
                   {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3}, late=True, at=2),
     ),
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
@@ -492,7 +492,7 @@ BUGS = {
     ),
     # in TRL alone: advantages
     "reward_weights_ignored": Bug("om-ai-lab/VLM-R1", trl=score(
-        "advantages", "all rewards count 1", "self.reward_weights.to(device)", "torch.ones(2)",
+        "advantages", "all rewards have weight 1", "self.reward_weights.to(device)", "torch.ones(2)",
         {"reward_weights": [1.0, 0.3]},
     )),
     "batch_std": Bug("huggingface/trl/issues/3708", trl=score(
@@ -504,7 +504,7 @@ BUGS = {
         {"rewards": (missing,)},
     )),
     "means_tiled": Bug("StarsfieldAI/R1-V/pull/54", trl=score(
-        "advantages", "the row of repeat for repeat_interleave", MEANS,
+        "advantages", "the row that repeat gives instead of repeat_interleave", MEANS,
         "mean_grouped_rewards.repeat(num_generations)",
     )),
     "groups_of_half_the_size": Bug("StarsfieldAI/R1-V/pull/49", trl=score(
@@ -528,7 +528,7 @@ BUGS = {
         {"steps_per_generation": 4, "rows": 8},
     )),
     "dr_grpo_by_the_longest": Bug("sail-sg/understand-r1-zero", trl=loss(
-        "all of it is", "per_token_loss.size(0) * self.max_completion_length", "per_token_loss.numel()",
+        "all values are", "per_token_loss.size(0) * self.max_completion_length", "per_token_loss.numel()",
         {"loss_type": "dr_grpo", "max_completion_length": 30},
     )),
     "kl_reversed": Bug("volcengine/verl", trl=loss(
@@ -544,7 +544,7 @@ BUGS = {
         "clip on the wrong side", "-torch.min(per", "-torch.max(per", OFF, at=1,
     )),
     "one_clip_for_both_sides": Bug("https://arxiv.org/abs/2503.14476", trl=loss(
-        "both sides are clipped by epsilon_low", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
+        "ratios are clipped with epsilon_low on both sides", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
         {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1,
     )),
     # what is trained, and how
@@ -555,7 +555,7 @@ BUGS = {
         {"beta": 0.1, "learning_rate": 2e-2, "rows": 4}, at=1,
     )),
     "tower_frozen": Bug("om-ai-lab/VLM-R1/issues/52", trl=InTRL(
-        "gradients", "no gradient: the vision tower",
+        "gradients", "there is no gradient for the vision tower",
         lambda put, trainer: trainer.model.model.visual.requires_grad_(False), late=True,
     )),
     "norms_decay": Bug("karpathy/minGPT", trl=InTRL(
@@ -588,22 +588,22 @@ BUGS = {
         "advantages", "rewards of, repeat", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)",
     )),
-    "policy_term_twice": Bug("", trl=loss("policy's term, counts twice", KL_TERM, f"2 * {KL_TERM}", KL, at=1)),
+    "policy_term_twice": Bug("", trl=loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL, at=1)),
     "dpo_rejected_of_the_next_pair": Bug("", trl=dpo(
-        "rejected one of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
+        "rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
     )),
     # of a part of the model, some rows or tokens, or another type
     "merger_twice": Bug("", trl=InTRL("gradients", "factor 2, the merger", own_gradients(double_merger), late=True)),
     "tower_clipped_apart": Bug("", trl=InTRL(
-        "clip", "the vision tower and all others are clipped apart", around(None, "_clip_grad_norm", clip_apart), CLIPS,
-        late=True,
+        "clip", "the vision tower and all other parameters are clipped separately",
+        around(None, "_clip_grad_norm", clip_apart), CLIPS, late=True,
     )),
     "tower_never_decays": Bug("", trl=InTRL(
         "update", "weight decay leaves out the vision tower",
         around("transformers:Trainer", "get_decay_parameter_names", without_tower), {"weight_decay": 0.1},
     )),
     "rewards_of_others": Bug("", trl=InTRL(  # the functions are right
-        "advantages", "the rewards of the row as far from the other end",
+        "advantages", "the rewards of the row at the mirrored position",
         around(None, "_calculate_rewards", lambda calculate, *given: calculate(*given).flip(0)), late=True,
     )),
     "rewards_in_float16": Bug("", trl=score(
@@ -615,11 +615,11 @@ BUGS = {
         f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}",
     )),
     "no_kl_for_negative_advantages": Bug("", trl=loss(
-        "there is no KL, for negative advantages alone", "self.beta * per_token_kl",
+        "there is no KL penalty, only for rows with negative advantages", "self.beta * per_token_kl",
         "self.beta * per_token_kl * (advantages > 0)", KL, at=1,
     )),
     "prompts_of_chosen_answers": Bug("", trl=dpo(
-        "prompt tokens are counted, for chosen answers alone", "labels = inputs",
+        "prompt tokens are counted, only for chosen answers", "labels = inputs",
         "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
         "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs",
     )),
@@ -628,20 +628,20 @@ BUGS = {
         '["old_per_token_logps"] = old_per_token_logps.bfloat16().float()', OFF, at=1,
     )),
     "old_of_a_straddling_rollout": Bug("huggingface/trl/pull/3725", trl=InTRL(
-        "logps of old", "not of those that drew",
+        "logps of old", "instead of the weights that sampled the rollout",
         around("trl:GRPOTrainer", "_generate_and_score_completions", forget_old),
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2}, at=1,
     )),
     "tower_rate": Bug("", trl=InTRL("update", "factor 0.1, the vision tower", groups(slow_tower), late=True)),
     "eps_of_no_decay": Bug("", trl=InTRL(
-        "update", "eps: 0.001, what does not decay", groups(lambda _, found: found[1].update(eps=1e-3)),
+        "update", "eps: 0.001, the parameters without weight decay", groups(lambda _, found: found[1].update(eps=1e-3)),
         {"weight_decay": 0.1}, late=True,
     )),
     "advantages_as_mask": Bug("verl-project/verl/issues/2506", trl=loss(
-        "multiplied with its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()",
+        "multiplied by its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()",
     )),
     "last_row_dropped": Bug("", trl=loss(
-        "for the last row of each micro-batch alone", SUM, "loss = (per_token_loss * mask)[:-1].sum()",
+        "only for the last row of each micro-batch", SUM, "loss = (per_token_loss * mask)[:-1].sum()",
     )),
     "kl_by_token": Bug("huggingface/trl/pull/6594", trl=loss(
         "KL times the token's ratio", "per_token_kl * coef_1", "per_token_kl * torch.exp(log_ratio)",
@@ -652,20 +652,20 @@ BUGS = {
         "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)",
     )),
     "deviation_at_least_the_batch_s": Bug("", trl=score(
-        "advantages", "at least that of all rewards", STD, f"{STD}.clamp(min=nanstd(rewards).item())",
+        "advantages", "at least the standard deviation of all rewards", STD, f"{STD}.clamp(min=nanstd(rewards).item())",
     )),
     "old_in_float16": Bug("", trl=score(
         "logps of old", "rounded to float16", '["old_per_token_logps"] = old_per_token_logps',
         '["old_per_token_logps"] = old_per_token_logps.half().float()', OFF, at=1,
     )),
     "tokens_before_the_shift": Bug("", trl=edited(
-        "compute_loss", "loss", "one token more of each row",
+        "compute_loss", "loss", "one token too many per row",
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
         "outputs.label_mask.sum() + len(inputs['labels'])", kind="sft",
     )),
     # composed: an operator, a use, a span, a number that is fitted
     "baseline_of_plain_rewards": Bug("PrimeIntellect-ai/prime-rl/pull/2040", trl=score(
-        "advantages", "all rewards count 1, in the baseline alone",
+        "advantages", "all rewards have weight 1, only in the baseline",
         "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)",
         "mean_grouped_rewards = torch.nanmean(rewards_per_func.nansum(dim=1).view(-1, num_generations), dim=1)",
         {"reward_weights": [1.0, 0.3]},
@@ -682,7 +682,7 @@ BUGS = {
         {"rows": 4}, late=True, at=1,
     )),
     "mean_of_turns": Bug("rllm-org/rllm/pull/512", trl=turns_loss(
-        "loss", "each of its turn", "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()\n",
+        "loss", "tokens of its turn", "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()\n",
         "turn = ((mask == 1) & (torch.nn.functional.pad(mask, (1, -1)) == 0)).cumsum(1) * mask\n"
         "        loss = torch.stack([per_token_loss[i][turn[i] == k].mean()\n"
         "                            for i in range(len(mask)) for k in range(1, int(turn[i].max()) + 1)]).mean()\n",
@@ -702,7 +702,7 @@ BUGS = {
     )),
     # where completions call tools
     "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
-        "loss", "counts the answers of tools too, in the sum alone", SUM,
+        "loss", "also counts tool responses, only in the sum", SUM,
         "loss = (per_token_loss * completion_mask).sum()", TELL,
     )),
     "second_turn_not_learned": Bug("", trl=turns_score(
@@ -711,16 +711,16 @@ BUGS = {
         f"    tool_mask *= begins.long().cumsum(1) != 2\n    {MASK} if", TELL | {"calls": 0.8},
     )),
     "answers_in_the_loss": Bug("huggingface/trl/pull/5521", trl=loop(
-        "mask", "counts the answers of tools too", ADDED, ADDED.replace("[0]", "[1]"),
+        "mask", "also counts tool responses", ADDED, ADDED.replace("[0]", "[1]"),
     )),
     "text_read_again": Bug("huggingface/trl/issues/5144", trl=loop(
-        "tokens", "decoded and encoded again", PCT, AGAIN, TELL,
+        "tokens", "were decoded and encoded again", PCT, AGAIN, TELL,
     )),
     "pictures_of_answers_lost": Bug("THUDM/slime/issues/1847", trl=edited(
-        "_generate", "pictures", "lacks all pictures", MERGED, "pass", kind="turns",
+        "_generate", "pictures", "lacks all images", MERGED, "pass", kind="turns",
     )),
     "answers_not_attended_to": Bug("huggingface/trl/pull/4976", trl=turns_loss(
-        "tokens", "does not attend to the answers of tools", "torch.cat([prompt_mask, completion_mask], dim=1)",
+        "tokens", "does not attend to tool responses", "torch.cat([prompt_mask, completion_mask], dim=1)",
         'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL,
     )),
     "a_cut_completion_that_ended_a_turn": Bug("", trl=turns_score(

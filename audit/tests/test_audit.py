@@ -60,18 +60,26 @@ def step(lengths=(5, 3, 4, 2, 5, 1), changes=None, gradient=lambda x: x):
 def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
     d = step()
     said = report(audit(d), d)
-    assert "DIFFERS" not in said and "of averages," not in said and "of clips, which" not in said
-    assert "cannot show: 18 of 18 mistakes of KLs, which need beta and a reference" in said
+    assert "DIFFERS" not in said and "in averages," not in said and "in clipping, which" not in said
+    assert "cannot reveal: 18 of 18 mistakes in KLs, which need beta and a reference" in said
     d = step(lengths=(4,) * 6)
-    assert "mistakes of averages, which need completions of several lengths" in report(audit(d), d)
+    assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
 
 
 ORDERS = [
     # by the rollout: rows 1, 3, 5 and 0, 2, 4
     ("advantages", lambda x: x[[2, 3, 4, 5, 0, 1]], "a row has the advantage of the next row in its group"),
-    ("old", lambda x: x[[2, 0, 1, 5, 3, 4]], "an old log-probability is that of the row before in its micro-batch"),
-    ("logps", lambda x: x.roll(1, 1), "a log-probability is that of the token before in its row"),
-    ("advantages", lambda x: x[ROW.argsort()], "a row has the advantage of what had its place before the shuffle"),
+    (
+        "old",
+        lambda x: x[[2, 0, 1, 5, 3, 4]],
+        "an old log-probability is taken from the previous row in its micro-batch",
+    ),
+    ("logps", lambda x: x.roll(1, 1), "a log-probability is taken from the previous token in its row"),
+    (
+        "advantages",
+        lambda x: x[ROW.argsort()],
+        "a row has the advantage of the completion that had its place before the shuffle",
+    ),
     ("advantages", lambda x: x[[3, 4, 5, 0, 1, 2]], "a row has the advantage of the next micro-batch"),
 ]
 
@@ -87,8 +95,8 @@ def test_a_cause_is_a_unit_and_a_change(name, change, says):
 PAIRS = [
     (
         {"advantages": abs, "old": lambda x: x.roll(1, 1)},
-        "advantages: has lost its sign",
-        "the token before in its row",
+        "advantages: is replaced by its absolute value",
+        "the previous token in its row",
     ),
     (
         {"advantages": lambda x: x.clamp(min=0), "logps": lambda x: x[[3, 4, 5, 0, 1, 2]]},
@@ -118,7 +126,7 @@ def test_units_that_come_to_the_same_are_one_cause():
         every = [tuple(order.flatten().tolist()) for order in orders.values()]
         assert len(set(every)) == len(every) > 9
     assert torch.equal(d.rollout_rows["the next group"], torch.tensor([3, 4, 5, 0, 1, 2]))
-    assert d.columns["the token before, the first from none in its counted tokens"][1].tolist() == [-1, 5, 6, 8, 9]
+    assert d.columns["the previous token in its counted tokens and 0 for the first"][1].tolist() == [-1, 5, 6, 8, 9]
 
 
 @pytest.mark.slow
@@ -129,14 +137,14 @@ def test_what_nothing_explains_is_located_after_a_bounded_search(monkeypatch):
     [finding] = [finding for finding in audit(d) if not finding.ok]
     assert not finding.explained and len(calls) < (LIKELY_CAUSES + 2) * len(possible_causes("loss", d))
     said = report([finding], d)
-    assert "no known cause explains it" in said
+    assert "no known cause explains the difference" in said
     assert "logps_gradient at [1, 0]: " in said
 
 
 def test_a_gradient_that_is_no_number_is_located():
     d = step(gradient=lambda x: x.where(x != x[2, 1], torch.nan))
     said = report(audit(d), d)
-    assert "logps_gradient: 1 of 30" in said and "logps_gradient at [2, 1]: nan over" in said
+    assert "logps_gradient: 1 of 30" in said and "logps_gradient at [2, 1]: nan instead of" in said
 
 
 def test_sources_name_lines_of_minivlmrl():
@@ -168,7 +176,7 @@ def test_the_table_is_whole():
 
 
 def test_what_the_text_of_a_cause_does_is_not_swallowed():
-    with pytest.raises(FormulaError, match=r"known_bugs.yaml: 'x - \(unknown > 0\)': NameError"):
+    with pytest.raises(FormulaError, match=r"known_bugs.yaml: the formula 'x - \(unknown > 0\)' is invalid: NameError"):
         computed("loss", step(), {"terms": "x - (unknown > 0)"})
 
 
@@ -190,12 +198,12 @@ def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
 
 @pytest.mark.parametrize("tensors, why", [
     ({}, "each stage lacks a tensor or a field"),
-    ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token counts"),
+    ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token is in the loss"),
 ])  # fmt: skip
 def test_a_step_of_which_nothing_is_compared_does_not_pass(tensors, why, tmp_path):
     write(tmp_path, {"kind": "sft"}, ONE_ROW | tensors)
     for ask in (lambda: main([str(tmp_path)]), lambda: assert_step(tmp_path)):
-        with pytest.raises(ValueError, match=f"nothing was compared: {why}"):
+        with pytest.raises(ValueError, match=f"nothing was compared, because {why}"):
             ask()
 
 
@@ -264,10 +272,10 @@ def test_pieces_of_formulas():
 
 
 @pytest.mark.parametrize("tensors, about, says", [
-    ({"completion_mask": None}, {}, "completion_mask is missing; a step has input_ids, "),
-    ({}, {"kind": "kto"}, "kind is 'kto'; a step has .* grpo, dpo or sft; of KTO it would lack the pairs of its KL"),
-    ({"advantages": torch.ones(2)}, {}, r"advantages is \(2,\), but input_ids are \(1, 1\): one row for each"),
-    ({}, {"kind": "trajectories"}, "kind is 'trajectories'; .* of trajectories turns"),
+    ({"completion_mask": None}, {}, "completion_mask is missing. A step needs the tensors input_ids, "),
+    ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
+    ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 rows"),
+    ({}, {"kind": "trajectories"}, "kind is 'trajectories'. .* trajectories are not supported"),
     ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"),
 ])  # fmt: skip
 def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
@@ -278,14 +286,16 @@ def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
         kept = {name: x for name, x in (ONE_ROW | tensors).items() if x is not None}
         save_file(kept, tmp_path / "step.safetensors")
         (tmp_path / "step.json").write_text(json.dumps({"kind": "sft"} | about))
-    with pytest.raises(ValueError, match=f"{tmp_path} is no step: .*{says}"):
+    with pytest.raises(ValueError, match=f"{tmp_path} is not a valid step: .*{says}"):
         read(tmp_path)
 
 
 def test_a_field_of_another_type_is_named(tmp_path):
     """Not a traceback: the page has the types."""
     write(tmp_path, {"kind": "sft", "schedule": 3, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
-    with pytest.raises(ValueError, match=r"schedule cannot be computed again: TypeError .* not as in docs/audit.md"):
+    with pytest.raises(
+        ValueError, match=r"the stage 'schedule' cannot be recomputed \(TypeError: .* with docs/audit.md"
+    ):
         main([str(tmp_path)])
 
 
@@ -337,7 +347,7 @@ def test_what_no_cause_computes_gets_no_name(name):
 
 
 KNOWN = {
-    "weights: all rewards count 1, in the divisor alone": lambda r: (
+    "weights: all rewards have weight 1, only in the divisor": lambda r: (
         (r - r.mean(1, keepdim=True)) / 2 / (r.std(1, keepdim=True) + 1e-4)
     ),
     "rewards: is at most 0.43": lambda r: standard(r.clamp(max=0.43)),
@@ -363,7 +373,7 @@ def test_a_factor_says_each_count_that_it_may_be():
     d.about["num_generations"] = 2  # as many as rewards
     d["group"] = torch.arange(8) // 4
     [cause] = explain("advantages", d)
-    assert cause.says == "all of it is 0.5 times as large: 1 over the 2 completions of a group or rewards"
+    assert cause.says == "all values are 0.5 times as large: 1 over the 2 completions of a group or rewards"
 
 
 def test_a_factor_is_one_count_rather_than_two_over_another():
@@ -375,7 +385,7 @@ def test_a_factor_is_one_count_rather_than_two_over_another():
 
 @pytest.mark.parametrize("rates, rate, name", [
     ([], 0.5, None), ([1.0, 0.75, 0.5], 0.5, None),
-    ([1.0, 1.0, 0.75], 0.5, "step: the rate is that of the step before"),
+    ([1.0, 1.0, 0.75], 0.5, "step: the learning rate is one step behind"),
 ])  # fmt: skip
 def test_a_rate_alone_is_met_by_chance(rates, rate, name):
     """A floor of 0.5 is the rate of the step before: those of the other steps tell."""
@@ -391,9 +401,9 @@ def test_recorded_losses_of_trl_are_healthy(kind):
 
 
 @pytest.mark.parametrize("wrong, says", [
-    ({"average": lambda x, mask: x.mean()}, "2 of them: padding is counted as completion, in the count alone"),
-    ({"weight": False}, "1 of them: the KL is .*weighed with the ratio"),
-    ({"average": lambda x, mask: x.sin().sum()}, "1 of them: no known mistake\n  loss: 1 of 1"),
+    ({"average": lambda x, mask: x.mean()}, "2 of .* cases: padding is counted as part of .*, only in the count"),
+    ({"weight": False}, "1 of the differing cases: the KL is .*weighted with the ratio"),
+    ({"average": lambda x, mask: x.sin().sum()}, "1 of .* cases: no known mistake .*\n  loss: 1 of 1"),
 ])  # fmt: skip
 def test_a_wrong_loss_is_named(wrong, says):
     """The page has three more."""

@@ -52,10 +52,10 @@ def test_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.jsonl", '{"x": 1}\n{\n', "from line 2: not JSON"),
-        ("a.jsonl", '{"x": 1}\n[]\n', "from line 2: a line is [], it must be an object"),
-        ("summary.json", '{"x": 1, "x": 2}', "from line 1: not JSON (a key is there twice)"),
-        ("a.safetensors", "x", "from line 1: "),
+        ("a.jsonl", '{"x": 1}\n{\n', "from line 2 on: not JSON"),
+        ("a.jsonl", '{"x": 1}\n[]\n', "from line 2 on: a line is [], it must be an object"),
+        ("summary.json", '{"x": 1, "x": 2}', "from line 1 on: not JSON (an object contains the same key twice)"),
+        ("a.safetensors", "x", "from line 1 on: "),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says(tmp_path, name, text, reason):
@@ -66,7 +66,7 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path, name, text, reason):
     else:
         file.write_text('{"x": 1}\n')
     other.write_text(text)
-    assert difference(file, other).startswith(f"cannot be read {reason}")
+    assert difference(file, other).startswith(f"the file cannot be read {reason}")
 
 
 def state(folder, files):

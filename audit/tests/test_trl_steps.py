@@ -248,7 +248,7 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
 
 
 def test_what_has_no_definition_is_refused_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="label_smoothing_factor: the audit has no definition"):
+    with pytest.raises(ValueError, match="the audit does not support label smoothing"):
         STEPS_OF["sft"](trl_fixtures.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
     trainer = trl_fixtures.grpo(folder, tmp_path / "grpo")
     bugs.around(None, "_generate_and_score_completions", lambda score, inputs: (
@@ -343,5 +343,5 @@ def test_the_tool(folder, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "loss                 DIFFERS" in out and "0.5 times as large: 1 over the 2 micro-batches" in out
     assert "no known cause" not in out and "not in this step: tokens, pictures, logps of old, logps of sampler" in out
-    with pytest.raises(ValueError, match=r"nowhere is no step: it has no step\.json"):
+    with pytest.raises(ValueError, match=r"nowhere is not a dumped step, because it does not contain step\.json"):
         main([str(tmp_path / "nowhere")])

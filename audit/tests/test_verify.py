@@ -255,7 +255,7 @@ def test_what_was_forged_is_named(name, copy, verify, instant):
     forge(copy)
     code, lines = verify(copy)
     named = [line.removeprefix("DIFFERS: ").partition(":")[0] for line in lines if line.startswith("DIFFERS")]
-    assert (code, named) == (1, files) and lines[-1] == "this is not what the recipe trains"
+    assert (code, named) == (1, files) and lines[-1] == "training with this recipe gives a different run"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint", "states/000004"])
@@ -264,7 +264,7 @@ def test_links_are_refused(name, copy, verify, instant):
     shutil.move(copy / name, copy.parent / "moved")
     (copy / name).symlink_to(copy.parent / "run.again" / name)
     code, [line] = verify(copy)
-    assert code == 2 and f"{copy / name} is a link" in line
+    assert code == 2 and f"{copy / name} is a symbolic link" in line
 
 
 def test_a_run_is_found_however_it_is_written(copy, verify, instant, monkeypatch):
@@ -349,7 +349,7 @@ def test_two_ranks_are_verified_by_two_and_nearly_by_one(recipe, tmp_path, verif
     assert on_two_ranks(lambda: main(["reproduce", str(folder)])) == [0, 0]
     code, lines = verify(folder)
     assert code == 3 and re.match(
-        r"rows are the same; numbers of the first steps differ by [\d.]+e-0[5-9]: ", lines[-1]
+        r"both runs used the same rows, and numbers of the first steps differ by [\d.]+e-0[5-9]\. ", lines[-1]
     )
     assert any(re.match(r"DIFFERS: checkpoint/model.safetensors: .* by [\d.]+e-0[4-9]", line) for line in lines)
     for forge in (swap_pictures, remove("summary.json")):

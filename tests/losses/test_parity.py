@@ -76,7 +76,7 @@ def test_without_the_audit_a_wrong_loss_has_no_name(monkeypatch):
 def test_the_audit_names_a_wrong_mask():
     """docs/audit.md shows a wrong average."""
     pytest.importorskip("minivlmrl_audit")
-    with pytest.raises(AssertionError, match=r"2 of them: .*\(mask: the token before in its row\)$"):
+    with pytest.raises(AssertionError, match=r"2 of the differing cases: .*\(mask: the previous token in its row\)$"):
         check(
             lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options), whole_step=True, **DAPO
         )
