@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     save(folder, "old")
     model.model.norm.weight.data[3] = float("inf")
     with pytest.raises(
-        ValueError, match=r"checkpoint: the model was not saved, because model\.norm\.weight is not finite"
+        ValueError, match=r"checkpoint was not saved, because the tensor model\.norm\.weight is not finite"
     ):
         save_model(folder, model, processor)
     assert saved(folder) == "old"

@@ -213,7 +213,7 @@ class MemoryEstimator:
         values, a recurrent layer caches a state of fixed size for each prompt and each completion.
         """
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        layer_states = family_of(self.model).empty_memories(self.model, rows)
+        layer_states = family_of(self.model).initial_states(self.model, rows)
         recurrent_bytes = sum(map(bytes_of, layer_states))
         num_attending = len(self.model.model.layers) - len(layer_states)
         prompt_tokens = work.text_tokens + work.image_tokens

@@ -130,7 +130,7 @@ class Sharding:
         """Make a module an FSDP unit, whose weights are gathered and freed together."""
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
-    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+    def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor into a DTensor with the layout of a parameter.
 
         Args:
@@ -279,7 +279,7 @@ def save_sharded(
     reshard(model)
     weights = checkpoint.file_weights(model)
     write_adapter = checkpoint.adapter_writer(model, base)
-    unread = world.run_on_rank_zero(lambda: checkpoint.unread_tensors(model)) or {}
+    unread = world.run_on_rank_zero(lambda: checkpoint.unused_tensors(model)) or {}
     # all ranks use the split into files of rank 0, because only rank 0 has the unread tensors
     files = world.gather_objects(checkpoint.split_weights(weights | unread, max_shard_size))[0]
     with ExitStack() as saving:

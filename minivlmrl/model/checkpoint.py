@@ -1,4 +1,4 @@
-"""Load and save models and processors as Hugging Face folders."""
+"""Load and save models and processors as folders in the format of Hugging Face."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ from minivlmrl.model.families.registry import (
     FAMILIES,
     family_of,
     hub_name,
-    memory_name,
+    module_name,
 )
 from minivlmrl.model.plain_weights import (
     Sharded,
@@ -72,13 +72,13 @@ def load_model(
 
     Args:
         folder: path of a folder or name of a repository.
-        dtype: dtype of the parameters; by default the config's torch_dtype.
-        device: device of the parameters of a model that is not sharded.
-        sharding: shards the model, so that each rank loads only its own part, to sharding.device.
+        dtype: dtype of the parameters; defaults to torch_dtype in config.json.
+        device: device of the parameters; ignored if the model is sharded.
+        sharding: shards the model, so that each rank only loads its own shard, to sharding.device.
         adapt: function that adds adapters to the model while it is on the meta device. The folder
-            has no weights for them.
+            does not have weights for these adapters.
     Raises:
-        ValueError: config.json or the weights are invalid; the message says what is wrong.
+        ValueError: config.json or a file of weights is invalid.
     """
     folder = find_folder(folder)
     config = read_config(folder)
@@ -95,30 +95,35 @@ def load_model(
     def keep_all(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor.to(device, like.dtype, copy=True)
 
-    part = sharding.part if sharding else keep_all
-    assign(model, _read_weights(folder, files, model, part, device))
-    model.folder = folder.resolve()  # save_model copies the tensors that no module uses from here
+    take_shard = sharding.take_shard if sharding else keep_all
+    assign(model, _read_weights(folder, files, model, take_shard, device))
+    model.folder = folder.resolve()  # save_model copies unused tensors from this folder
     return model
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the config.json of a folder. Raises ValueError if ModelConfig.from_dict does."""
+    """Read the config.json of a folder; raise ValueError if it is missing or invalid."""
     return ModelConfig.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
 def _read_weights(
-    folder: Path, files: list[Path], model: Qwen2_5_VL, part: Callable, device: torch.device | str
+    folder: Path,
+    files: list[Path],
+    model: Qwen2_5_VL,
+    take_shard: Callable,
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Read the tensors of all parameters, by parameter name.
+    """Read the weights of a model from files, and return them by parameter name.
 
-    Quantised layers pack their tensors as soon as these are read, and are not in the result.
+    The weights of quantised layers are not returned, because each of these layers packs and stores
+    its weight as soon as it is read.
 
     Args:
-        part: part(tensor of the file, parameter) returns the tensor that this rank keeps.
+        take_shard: function (tensor in the file, parameter) -> the shard that this rank keeps.
     Raises:
         ValueError: a tensor is missing, unexpected, duplicated, not finite or has a wrong shape.
     """
-    expected = base_weights(model)  # has a tied head only once, under the embedding's name
+    expected = base_weights(model)  # a tied head is only listed as the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -126,91 +131,103 @@ def _read_weights(
     for file in files:
         tensors = read_tensors(file)
         for name, tensor in family.split_tensors(tensors, model.config, file):
-            if name.startswith(family.unread):
+            if name.startswith(family.unused_prefixes):
                 continue
-            # some folders also contain a tied head
+            # some folders also store a tied head, in addition to the embedding
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
             if like is None:
-                raise ValueError(f"{file}: unexpected tensor {name:.80}")
+                raise ValueError(
+                    f"{file}: the model does not have a parameter for the tensor {name:.80}. Use "
+                    "the config.json that belongs to these weights."
+                )
             if name in read_names:
-                raise ValueError(f"{file}: tensor {name} appears twice; remove the wrong one")
+                raise ValueError(
+                    f"{file}: the tensor {name} occurs twice in this folder. Remove one of the two."
+                )
             if tensor.shape != like.shape:
                 raise ValueError(
-                    f"{file}: tensor {name} has shape {tuple(tensor.shape)}, "
-                    f"but config.json requires {tuple(like.shape)}"
+                    f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but config.json "
+                    f"requires {tuple(like.shape)}. Use the config.json that belongs to these "
+                    "weights."
                 )
             read_names.add(name)
             if isinstance(like, Tensor):
-                weights[name] = part(tensor, like)
+                weights[name] = take_shard(tensor, like)
                 check_loaded(weights[name], name, file)
             else:
                 check_loaded(tensor, name, file)
-                like.read(tensor.to(device), part)
+                like.pack(tensor.to(device), take_shard)
     if missing := expected.keys() - read_names:
         raise ValueError(
-            f"{folder}: {len(missing)} tensor(s) are missing, the first is {min(missing)}"
+            f"{folder}: the files of weights lack {len(missing)} of the model's {len(expected)} "
+            f"tensors, for example {min(missing)}. Download or save the model again."
         )
-    # transformers 4 ignores a stored head if the head is tied, and transformers 5 uses it, so the
-    # two tensors must be equal
+    # If the head is tied, transformers 4 ignores a stored head, but transformers 5 uses it.
+    # Therefore the two tensors must be equal.
     if is_tied and HEAD in weights and not torch.equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise ValueError(
-            f"{folder}/config.json has tie_word_embeddings true, but {HEAD} differs from the "
-            "embedding. Set tie_word_embeddings to false to use it, as transformers 5 does, or "
-            "remove the tensor, as transformers 4 does."
+            f"{folder}/config.json sets tie_word_embeddings to true, but the stored {HEAD} differs "
+            "from the embedding. To use the stored head, as transformers 5 does, set "
+            "tie_word_embeddings to false. To ignore it, as transformers 4 does, remove the tensor."
         )
     parameter_names = {plain_name(name): name for name, _ in model.named_parameters()}
     return {parameter_names[name]: weight for name, weight in weights.items()}
 
 
 def check_loaded(weight: Tensor, name: str, file: Path):
-    """Raise ValueError if a loaded weight contains NaN or infinities.
+    """Raise ValueError if a loaded weight contains NaN or infinite values.
 
-    Only the sum is checked, because one such value makes the sum not finite.
+    Only the sum of all values is checked, because one such value makes the whole sum NaN or
+    infinite.
     """
     local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
         raise ValueError(
-            f"{file}: tensor {name} contains NaN or infinite values. Save the model again."
+            f"{file}: the tensor {name} contains NaN or infinite values. Download the model again, "
+            "or save it again from an earlier state."
         )
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (hub name, tensor) for each tensor of a safetensors file.
+    """Yield (name on the hub, tensor) for each tensor in a safetensors file.
 
-    Tensors are views of the file, so callers must copy them.
+    The tensors are views of the file, so callers must copy them.
     """
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # the file is reopened for each tensor, because the pages of an open file that were read
-        # count as memory of this process
+        # The file is reopened for each tensor. While a file is open, all pages that were read from
+        # it count as memory of this process.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
             if tensor.dtype not in DTYPES.values():
                 raise ValueError(
-                    f"{file}: tensor {name:.80} is {tensor.dtype}, but quantised checkpoints are "
-                    "not supported. Use the bfloat16 checkpoint that it was made from."
+                    f"{file}: the tensor {name:.80} is {tensor.dtype}, but quantised checkpoints "
+                    "are not supported. Use the bfloat16 checkpoint from which it was quantised."
                 )
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: not a complete safetensors file ({error})") from error
+        raise ValueError(
+            f"{file} is not a complete safetensors file ({error}). Download or save it again."
+        ) from error
 
 
-def unread_tensors(model: Qwen2_5_VL) -> dict[str, Tensor]:
-    """Return the tensors of a model's folder that no module uses, to save them unchanged.
+def unused_tensors(model: Qwen2_5_VL) -> dict[str, Tensor]:
+    """Return the tensors in a model's folder that no module uses, so that they can be saved again.
 
-    Example: mtp.*, the draft layer of Qwen3.5.
+    An example is the draft layer of Qwen3.5, whose tensors have names that start with mtp.
     """
     folder = model.folder
-    prefixes = family_of(model).unread
+    prefixes = family_of(model).unused_prefixes
     tensors = {}
     if folder is None or not prefixes:
         return tensors
     if not folder.is_dir():
         warnings.warn(
-            f"{folder} no longer exists, so its tensors {', '.join(prefixes)} are not saved.",
+            f"The folder {folder}, from which the model was loaded, no longer exists. Its tensors "
+            f"{', '.join(prefixes)}*, which training does not use, are missing in the new folder.",
             stacklevel=3,
         )
         return tensors
@@ -228,11 +245,12 @@ def load_processor(
 
     Args:
         folder: path of a folder or name of a repository.
-        min_pixels, max_pixels: bounds of the image area; by default those of the folder.
+        min_pixels, max_pixels: bounds of the image area in pixels. They default to the bounds in
+            the folder.
     Raises:
-        ValueError: a file is invalid, or the files do not fit together.
+        ValueError: a file is invalid, or two files contradict each other.
     """
-    # imported here, because a model with random weights, as in minimal.py, needs no Jinja
+    # imported here, because a model with random weights, as in minimal.py, does not need Jinja
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)
@@ -260,10 +278,10 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
         as_in_file = f"{expected} as in {image_file.name}"
         check_field(value == expected, f"vision_config.{field}", value, as_in_file)
     check_field(
-        config.vocab_size >= len(tokenizer),  # the embedding may have unused rows
+        config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
         "vocab_size",
         config.vocab_size,
-        f"at least {len(tokenizer)}, the size of tokenizer.json",
+        f"at least {len(tokenizer)}, the number of tokens in tokenizer.json",
     )
     for name in ("image_token_id", "video_token_id"):
         value = getattr(config, name)
@@ -272,14 +290,15 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
 
 
 def carried_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that save_model copies; their folder may no longer exist when it saves."""
+    """Read the files that save_model will copy, because the folder may no longer exist by then."""
     files = {}
     for file in sorted(folder.iterdir()):
         if CARRIED.fullmatch(file.name) and file.is_file():
             target = file.resolve()
             if target.parent != folder.resolve() and target.parent.name != "blobs":
                 raise ValueError(
-                    f"{file} is a link to {target}. Replace the link by a copy of the file."
+                    f"{file} is a link to {target}, outside its folder. Replace the link with a "
+                    "copy of the file."
                 )
             files[file.name] = file.read_bytes()
     return files
@@ -290,26 +309,26 @@ def save_model(
     model: Qwen2_5_VL,
     processor: Processor,
     base: str | None = None,
-    more: Callable[[Path], None] | None = None,
+    write_more_files: Callable[[Path], None] | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ):
     """Save a model and its processor as a folder that transformers and vLLM can load.
 
     Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's
-    format. The folder is replaced atomically. distributed/weights.gather_and_save_model saves a
-    model that is sharded or trained by several ranks.
+    format. The folder is replaced atomically. For a model that is sharded or trained by several
+    ranks, use gather_and_save_model in distributed/weights.py.
 
     Args:
         base: folder or repository of the base model, for PEFT's adapter_config.json.
-        more: function that writes further files into the new folder.
-        max_shard_size: maximum bytes of one weights file.
+        write_more_files: function that writes additional files into the new folder.
+        max_shard_size: maximum size of one file of weights, in bytes.
     Raises:
         ValueError: a weight is not finite.
     """
     weights = file_weights(model)
     write_adapter = adapter_writer(model, base)
-    unread = unread_tensors(model)
-    files = split_weights(weights | unread, max_shard_size)
+    unused = unused_tensors(model)
+    files = split_weights(weights | unused, max_shard_size)
     with replacing(folder) as new_folder:
         for file, names in files.filename_to_tensors.items():
             tensors = {}
@@ -318,46 +337,48 @@ def save_model(
                     tensors[name] = gather_full_tensor(weights[name]).cpu().contiguous()
                     check_finite(name, tensors[name], folder)
                 else:
-                    tensors[name] = unread[name]
+                    tensors[name] = unused[name]
             save_tensors(tensors, new_folder / file)
         write_settings(new_folder, model, processor)
         write_index(new_folder, files)
-        write_extras(new_folder, write_adapter, more)
+        write_extras(new_folder, write_adapter, write_more_files)
 
 
 def adapter_writer(model: Qwen2_5_VL, base: str | None) -> Callable[[Path], None] | None:
-    """Return a function that writes a model's adapters in PEFT's format; None without adapters."""
+    """Return a function that writes a model's adapters as a PEFT folder; None if it has none."""
     if not has_adapters(model):
         return None
-    # imported here, because few runs have adapters
+    # imported here, because only few runs have adapters
     from minivlmrl.model.peft import gather_adapter
 
     return gather_adapter(model, base)
 
 
 def write_index(folder: Path, files: StateDictSplit):
-    """Write the index that maps tensors to weights files, if there are several files."""
+    """Write the index that maps each tensor to its file, if there are several files of weights."""
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         write_json(folder / INDEX, index)
 
 
 def write_extras(
-    folder: Path, write_adapter: Callable[[Path], None] | None, more: Callable[[Path], None] | None
+    folder: Path,
+    write_adapter: Callable[[Path], None] | None,
+    write_more_files: Callable[[Path], None] | None,
 ):
-    """Write the adapter to the subfolder adapter/, then call `more` to add the caller's files."""
+    """Write the adapter to the subfolder adapter/, then add the caller's files to the folder."""
     if write_adapter is not None:
         write_adapter(folder / "adapter")
         if (folder / INFERENCE_CONFIG).exists():
             shutil.copy(folder / INFERENCE_CONFIG, folder / "adapter")
-    if more is not None:
-        more(folder)
+    if write_more_files is not None:
+        write_more_files(folder)
 
 
 def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDictSplit:
-    """Assign weights to files of at most max_shard_size bytes.
+    """Assign each weight to a file of at most max_shard_size bytes.
 
-    A larger weight gets its own file.
+    A weight that is larger than max_shard_size gets its own file.
     """
     shapes = {}
     for name, weight in weights.items():
@@ -366,35 +387,35 @@ def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDi
 
 
 def on_meta(weight: Weight) -> Tensor:
-    """Make a meta tensor with a weight's shape and dtype."""
+    """Create a tensor on the meta device with the shape and dtype of a weight."""
     if isinstance(weight, Stacked):
         return weight.stack(on_meta)
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
-    """Return the weights by their names in files of the model's family.
+    """Return the weights of a model by the names that they have in files of its family.
 
-    gather_full_tensor computes the tensor of each weight.
+    gather_full_tensor computes the full tensor of each weight.
     """
     family = family_of(model)
-    name_of = memory_name if family.memory_names else str
-    weights = {name_of(name): weight for name, weight in plain_weights(model).items()}
+    file_name = module_name if family.files_have_module_names else str
+    weights = {file_name(name): weight for name, weight in plain_weights(model).items()}
     family.stack_tensors(weights, model.config)
     return weights
 
 
 def check_finite(name: str, tensor: Tensor, folder: str | Path):
-    """Raise ValueError if a weight to be saved is not finite, because the run has diverged."""
+    """Raise ValueError if a weight is not finite, so that a diverged model is never saved."""
     if not tensor.isfinite().all():
         raise ValueError(
-            f"{folder}: the model was not saved, because {name} is not finite. Existing files were "
-            "not changed."
+            f"{folder} was not saved, because the tensor {name} is not finite. Existing files were "
+            "not changed. The run has probably diverged; try a lower learning rate."
         )
 
 
 def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
-    """Write all files of a model's folder except its weights."""
+    """Write all files of a model's folder except the weights."""
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
@@ -407,8 +428,8 @@ def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
         write_json(folder / "video_preprocessor_config.json", family_of(model).write_videos(images))
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # processor_config.json is not copied, because the image settings may have changed. Loaders
-        # read chat_template.json next.
+        # processor_config.json is not copied, because its image settings may have changed. The
+        # chat template in it is saved as chat_template.json, which loaders read next.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text

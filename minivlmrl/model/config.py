@@ -282,7 +282,7 @@ class ModelConfig:
             built.experts = build(ExpertsConfig, sizes, where, json=True)
             size = built.experts.moe_intermediate_size
             check_field(
-                not family.turned_experts or built.hidden_size not in (size, 2 * size),
+                not family.transposed_experts or built.hidden_size not in (size, 2 * size),
                 f"{where}: moe_intermediate_size",
                 size,
                 "neither hidden_size nor half of it, because then the shapes in a file would not "

@@ -2,7 +2,8 @@
 
 The decoder processes a packed sequence of N tokens, and its argument `attention` decides which
 tokens attend to each other. model/families/registry.py defines the vision tower, the layers and the
-norm of each model family. Parameters have the names of the checkpoints on the Hugging Face hub.
+norm of each model family. Parameters have the same names as in the checkpoints on the Hugging Face
+hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the
 ModelConfig of model/config.py.
@@ -27,22 +28,22 @@ if TYPE_CHECKING:
 
 
 class Sharder(Protocol):
-    """Interface of distributed/fsdp.Sharding, which shards the weights of models over the ranks."""
+    """Interface of distributed/fsdp.Sharding, which shards the weights of a model over ranks."""
 
     compute_dtype: torch.dtype  # dtype of gathered weights and activations
 
     def shard(self, model: "Qwen2_5_VL") -> None:
-        """Shard a model on any device, including the meta device."""
+        """Shard a model, which may be on any device, including the meta device."""
 
     def shard_head(self, head: nn.Module) -> None:
         """Shard the value head of a sharded model."""
 
-    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor, as a DTensor that is sharded like `like`."""
+    def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Copy this rank's rows of a full tensor, as a DTensor with the sharding of `like`."""
         ...
 
     def gather(self, model: "Qwen2_5_VL") -> "Qwen2_5_VL":
-        """Gather the weights of a sharded model and return an unsharded model with them."""
+        """Gather the weights of a sharded model, and return an unsharded model with them."""
         ...
 
     def copy(self, model: "Qwen2_5_VL", in_compute_dtype: bool) -> "Qwen2_5_VL":
@@ -54,7 +55,7 @@ class Qwen2_5_VL(nn.Module):
     """A vision-language model of any family: vision tower, decoder and language-model head."""
 
     sharding: Sharder | None = None  # None if every rank has all weights
-    folder: Path | None = None  # folder from which the weights were loaded
+    folder: Path | None = None  # folder from which the weights were loaded, if any
 
     def __init__(
         self,
@@ -73,21 +74,23 @@ class Qwen2_5_VL(nn.Module):
     def forward(
         self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None
     ) -> Tensor:
-        """Compute hidden states of a packed batch; each prompt, image and video is computed once.
+        """Compute the hidden states of a packed batch.
+
+        Each prompt, image and video is only computed once, even if several completions use it.
 
         Args:
-            batch: N packed tokens.
-            attention: decides which tokens attend to each other, by default
+            batch: the batch with N packed tokens.
+            attention: decides which tokens attend to each other. Defaults to
                 GroupAttention(batch.layout).
             select: (S,) indices of the tokens whose hidden states are needed. None selects all N.
         Returns:
-            hidden_states: (S, hidden_size) after the final norm. `lm_head` computes logits from
-                them.
+            hidden_states: (S, hidden_size) after the final norm. `lm_head` computes the logits from
+                these states.
         """
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
         if len(batch.image_grid_thw):
-            vision_embeds = batch.vision_embeds  # cached, if the vision tower is frozen
+            vision_embeds = batch.vision_embeds  # may be cached if the tower is frozen
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)
@@ -96,15 +99,15 @@ class Qwen2_5_VL(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Replace the embeddings of image tokens by those of the vision tower.
+    """Replace the embeddings of image tokens by the output of the vision tower.
 
     Args:
         x: (N, hidden_size) token embeddings.
-        vision_embeds: (M, k * hidden_size) output of the tower; k > 1 with DeepStack.
+        vision_embeds: (M, k * hidden_size) output of the tower, where k > 1 with DeepStack.
         index: (M,) positions of the image tokens in x.
     Returns:
-        x with the first hidden_size columns of vision_embeds at `index`, and the other k - 1
-        blocks of columns for the argument `deep` of TextModel.
+        A copy of x with the first hidden_size columns of vision_embeds in the rows `index`; and a
+        list of the other k - 1 blocks of columns, for the argument `deep` of TextModel.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
@@ -124,21 +127,22 @@ class TextModel(nn.Module):
         self, x: Tensor, position_ids: Tensor, attention: Attention, select: Tensor | None = None,
         vision_index: Tensor | None = None, deep: Sequence[Tensor] = (),
     ) -> Tensor:  # fmt: skip
-        """Run all layers and the final norm on embeddings x; see Qwen2_5_VL.forward.
+        """Run all layers and the final norm on the embeddings x.
 
-        Tokens do not interact after the last attention, so the MLP of the last layer computes only
+        Tokens do not interact after the last attention, so the MLP of the last layer only processes
         the selected tokens.
 
         Args:
-            x: (N, hidden_size).
-            position_ids: (3, N), see get_rope_index.
+            x: (N, hidden_size) embeddings of the tokens.
+            position_ids: (3, N) position of each token in time, height and width; see
+                get_rope_index in model/rope.py.
             attention: decides which tokens attend to each other.
             select: (S,) indices of the tokens to return. None returns all N.
-            vision_index: (M,) positions of the image tokens.
-            deep: DeepStack embeddings; deep[i] (M, hidden_size), from an inner block of the vision
-                tower, is added to the image tokens after layer i.
+            vision_index: (M,) positions of the image tokens in x.
+            deep: DeepStack embeddings. deep[i] (M, hidden_size) comes from an inner block of the
+                vision tower, and is added to the image tokens after layer i.
         Returns:
-            (S, hidden_size).
+            (S, hidden_size) hidden states of the selected tokens.
         """
         cos, sin = text_rotary(position_ids, self.config, x.dtype)
         for i, layer in enumerate(self.layers[:-1]):
@@ -151,7 +155,7 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
 
-    The index of the layer tells the attention object which entry of the KV cache to use.
+    `index` is the index of the layer, and selects the layer's entry in the KV cache.
     """
 
     def __init__(self, config: "ModelConfig", index: int):
@@ -169,7 +173,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, D)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, D): tokens, heads
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, K, D)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q = apply_rotary(self.q_norm(q), cos, sin)
@@ -196,7 +200,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """Compute the attention of normalised x (N, hidden_size), without the residual."""
+        """Compute the attention output of normalised x (N, hidden_size), without the residual."""
         return self.self_attn(x, cos, sin, attention)
 
     def forward(

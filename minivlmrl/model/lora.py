@@ -1,7 +1,11 @@
-"""LoRA (arXiv 2106.09685): layers compute x W^T + scaling x A^T B^T, and only A and B are trained.
+"""LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
-Adapters replace linear layers of a finished model, also on the meta device and before sharding, so
-the decoder, the sampler and the losses need no code for them. Dimension letters: N tokens, r rank.
+A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained.
+`inject_adapters` replaces linear layers of a model that is already built, also if the model is on
+the meta device and not yet sharded. The decoder, the sampler and the losses therefore do not need
+any code for adapters.
+
+Dimension letters: N is the number of tokens, and r is the rank of an adapter.
 """
 
 import math
@@ -32,10 +36,10 @@ from minivlmrl.model.plain_weights import (
 
 
 def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
-    """Freeze a model and replace the target layers by LoRALinear, with adapters that are zero.
+    """Freeze a model, and replace its target layers by LoRALinear layers.
 
-    init_adapters initialises the adapters afterwards. If options.r is 0, the whole model stays
-    trainable and gets no adapters.
+    The new adapters are zero, and init_adapters initialises them afterwards. If options.r is 0, no
+    adapters are added, and the whole model stays trainable.
     """
     model.requires_grad_(not options.r)
     if not options.r:
@@ -43,35 +47,38 @@ def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
     layer_names = []
     for target in options.target:
         layer_names += target_layers(model, target)
-    for name in dict.fromkeys(layer_names):  # without duplicates
+    for name in dict.fromkeys(layer_names):  # removes duplicates
         add_lora(model, name, options.r, options.alpha / options.r)
     if options.quantize:
         quantize_base(model)
 
 
 class LoRALinear(ReplacedLinear):
-    """A linear layer with a LoRA adapter. As in PEFT, A and B are float32 on a bfloat16 base."""
+    """A linear layer with a LoRA adapter.
+
+    As in PEFT, A and B are float32 even if the base layer is bfloat16.
+    """
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float):
         super().__init__()
-        self.base = base  # a PackedLinear after quantize_base
+        self.base = base  # quantize_base replaces it by a PackedLinear
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
-        # dropout of the adapter's input, only set inside the context `dropout`
+        # function that applies dropout to the adapter's input; set by the context manager `dropout`
         self.drop: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute (N, in_features) -> (N, out_features), in the dtype of the base."""
+        """Compute the output (N, out_features) of x (N, in_features), in the base layer's dtype."""
         base_result = self.base(x)
         adapter_input = x.to(self.lora_A.dtype)
         if self.drop is not None:
             adapter_input = self.drop(adapter_input)
         low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
-        # one matrix product that also scales and adds
+        # addmm scales the matrix product and adds it to wide_result in one operation
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
 
@@ -86,7 +93,10 @@ class LoRALinear(ReplacedLinear):
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """Compute the merged weight W + scaling B A in the dtype of W. All ranks must call this."""
+        """Return the merged weight W + scaling * B A, in the dtype of W.
+
+        All ranks must call this method, because it gathers the parameters of a sharded model.
+        """
         A = gather_full_tensor(self.lora_A)
         B = gather_full_tensor(self.lora_B)
         weight = gather_full_tensor(self.base.weight).to(A.device)
@@ -94,17 +104,18 @@ class LoRALinear(ReplacedLinear):
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers that have an adapter, by name."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
+    """Return the layers of a model that have an adapter, by layer name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
 
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Apply dropout with probability p to the inputs of all adapters, as PEFT does, in a context.
+    """Apply dropout with probability p to the inputs of all adapters inside a `with` block.
 
-    The mask of a layer depends only on `key` and the layer's name. So activation recomputation in
-    the backward pass repeats the same mask, and a resumed run needs no generator state. A prompt
-    that is shared by its completions has one mask for all of them.
+    As in PEFT, only the input of the adapter is dropped, and not the input of the base layer. The
+    mask of a layer depends only on `key` and on the layer's name. Activation recomputation in the
+    backward pass therefore repeats the same mask, and a resumed run does not have to restore the
+    state of a random generator. All completions of a prompt share one mask for the prompt.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -115,18 +126,21 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:
-    """Apply dropout with probability p to x (N, in_features): zero elements, divide by 1 - p."""
+    """Set elements of x (N, in_features) to 0 with probability p, and divide the rest by 1 - p."""
     generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of all adapters, in the order of the layers."""
+    """Return the parameters of all adapters, in the order of the model's layers."""
     return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
 def copy_adapter_layout(model: nn.Module, other: nn.Module):
-    """Add adapters with the same layers, r and scaling as in `other`, and pack the same layers."""
+    """Add adapters to the same layers as in the model `other`, with the same r and scaling.
+
+    Layers that are quantised in `other` are also quantised in `model`.
+    """
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling)
     for name in packed_layers(other):
@@ -134,11 +148,12 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: Qwen2_5_VL):
-    """Pack the linear layers of a frozen decoder, and all layers under adapters, into NF4.
+    """Quantise the frozen linear layers of the decoder, and the base layers of adapters, to NF4.
 
-    Routers, the head and the embeddings keep all bits, and so do the layers of the vision tower and
-    the merger that have no adapter. bitsandbytes in transformers 5.23 packs all linear layers
-    except the head, including those of the tower. Works on any device.
+    The routers, the head and the embeddings are not quantised, and neither are layers of the vision
+    tower and the merger that do not have an adapter. In contrast, bitsandbytes in transformers 5.23
+    quantises all linear layers except the head, including the layers of the tower. This function
+    works on any device.
     """
     not_quantized = family_of(model).not_quantized
     names = []
@@ -152,8 +167,8 @@ def quantize_base(model: Qwen2_5_VL):
 
 
 def quantize_layer(model: nn.Module, name: str):
-    """Replace the linear layer of this name by an NF4Linear with its weight."""
-    # imported here, because few recipes set adapter.quantize
+    """Replace the linear layer with this name by an NF4Linear that holds the quantised weight."""
+    # imported here, because only few recipes set adapter.quantize
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
@@ -162,7 +177,7 @@ def quantize_layer(model: nn.Module, name: str):
 
 
 def init_adapters(model: Qwen2_5_VL, seed: int):
-    """Initialise the adapters: A uniform with the bounds of nn.Linear, B with zeros."""
+    """Initialise all adapters: A uniformly with the bounds of nn.Linear, and B with zeros."""
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
@@ -173,11 +188,11 @@ def init_adapters(model: Qwen2_5_VL, seed: int):
 
 
 def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
-    """Replace parameters by the given full tensors; if the model is sharded, keep this rank's part.
+    """Replace parameters of a model by full tensors, of which a sharded model keeps its own shard.
 
     Args:
-        weights: full tensors by parameter name. They are converted to the device and dtype of the
-            parameters they replace.
+        weights: full tensors by parameter name. They are converted to the device and the dtype of
+            the parameters that they replace.
     """
     sharding = model.sharding
     device = model.lm_head.weight.device
@@ -186,7 +201,7 @@ def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
     for name, tensor in weights.items():
         like = parameters[name]
         if sharding:
-            new_parameters[name] = sharding.part(tensor, like)
+            new_parameters[name] = sharding.take_shard(tensor, like)
         else:
             new_parameters[name] = tensor.to(device, like.dtype)
     model.load_state_dict(new_parameters, strict=False, assign=True)
@@ -196,10 +211,10 @@ def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
     """Return the names of the linear layers that one entry of adapter.target selects.
 
     Args:
-        target: a part of the model such as language, or a regular expression of whole layer names.
-            The head and the embeddings are never selected.
+        target: a part of the model such as "language", or a regular expression that must match the
+            whole name of a layer. The head and the embeddings are never selected.
     Raises:
-        ValueError: the target is no valid expression or selects no layer.
+        ValueError: the target is not a valid regular expression, or it does not select any layer.
     """
     linear_names = []
     for name, module in model.named_modules():
@@ -213,22 +228,26 @@ def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
             if kind_of(name, kinds) == target or re.fullmatch(target, name)
         ]
     except re.error as error:
-        raise ValueError(f"target is {target!r}, it must be a regular expression") from error
+        raise ValueError(
+            f"target is {target!r}, which is not a valid regular expression ({error}). Name a part "
+            "such as language, or correct the expression."
+        ) from error
     check_field(
         bool(target_names),
         "target",
         target,
-        "language, vision, merger, experts or a regular expression that matches whole layer names, "
-        f"such as {linear_names[-1]}",
+        "language, vision, merger, experts or a regular expression that matches the whole name of "
+        f"at least one linear layer, such as {linear_names[-1]}",
     )
     return target_names
 
 
 def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
-    """Return the part of a layer that adapter.target can name, such as language.
+    """Return the part of the model that contains a layer, with its name in adapter.target.
 
     Args:
-        kinds: further parts of the model's family, such as experts, with patterns of layer names.
+        kinds: the additional parts that a model family defines, such as "experts", each with the
+            pattern of its layer names.
     """
     for kind, pattern in kinds.items():
         if pattern.search(layer_name):
@@ -237,7 +256,7 @@ def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
-    """Replace a linear layer by a LoRALinear whose adapter is zero; an old adapter is removed."""
+    """Replace a linear layer by a LoRALinear with a zero adapter; an old adapter is discarded."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

@@ -1,10 +1,11 @@
-"""Frozen weights in NF4, 4 bits per value, with double quantisation (QLoRA, arXiv 2305.14314).
+"""Quantise frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Each block of 64 values has a scale, its largest absolute value. A value divided by the scale is
-stored as the index of the nearest of 16 quantiles of a normal distribution. The mean of all scales
-is subtracted and the rest is quantised to 8 bits, which gives 4.13 bits per value in total. Every
-forward and backward pass unpacks the weights again. run/adamw8bit.py uses the same 8-bit
-quantisation for the moments of AdamW.
+Each block of 64 values has a scale, which is the largest absolute value in the block. Each value is
+divided by the scale, and stored as the index of the nearest of 16 quantiles of a normal
+distribution. The scales are quantised too ("double quantisation"): their mean is subtracted, and
+the rest is stored in 8 bits. In total, this gives 4.13 bits per value. Every forward and backward
+pass unpacks the weights again. run/adamw8bit.py uses the same 8-bit quantisation for the moments of
+AdamW.
 """
 
 from collections.abc import Callable
@@ -18,21 +19,23 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.model.plain_weights import PackedLinear, gather
 
-NF4 = (  # the 16 quantiles in the appendix of the paper, with the digits of float32
+NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with the precision of float32
     -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# cached on the device, because a copy would synchronise, which is not allowed in a CUDA graph
+# The table is cached on each device, because copying it would synchronise, which a CUDA graph does
+# not allow.
 _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 
 
-# cached, because a copy to the device would synchronise, which is not allowed in a CUDA graph
+# Cached, because copying the values to a device synchronises, which a CUDA graph does not allow.
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values of bitsandbytes' dynamic 8-bit code, ascending.
+    """Return the 256 values of bitsandbytes' dynamic 8-bit code, in ascending order.
 
-    They are 0, 1 and values in seven decades, each of which has twice as many as the one below.
+    The values are 0, 1 and numbers in seven decades, such as 0.01 to 0.1. Each decade has twice as
+    many values as the decade below it.
     """
     numbers = [torch.zeros(1), torch.ones(1)]
     for decade in range(7):
@@ -47,10 +50,11 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
 
     Args:
         values: (rows, n) float32.
-        code: (k,) ascending values in [-1, 1], k at most 256.
+        code: (k,) values in [-1, 1], in ascending order; k is at most 256.
         block: number of values that share a scale.
     Returns:
-        indices into the code (rows, n) uint8, and scales (rows, ceil(n / block)).
+        indices: (rows, n) uint8, the index of each value's nearest entry in the code.
+        scales: (rows, ceil(n / block)), the largest absolute value of each block.
     """
     num_rows, num_values = values.shape
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
@@ -67,11 +71,11 @@ def dequantize(indices: Tensor, scales: Tensor, code: Tensor) -> Tensor:
 
 
 def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
-    """Quantise a weight to NF4, with two values per byte, and quantise the scales to 8 bits.
+    """Quantise a weight to NF4, with two values per byte, and quantise its scales to 8 bits.
 
     Returns:
-        `packed` values, `scale_indices` and `scale_scales` of the quantised scales, and `offset`,
-        the mean that was subtracted from the scales.
+        A dictionary of tensors: `packed` has the values, `scale_indices` and `scale_scales` are the
+        quantised scales, and `offset` is the mean that was subtracted from the scales.
     """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
@@ -88,16 +92,16 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 @cache
 def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
-    """Return the tensors of pack_nf4 on the meta device, for a weight of this shape."""
+    """Return the tensors that pack_nf4 computes for a weight of this shape, on the meta device."""
     return pack_nf4(torch.empty(shape, device="meta"))
 
 
 def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Compute the values (n,) of a weight from the tensors of pack_nf4.
+    """Compute the values (n,) of a weight from the tensors that pack_nf4 returned.
 
-    n is the number of values of the weight, rounded up to whole blocks.
+    n is the number of values in the weight, rounded up to a multiple of the block size.
     """
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
@@ -106,8 +110,9 @@ def unpack_nf4(
             packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype
         )
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # The table holds the two float32 values of each byte as one int64. On a CPU 4096 blocks are
-    # unpacked at a time, because they fit into the cache; all blocks at once take 3 times as long.
+    # value_pairs contains the two float32 values of each possible byte, as one int64. On a CPU,
+    # 4096 blocks are unpacked at a time, because they fit into its cache. Unpacking all blocks at
+    # once takes 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
@@ -124,24 +129,29 @@ def unpack_nf4(
 
 
 class NF4Linear(PackedLinear):
-    """A frozen linear layer with NF4 weights. If they are sharded, each rank keeps all scales."""
+    """A frozen linear layer with an NF4 weight.
+
+    In a sharded model, each rank has a shard of the packed values, but all of the scales.
+    """
 
     packed: nn.Parameter
     scale_indices: Tensor
     scale_scales: Tensor
     offset: Tensor
 
-    def read(self, weight: Tensor, part: Callable | None = None):
-        """Pack a weight into this layer; part(packed, old parameter) returns this rank's shard."""
-        if weight.is_meta:  # in memory estimates; cached, because models have thousands of experts
+    def pack(self, weight: Tensor, take_shard: Callable | None = None):
+        """Pack a weight into this layer; see PackedLinear.pack."""
+        # Memory estimates pack meta tensors. pack_on_meta is cached, because a model may have
+        # thousands of experts.
+        if weight.is_meta:
             packed_tensors = {
                 name: torch.empty_like(x) for name, x in pack_on_meta(weight.shape).items()
             }
         else:
             packed_tensors = pack_nf4(weight.to(self.dtype))
         packed_weight = packed_tensors.pop("packed")
-        if part is not None:
-            packed_weight = part(packed_weight, self.packed)
+        if take_shard is not None:
+            packed_weight = take_shard(packed_weight, self.packed)
         self.packed = nn.Parameter(packed_weight, requires_grad=False)
         for name, tensor in packed_tensors.items():
             self.register_buffer(name, tensor)
@@ -149,7 +159,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # an offloaded shard is in host memory
+        # moved to the device, because offloaded shards are in host memory
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

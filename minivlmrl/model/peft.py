@@ -1,4 +1,7 @@
-"""Load and save LoRA adapters in PEFT's format: adapter_config.json, adapter_model.safetensors."""
+"""Load and save LoRA adapters in PEFT's format.
+
+An adapter is a folder with the files adapter_config.json and adapter_model.safetensors.
+"""
 
 import math
 import re
@@ -14,15 +17,15 @@ from torch import Tensor, nn
 from minivlmrl.config.parsing import build, check_field, error_context, read_json
 from minivlmrl.files import save_tensors, write_json
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.families.registry import hub_name, memory_name
+from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
 from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 
-AdapterShape = tuple[int, float]  # r and scaling of a LoRALinear
+AdapterShape = tuple[int, float]  # (r, scaling) of a LoRALinear
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
-# fields of PEFT's config that are not supported, because they change the result if they are set
+# fields of adapter_config.json that would change the results; adapters that set them are rejected
 UNSUPPORTED = (
     "use_dora",
     "use_qalora",
@@ -39,12 +42,15 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """Fields of adapter_config.json that are used. Ranks and layers are taken from the tensors."""
+    """The fields of adapter_config.json that are used when an adapter is loaded.
+
+    The ranks and the layers are not read from this file, because the tensors determine them.
+    """
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # layer name or end of a layer name -> alpha; PEFT's regular expressions are not supported
+    # layer name, or end of a layer name -> alpha; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
@@ -52,7 +58,7 @@ def load_adapter(model: Qwen2_5_VL, folder: str | Path):
     """Add the adapters of a PEFT folder to a model, and freeze all other parameters.
 
     Raises:
-        ValueError: the folder is no adapter of this model, or uses an unsupported feature.
+        ValueError: the folder is not an adapter of this model, or it uses an unsupported feature.
     """
     shapes, weights = _read(model.requires_grad_(False), folder)
     for name, shape in shapes.items():
@@ -60,11 +66,11 @@ def load_adapter(model: Qwen2_5_VL, folder: str | Path):
     set_parameters(model, weights)
 
 
-def begin_with(model: Qwen2_5_VL, folder: str | Path):
-    """Initialise the adapters of a model with the weights of a PEFT folder.
+def load_adapter_weights(model: Qwen2_5_VL, folder: str | Path):
+    """Initialise the existing adapters of a model with the weights in a PEFT folder.
 
     Raises:
-        ValueError: the folder has adapters on other layers, or with another r or scaling.
+        ValueError: the adapters in the folder and in the model differ in layers, r or scaling.
     """
     folder_shapes, weights = _read(model, folder)
     model_shapes = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
@@ -73,8 +79,9 @@ def begin_with(model: Qwen2_5_VL, folder: str | Path):
         model_text = _shape_text(model_shapes.get(name))
         if folder_text != model_text:
             raise ValueError(
-                f"adapter.path: {folder} has {folder_text} on {name}, but the recipe sets "
-                f"{model_text}. Change adapter.r, adapter.alpha or adapter.target."
+                f"adapter.path: for the layer {name}, {folder} has {folder_text}, but the recipe "
+                f"has {model_text}. Change adapter.r, adapter.alpha or adapter.target to match the "
+                "folder."
             )
     set_parameters(model, weights)
 
@@ -83,25 +90,26 @@ def _shape_text(shape: AdapterShape | None) -> str:
     if shape is None:
         return "no adapter"
     r, scaling = shape
-    return f"r {r}, scaling {scaling:g}"
+    return f"an adapter with r {r} and scaling {scaling:g}"
 
 
 def find_adapter(folder: str | Path) -> Path:
-    """Find the adapter folder in a folder that PEFT wrote, or in a run's folder or checkpoint."""
+    """Find the adapter in a folder that PEFT wrote, or in the folder or checkpoint of a run."""
     for inner in ("", "adapter", "checkpoint/adapter"):
         found_folder = Path(folder) / inner
         if (found_folder / CONFIG).is_file():
             return found_folder
     raise ValueError(
-        f"{folder}: there is no {CONFIG} in it, in adapter/ or in checkpoint/adapter/. "
-        "Give a folder that PEFT wrote, or the folder of a run with adapter.r."
+        f"{folder} does not contain an adapter, because {CONFIG} is neither in this folder nor in "
+        "its subfolders adapter/ and checkpoint/adapter/. Use a folder that PEFT wrote, or the "
+        "folder of a run that set adapter.r."
     )
 
 
 def _read(
     model: Qwen2_5_VL, folder: str | Path
 ) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
-    """Read the rank and scaling of each layer's adapter, and all weights by parameter name."""
+    """Read the rank and the scaling of each layer's adapter, and all weights by parameter name."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     file = folder / WEIGHTS
@@ -111,26 +119,30 @@ def _read(
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file}: not a complete safetensors file ({error}). PEFT's .bin files are not "
-            "supported."
+            f"{file} is not a complete safetensors file ({error}). Save the adapter again in the "
+            "safetensors format; PEFT's .bin files are not supported."
         ) from error
     with error_context(file):
         for name, tensor in tensors.items():
             is_float = tensor.is_floating_point() and tensor.element_size() > 1
             check_field(
-                is_float and bool(tensor.isfinite().all()), name, tensor.dtype, "finite floats"
+                is_float and bool(tensor.isfinite().all()),
+                name,
+                tensor.dtype,
+                "a float tensor with at least 16 bits per value and without NaN or infinite values",
             )
             match = TENSOR.fullmatch(name)
             if match is None:
                 raise ValueError(
-                    f"unexpected tensor {name:.80}; only lora_A and lora_B are supported"
+                    f"the tensor {name:.80} is not supported. Remove it, because an adapter may "
+                    "only contain tensors named lora_A and lora_B."
                 )
             layer_name, kind = match.groups()
-            layer_name = hub_name(layer_name)  # files have the names of different transformers
+            layer_name = hub_name(layer_name)  # names differ between transformers releases
             layer_pairs.setdefault(layer_name, {})[kind] = tensor
             weights[f"{layer_name}.{kind}"] = tensor
         if not layer_pairs:
-            raise ValueError("the file contains no adapter")
+            raise ValueError("the file does not contain any tensors. Save the adapter again.")
         shapes = {
             name: _check_shape(model, name, pair, config) for name, pair in layer_pairs.items()
         }
@@ -145,14 +157,14 @@ def _read_config(file: Path) -> PeftConfig:
             if values.get(name) not in (None, False, [], "none"):
                 raise ValueError(
                     f"{name} is {values[name]!r:.60}, which is not supported. Merge the adapter "
-                    "into its base model with PEFT."
+                    "into its base model with PEFT, and load the merged model."
                 )
         for name in config.alpha_pattern or {}:
             check_field(
                 LAYER.fullmatch(name) is not None,
                 "alpha_pattern",
                 name,
-                "a layer name or the end of one",
+                "a layer name or the end of a layer name, and not a regular expression",
             )
     return config
 
@@ -163,21 +175,26 @@ def _check_shape(
     """Check the shapes of a layer's lora_A and lora_B, and return its rank and scaling."""
     layer = dict(model.named_modules()).get(name)
     if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
-        raise ValueError(f"{name:.80} is not a linear layer of this model that can have an adapter")
+        raise ValueError(
+            f"the adapter changes the layer {name:.80}, but this model does not have a linear "
+            "layer with this name outside its head. Use an adapter that was trained on this base "
+            "model."
+        )
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]
     expected_shapes = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}
     if shapes != expected_shapes or not r:
         found_shapes = ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
         raise ValueError(
-            f"{name} has {found_shapes}, but this model needs lora_A (r, {layer.in_features}) and "
-            f"lora_B ({layer.out_features}, r). Use an adapter that was trained on this base model."
+            f"the adapter of the layer {name} has {found_shapes}, but this model needs lora_A (r, "
+            f"{layer.in_features}) and lora_B ({layer.out_features}, r). Use an adapter that was "
+            "trained on this base model."
         )
     alpha = config.lora_alpha
     for name_end, value in (config.alpha_pattern or {}).items():
-        if f".{memory_name(name)}".endswith(f".{name_end}"):
+        if f".{module_name(name)}".endswith(f".{name_end}"):
             alpha = value
-            break  # PEFT uses the first match
+            break  # as in PEFT, the first match is used
     divisor = math.sqrt(r) if config.use_rslora else r  # rsLoRA, arXiv 2312.03732
     return r, alpha / divisor
 
@@ -185,9 +202,13 @@ def _check_shape(
 def gather_adapter(model: Qwen2_5_VL, base: str | None = None) -> Callable[[Path], None]:
     """Gather the current adapters, and return a function that writes them to a PEFT folder.
 
-    All ranks must call gather_adapter; one of them may then call the returned function.
+    All ranks must call gather_adapter, because the adapters may be sharded. Afterwards a single
+    rank may call the returned function.
+
+    Args:
+        base: folder or repository of the base model, which is written to adapter_config.json.
     """
-    layers = {memory_name(name): layer for name, layer in adapters(model).items()}
+    layers = {module_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}
     for name, layer in layers.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = (
@@ -197,7 +218,8 @@ def gather_adapter(model: Qwen2_5_VL, base: str | None = None) -> Callable[[Path
             gather_full_tensor(layer.lora_B).cpu().contiguous()
         )
     ranks = {name: layer.r for name, layer in layers.items()}
-    # alpha is scaling * r even if the scaling was alpha / sqrt(r), because PEFT divides it by r
+    # PEFT computes the scaling as alpha / r, so alpha is scaling * r here, even for an adapter that
+    # was loaded with a scaling of alpha / sqrt(r)
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

@@ -1,8 +1,8 @@
-"""Names and values of the weights that a model has without adapters and quantisation.
+"""Compute the names and values that a model's weights have without adapters and quantisation.
 
-LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers. Checkpoints need the weights of
-the plain linear layers, so the functions here map between the two. The file also defines the parts
-of a model that options such as model.freeze can name.
+LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store the weights
+of plain linear layers. The functions in this file map between the two. The file also defines the
+parts of a model that options such as model.freeze can name.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# part of a model, as named in recipes -> prefixes of its weights; the first match counts
+# part of a model, as named in recipes -> prefixes of its weights; the first match is used
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
     "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
@@ -25,26 +25,26 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Several weights that are one tensor in files, see model/families/experts.py."""
+    """Interface of several weights that files store as one tensor; see families/experts.py."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
 
 class ReplacedLinear(nn.Module):
-    """Base class of layers that replace a linear layer and can compute its plain weight."""
+    """Base class of layers that replace a linear layer, and that can compute its plain weight."""
 
     shape: torch.Size  # shape of the plain weight
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the plain layer's full weight, without gradient. All ranks must call this."""
+        """Compute the full weight of the plain layer, without gradients; all ranks must call it."""
         raise NotImplementedError
 
 
 class PackedProduct(torch.autograd.Function):
-    """Product x W^T with a packed W, which saves neither x nor the unpacked W for the backward.
+    """Compute x W^T with a packed W, without saving x or the unpacked W for the backward pass.
 
-    x is not needed because W is not trained; the backward unpacks W again.
+    The backward pass does not need x, because W is not trained, and it unpacks W again.
     """
 
     @staticmethod
@@ -61,7 +61,7 @@ class PackedLinear(ReplacedLinear):
     """Base class of frozen linear layers whose weight is packed into fewer bits.
 
     A packed layer can also be the base of a LoRALinear. Subclasses such as model/nf4.NF4Linear
-    implement packing in `read` and unpacking in `weight`.
+    implement packing in `pack` and unpacking in `weight`.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -70,10 +70,15 @@ class PackedLinear(ReplacedLinear):
         self.out_features, self.in_features = self.shape
         self.dtype = linear.weight.dtype  # dtype of the weight before packing and after unpacking
         self.bias = linear.bias
-        self.read(linear.weight)
+        self.pack(linear.weight)
 
-    def read(self, weight: Tensor, part: Callable | None = None):
-        """Pack a weight into this layer; part(packed, old parameter) returns this rank's shard."""
+    def pack(self, weight: Tensor, take_shard: Callable | None = None):
+        """Pack a weight into this layer.
+
+        Args:
+            take_shard: function (packed weight, old parameter) -> this rank's shard of the packed
+                weight. None keeps the whole packed weight.
+        """
         raise NotImplementedError
 
     @property
@@ -91,14 +96,13 @@ class PackedLinear(ReplacedLinear):
         return product + self.bias
 
 
-Weight = (
-    Tensor | ReplacedLinear | Stacked
-)  # sources from which gather_full_tensor computes a weight
+# a parameter or layer from which gather_full_tensor computes a full weight
+Weight = Tensor | ReplacedLinear | Stacked
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """Interface of torch's DTensor, a sharded tensor, whose module is slow to import."""
+    """Interface of torch's DTensor, a sharded tensor. DTensor itself would be slow to import."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -106,7 +110,7 @@ class Sharded(Protocol):
 
 
 def gather_full_tensor(weight: Weight) -> Tensor:
-    """Compute a full weight, without gradient: gather shards, merge adapters, unpack NF4."""
+    """Compute a full weight without gradients: gather shards, merge adapters and unpack NF4."""
     if isinstance(weight, Stacked):
         return weight.stack(gather_full_tensor)
     if isinstance(weight, ReplacedLinear):
@@ -115,12 +119,12 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Gather a tensor if it is sharded. All ranks must call this."""
+    """Return the full tensor, gathered if the tensor is sharded. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name belongs to an adapter."""
+    """Return whether the parameter with this name belongs to an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 
@@ -130,17 +134,20 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has in a model without adapters, without `.base`."""
+    """Remove `.base` from a parameter name, which gives its name in a model without adapters."""
     return name.replace(".base.", ".")
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Return the packed layers by name; the name of a layer under an adapter ends in `.base`."""
-    return {name: part for name, part in model.named_modules() if isinstance(part, PackedLinear)}
+    """Return the packed layers by name. The name of an adapter's base layer ends in `.base`."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return the weights without adapters: plain name -> parameter or quantised layer."""
+    """Return the weights without adapters, as a dictionary plain name -> parameter or layer.
+
+    The value is a layer if the weight is quantised.
+    """
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name) and parameter.is_floating_point():
@@ -151,7 +158,10 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return the weights with merged adapters: plain name -> source for gather_full_tensor."""
+    """Return the weights with merged adapters, as a dictionary from plain name to weight.
+
+    gather_full_tensor computes the full tensor of each weight.
+    """
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
         if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
@@ -160,9 +170,9 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy, with which a copy shares all weights except the adapters.
+    """Return a memo for copy.deepcopy with which the copy shares all weights except the adapters.
 
-    It is empty for a model without adapters.
+    For a model without adapters the memo is empty, so the copy does not share any weights.
     """
     if not has_adapters(model):
         return {}
@@ -171,5 +181,5 @@ def shared_base(model: nn.Module) -> dict[int, Tensor]:
 
 
 def part_of(name: str) -> Part:
-    """Return the part of the model that a parameter or layer of this name belongs to."""
-    return next(part for part, beginnings in PARTS.items() if name.startswith(beginnings))
+    """Return the part of the model to which the parameter or layer with this name belongs."""
+    return next(part for part, prefixes in PARTS.items() if name.startswith(prefixes))

@@ -1,4 +1,4 @@
-"""Which parameters are trained: all, or those of adapters, less frozen parts; as a table too."""
+"""Select which parameters of a model are trained, and summarise the selection as a table."""
 
 import re
 from collections import Counter, defaultdict
@@ -11,27 +11,33 @@ from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Part]):
-    """Set requires_grad of all parameters; raise ValueError if no parameter is left to train."""
+    """Set requires_grad of all parameters of a model.
+
+    Args:
+        freeze: parts of the model that are not trained, as in the option model.freeze.
+    Raises:
+        ValueError: no parameter would be trained.
+    """
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, freeze, adapted))
     if not trained_parameters(model):
         raise ValueError(
-            f"model.freeze is [{', '.join(freeze)}], so nothing is left to train; freeze fewer "
-            "parts, or add another part to adapter.target"
+            f"model.freeze is [{', '.join(freeze)}], so no parameter would be trained. Freeze "
+            "fewer parts, or add another part to adapter.target."
         )
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters with requires_grad, which the optimizer updates."""
+    """Return the parameters that the optimizer updates, which are those with requires_grad."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
-    """Return whether to train a parameter.
+    """Return whether the parameter with this name is trained.
 
-    In a model with adapters only adapters are trained, and frozen parts never are. A value model also
-    trains its value head, but not the language-model head.
+    Parameters in frozen parts are never trained. In a model with adapters, only the adapters are
+    trained. A value model also trains its value head, but not the language-model head.
     """
     if name in ("score.weight", "backbone.lm_head.weight"):
         return name == "score.weight"
@@ -40,11 +46,12 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 
 
 def trainable_summary(model: nn.Module) -> str:
-    """Summarise the trained parameters, one line per part or kind of layer.
+    """Summarise the trained parameters as a text with one line per part or kind of layer.
 
-    A line has the name, the number of layers, the rank, the number of parameters and their share.
+    Each line lists the name, the number of layers, the rank of the adapters, the number of trained
+    parameters, and their share of the base model's parameters.
     """
-    kinds = defaultdict(Counter)  # (name, rank) -> trained parameters per layer
+    kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -52,7 +59,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # one name for all blocks
+            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # the same for all blocks
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"
         kinds[kind_name, rank_text][layer_name] += parameter.numel()

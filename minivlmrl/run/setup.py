@@ -114,9 +114,9 @@ def build_model(
 
         init_adapters(model, config.seed)
     if config.adapter.path:
-        from minivlmrl.model.peft import begin_with
+        from minivlmrl.model.peft import load_adapter_weights
 
-        begin_with(model, config.adapter.path)
+        load_adapter_weights(model, config.adapter.path)
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)

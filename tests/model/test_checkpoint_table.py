@@ -11,7 +11,7 @@ from hub_configs import tiny_config
 from safetensors.torch import save_file
 
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.families.registry import hub_name, memory_name
+from minivlmrl.model.families.registry import hub_name, module_name
 
 import tiny
 
@@ -64,7 +64,7 @@ def source(request, tmp_path_factory):
 def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
     """A folder in one of the forms of the table."""
     (folder / "config.json").write_text(json.dumps(source.configs[form]))
-    weights = {memory_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
+    weights = {module_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
     if not shards:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return

@@ -85,7 +85,9 @@ def test_targets(target, names):
     assert len(adapters(adapted([target]))) == names
 
 
-@pytest.mark.parametrize(("target", "says"), [("lm_head", "it must be language,"), ("(", "a regular expression")])
+@pytest.mark.parametrize(
+    ("target", "says"), [("lm_head", "it must be language,"), ("(", "not a valid regular expression")]
+)
 def test_a_target_without_layers_is_refused(target, says):
     with pytest.raises(ValueError, match=rf"target is .*{says}"):
         adapted([target])

@@ -128,5 +128,5 @@ def test_another_head_or_half_of_one_is_refused(processor, tmp_path, change):
     ):
         load_value_model(tmp_path / "judge")
     file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(ValueError, match=r"score\.safetensors: not a complete safetensors file"):
+    with pytest.raises(ValueError, match=r"score\.safetensors is not a complete safetensors file"):
         load_value_model(tmp_path / "judge")

@@ -44,7 +44,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path, written, message):
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
     (tmp_path / "00").mkdir()
-    with pytest.raises(ValueError, match=r"00: the model was not saved, because policy\.w is not finite"):
+    with pytest.raises(ValueError, match=r"00 was not saved, because the tensor policy\.w is not finite"):
         write_tensors(tmp_path / "00", {"policy.w": torch.tensor([0, torch.nan])}, ONE)
     assert not list((tmp_path / "00").iterdir())
 

@@ -129,12 +129,12 @@ FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
-    tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, turned: bool
+    tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file, with stacked experts split into weights of linear layers.
 
     Args:
-        turned: stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
+        transposed: stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
     Raises:
         ValueError: the shape of a stacked tensor does not match config.json.
     """
@@ -149,7 +149,7 @@ def split_experts(
         shape = (E, 2 * size, config.hidden_size)
         if kind == "down_proj":
             shape = (E, config.hidden_size, size)
-        if turned and tensor.shape != shape:
+        if transposed and tensor.shape != shape:
             tensor = tensor.mT
         if tensor.shape != shape:
             raise ValueError(
@@ -167,15 +167,15 @@ class StackedExperts:
     """Weights of all experts of a layer that are one tensor in a file."""
 
     experts: list[list[Weight]]  # for each expert, the weights listed in FUSED
-    turned: bool
+    transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
         """Build the stacked tensor; `full` computes each weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
-        return stacked.mT.contiguous() if self.turned else stacked
+        return stacked.mT.contiguous() if self.transposed else stacked
 
 
-def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, turned: bool):
+def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
     """Replace the weights of single experts in a dictionary by StackedExperts."""
     if config.experts is None:
         return
@@ -187,7 +187,7 @@ def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, turned: bo
             experts = []
             for i in range(config.experts.num_experts):
                 experts.append([weights.pop(f"{layer_name}.{i}.{part}.weight") for part in parts])
-            weights[f"{layer_name}.{kind}"] = StackedExperts(experts, turned)
+            weights[f"{layer_name}.{kind}"] = StackedExperts(experts, transposed)
 
 
 def count_over_ranks(model: nn.Module, sum_counts: Callable):

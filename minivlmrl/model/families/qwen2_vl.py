@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.families.registry import ROTARY_ALONE, ModelSpec
+from minivlmrl.model.families.registry import ROTARY_ONLY, ModelSpec
 from minivlmrl.model.vision import VisionTransformer
 
 
@@ -68,7 +68,7 @@ def write_config(config: dict) -> dict:
 SPECS = {
     "qwen2_vl": ModelSpec(
         architecture="Qwen2VLForConditionalGeneration",
-        tower={**TOWER, **ROTARY_ALONE},
+        tower={**TOWER, **ROTARY_ONLY},
         hidden_act="quick_gelu",
         model=partial(Qwen2_5_VL, tower=partial(VisionTransformer, mlp=QuickGELUMLP)),
         read_vision=read_vision,

@@ -90,7 +90,7 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
 
-def empty_memories(model: Qwen2_5_VL, rows: Tensor) -> list[list[Tensor]]:
+def initial_states(model: Qwen2_5_VL, rows: Tensor) -> list[list[Tensor]]:
     """Return the initial state of each recurrent layer for rows (b, ...), see initial_state."""
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     return [layer.initial_state(rows) for layer in layers]
@@ -290,8 +290,10 @@ SPECS = {
         defaults=TEXT_DEFAULTS,
         read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | NO_DEEPSTACK,
         write=write_config,
-        unread=("mtp.",),  # the multi-token prediction layer, which predicts the token after next
-        empty_memories=empty_memories,
+        unused_prefixes=(
+            "mtp.",
+        ),  # the multi-token prediction layer, which predicts the token after next
+        initial_states=initial_states,
         in_vllm=False,
         model=partial(QWEN3_VL.model, layer_type=Layer),
     )

@@ -55,13 +55,13 @@ ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 ROUTING = Routing(chosen_experts, RouterLog, watch_routes, join_routes)
 
 
-def with_experts(spec: ModelSpec, turned: bool, **changes) -> ModelSpec:
+def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
     """Return the ModelSpec of a family's MoE variant, from the ModelSpec of the dense family."""
     return replace(
         spec,
-        turned_experts=turned,
-        split_tensors=partial(split_experts, turned=turned),
-        stack_tensors=partial(stack_experts, turned=turned),
+        transposed_experts=transposed,
+        split_tensors=partial(split_experts, transposed=transposed),
+        stack_tensors=partial(stack_experts, transposed=transposed),
         count_over_ranks=count_over_ranks,
         routing=ROUTING,
         adapter_targets={"experts": ROUTED},
@@ -76,7 +76,7 @@ DENSE_QWEN3_5 = qwen3_5.SPECS["qwen3_5"]
 SPECS = {
     "qwen3_vl_moe": with_experts(
         DENSE_QWEN3_VL,
-        turned=True,
+        transposed=True,
         architecture="Qwen3VLMoeForConditionalGeneration",
         defaults={**qwen3_vl.TEXT_DEFAULTS, "head_dim": None},
         experts=QWEN3_VL,
@@ -84,7 +84,7 @@ SPECS = {
     ),
     "qwen3_5_moe": with_experts(
         DENSE_QWEN3_5,
-        turned=False,
+        transposed=False,
         architecture="Qwen3_5MoeForConditionalGeneration",
         text={**DENSE_QWEN3_5.text, "intermediate_size": 1},  # no layer is dense
         experts=QWEN3_5,

@@ -40,13 +40,13 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 class Merger(nn.Module):
     """Merge 2 x 2 patches into one token.
 
-    With together=True, in DeepStack, the norm covers all four patches; otherwise each patch.
+    With norm_all_patches=True, in DeepStack, the norm covers all four patches; otherwise each patch.
     """
 
-    def __init__(self, config: VisionConfig, together: bool):
+    def __init__(self, config: VisionConfig, norm_all_patches: bool):
         super().__init__()
         self.width = config.hidden_size * config.spatial_merge_size**2
-        self.norm = nn.LayerNorm(self.width if together else config.hidden_size, EPS)
+        self.norm = nn.LayerNorm(self.width if norm_all_patches else config.hidden_size, EPS)
         self.linear_fc1 = nn.Linear(self.width, self.width)
         self.linear_fc2 = nn.Linear(self.width, config.out_hidden_size)
 
@@ -66,9 +66,11 @@ class Qwen3VisionTransformer(VisionTower):
         count = config.num_position_embeddings  # nn.Embedding raises an error if it is None
         self.pos_embed = nn.Embedding(count, config.hidden_size)  # pyright: ignore[reportArgumentType]
         self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
-        self.merger = Merger(config, together=False)
+        self.merger = Merger(config, norm_all_patches=False)
         deep = config.deepstack_visual_indexes
-        self.deepstack_merger_list = nn.ModuleList(Merger(config, together=True) for _ in deep)
+        self.deepstack_merger_list = nn.ModuleList(
+            Merger(config, norm_all_patches=True) for _ in deep
+        )
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         """Encode all images of a batch; the arguments are those of VisionTransformer.forward.
@@ -102,15 +104,15 @@ class Qwen3VisionTransformer(VisionTower):
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
         table = self.pos_embed.weight.view(side, side, -1)
-        row_weights = stretch(h, side).to(table)  # (h, side)
-        column_weights = stretch(w, side).to(table)  # (w, side)
+        row_weights = interpolation_weights(h, side).to(table)  # (h, side)
+        column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
         # the patches of a merged token are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
-def stretch(count: int, side: int) -> Tensor:
+def interpolation_weights(count: int, side: int) -> Tensor:
     """Compute the weights of linear interpolation from `side` to `count` points on one axis.
 
     Example: from 2 to 3 points the weights are (1, 0), (.5, .5), (0, 1).
@@ -302,7 +304,7 @@ SPECS = {
         hidden_act="gelu_pytorch_tanh",
         read_vision=lambda vision, where: VISION_DEFAULTS | vision,
         write=write_config,
-        memory_names=True,
+        files_have_module_names=True,
         model=partial(Qwen2_5_VL, tower=Qwen3VisionTransformer),
         default_system=False,
         images=IMAGES,

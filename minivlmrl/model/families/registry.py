@@ -49,7 +49,7 @@ QWEN2_TEXT = {
     **ALL_ATTEND,
 }
 # fields of VisionConfig in Qwen2-VL and Qwen2.5-VL, whose towers have no learned positions
-ROTARY_ALONE = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
+ROTARY_ONLY = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 
 
 TensorsOfFile = Iterable[tuple[str, Tensor]]
@@ -86,14 +86,14 @@ class ModelSpec:
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
     # flat config.json -> config.json in the layout of the family
     write: Callable[[dict], dict] = lambda config: config
-    # whether files name tensors as transformers does in memory, see memory_name
-    memory_names: bool = False
-    unread: tuple[str, ...] = ()  # name prefixes of tensors that the model does not use
+    # whether files name tensors as transformers does in memory, see module_name
+    files_have_module_names: bool = False
+    unused_prefixes: tuple[str, ...] = ()  # name prefixes of tensors that the model does not use
     # (ModelConfig) -> model with the modules visual, model and lm_head
     model: Callable[..., Qwen2_5_VL] = Qwen2_5_VL
     # keys about experts in config.json, with the defaults of transformers
     experts: dict[str, Any] = field(default_factory=dict)
-    turned_experts: bool = False  # whether files may have transposed expert weights
+    transposed_experts: bool = False  # whether files may have transposed expert weights
     # (tensors of a file, ModelConfig, file) -> the tensors by the names of the model's parameters
     split_tensors: "Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile]" = (
         lambda tensors, config, file: tensors
@@ -107,7 +107,7 @@ class ModelSpec:
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # name suffixes of layers that are not quantised: routers
     # (model, rows (b, ...)) -> initial state of each recurrent layer, as tensors (b, ...)
-    empty_memories: Callable[[Qwen2_5_VL, Tensor], list[list[Tensor]]] = lambda model, rows: []
+    initial_states: Callable[[Qwen2_5_VL, Tensor], list[list[Tensor]]] = lambda model, rows: []
     in_vllm: bool = True  # whether generation/vllm.py supports the family
     # whether the chat template adds the default system message if there is none
     default_system: bool = True
@@ -155,7 +155,7 @@ def hub_name(name: str) -> str:
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
 
-def memory_name(name: str) -> str:
+def module_name(name: str) -> str:
     """Convert a name to that of modules in transformers 4.52 and later, the inverse of hub_name."""
     if name.startswith("visual."):
         return f"model.{name}"
