@@ -1,8 +1,8 @@
 """Read the rows of a file or a dataset folder as Row: prompt, answers, columns, images, videos.
 
-row_files.py reads the columns of a row, formats.py converts formats of other projects, and media.py
-finds images and videos. This file converts the columns to messages and answers. docs/data.md has
-examples.
+row_files.py reads the columns of a row, formats.py converts the formats of other projects, and
+media.py finds images and videos. This file converts the columns to messages and answers.
+docs/data.md has examples.
 """
 
 import re
@@ -48,7 +48,7 @@ from minivlmrl.data.rows import Row
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.files import digest
 
-# {column with text: allowed types}; a row has at most one column of PROMPTS, see _split_columns
+# {column with text: allowed types}. A row may have only one column of PROMPTS, see _split_columns.
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXT_COLUMNS = PROMPTS | ANSWERS
@@ -56,17 +56,19 @@ TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list 
 
 
 class FileDataset(FileRows):
-    """Rows of a file or dataset folder, all validated at construction and read again when used.
+    """The rows of a file or dataset folder.
+
+    All rows are validated when the dataset is created, and each row is read again when it is used.
 
     Args:
         path: file or folder of the rows.
-        required: columns that every row must have; "problem" stands for any prompt.
+        required: columns that every row must have; "problem" stands for any prompt column.
         limit: maximum number of rows; None reads all rows.
         constants: columns that are added to every row.
         options: fields of RowOptions.
 
     Raises:
-        ValueError: a row is invalid, or an image or video file is missing.
+        ValueError: there are no rows, a row is invalid, or an image or video file is missing.
     """
 
     def __init__(
@@ -83,10 +85,11 @@ class FileDataset(FileRows):
         self.constants = dict(constants or {})
         self.size = len(self.source) if limit is None else min(limit, len(self.source))
         if not self.size:
-            raise ValueError(f"{path} has no rows")
+            raise ValueError(f"{path} has no rows; add at least one row or choose another file")
         self.folder = Path(self.options.image_root or self.source.folder)
         self.counts = Counter()  # {(images, videos) of a row: number of such rows}
-        self.prompt_hashes = []  # hash per row of its prompt and the sizes of its image files
+        # for each row, a hash of its prompt and of the sizes of its image and video files
+        self.prompt_hashes = []
         self.columns = ()
         missing_files = []
         column_names = set()
@@ -96,13 +99,14 @@ class FileDataset(FileRows):
             missing_files += self._count(row, media)
         if missing_files:
             raise ValueError(
-                f"{path}: {len(missing_files)} file(s) of its rows are missing in {self.folder}, "
-                f"for example {', '.join(missing_files[:5])}. Set data.image_root to their folder."
+                f"{path}: {len(missing_files)} image or video file(s) of the rows are missing in "
+                f"{self.folder}, for example {', '.join(missing_files[:5])}. Set data.image_root to "
+                "the folder that contains the files."
             )
         self.columns = sorted(column_names)
 
     def _count(self, row: Row, media: list[Media]) -> list[str]:
-        """Count the images and videos of a row, and hash its prompt; return its missing files."""
+        """Count the images and videos of a row and hash its prompt; return its missing files."""
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
@@ -162,7 +166,7 @@ class FileDataset(FileRows):
 
 
 class LazyImages(Sequence):
-    """The images of a row. An image is decoded at every access, because this saves memory."""
+    """The images of a row. Each access decodes the image again, which saves memory."""
 
     def __init__(self, decoders: list[Callable]):
         self.decoders = decoders
@@ -195,13 +199,13 @@ def check_inside(folder: Path, files: list[tuple[str | bytes, str]]):
     for source, path in files:
         if path and not Path(normpath(path)).is_relative_to(normpath(folder)):
             raise ValueError(
-                f"{source!r} is outside of {folder}. A data set from the hub may only use its own "
-                "files."
+                f"the file {source!r} is outside of the folder {folder}. A data set from the hub "
+                "may only use its own files."
             )
 
 
 def answer_image_parts(row: Row) -> list[dict]:
-    """List the message parts with an image in the answers of a row."""
+    """Return the image parts in all answers of a row."""
     parts = []
     for answer in (row.completion, row.chosen, row.rejected):
         if isinstance(answer, list):
@@ -216,12 +220,12 @@ def read_row(
 
     Args:
         columns: columns of the row, as in the file.
-        required: columns that the row must have; "problem" stands for any prompt.
-        options: options of all rows.
+        required: columns that the row must have; "problem" stands for any prompt column.
+        options: options for all rows of the file.
     """
-    # NaN is dropped, because pandas writes NaN for missing values
-    written = {name: value for name, value in columns.items() if value == value}
-    columns = to_columns(written, options.columns)
+    # A NaN is dropped, because pandas writes NaN for a missing value.
+    file_columns = {name: value for name, value in columns.items() if value == value}
+    columns = to_columns(file_columns, options.columns)
     check_columns(columns, required)
     row_media = read_media(columns)
     if "{problem}" not in options.prompt_template:
@@ -237,15 +241,19 @@ def read_row(
     media = []
     try:
         messages, media, answers = read_conversation(columns, row_media, options)
-    finally:  # also if the text contains <image> but the row has no image
+    finally:
+        # also after an error, because a column with an unknown name explains an <image> tag that
+        # has no image
         if not media and not any(row_media.values()):
             check_unread(columns)
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
-            existing_columns = sorted(column for column in written if written[column] is not None)
+            existing_columns = sorted(
+                column for column in file_columns if file_columns[column] is not None
+            )
             raise ValueError(
                 f"column {name!r} is missing; the row has {existing_columns}. Rename a column with "
-                f"data.columns: {{YOURS: {name}}}."
+                f"data.columns: {{YOURS: {name}}}"
                 f"{did_you_mean(name, existing_columns)}"
             )
     return Row(
@@ -264,20 +272,21 @@ def read_conversation(
     """Split a row into its prompt, its media and its answers.
 
     Args:
-        row: {column: value}; None counts as missing. These columns are read (turns are a list of
-            messages as in chat_template.render):
-            problem, prompt: text, or turns in `prompt`. The text, or the text of the last user
-                turn, is inserted into prompt_template.
-            messages: a conversation. The turns before the first assistant turn are the prompt, the
-                others the completion.
-            completion, chosen, rejected: text, or turns whose first and last are the assistant's.
-            chosen, rejected without a prompt: two conversations; the turns that both begin with
-                are the prompt (TRL's implicit prompt).
-        row_media: {kind: media from the columns of the row}.
-        options: options of all rows.
+        row: {column: value}; a value of None counts as missing. The following columns are read. A
+            list of turns is a list of messages, as in chat_template.render.
+            problem: the text of the question, which is inserted into prompt_template.
+            prompt: the same, or a list of turns, whose last user turn has the question.
+            messages: a conversation. The turns before the first assistant turn are the prompt, and
+                the remaining turns are the completion.
+            completion, chosen, rejected: an answer, which is a text or a list of turns that begins
+                and ends with an assistant turn. If the row has no prompt, `chosen` and `rejected`
+                are whole conversations, and the turns that both begin with are the prompt (TRL's
+                implicit prompt).
+        row_media: {"image" or "video": media from the columns of the row}.
+        options: options for all rows of the file.
 
     Returns:
-        Messages of the prompt, its media in order, and {column: answer}.
+        The messages of the prompt, its media in order, and {column: answer}.
     """
     row_texts = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
     for column, text_or_turns in row_texts.items():
@@ -304,14 +313,17 @@ def read_conversation(
 
 
 def _check_column(text_or_turns: Plain, types: type | UnionType):
-    """Raise ValueError unless a column is text, or a list of turns that can be rendered."""
+    """Raise ValueError unless a column is a text, or a list of turns that can be rendered."""
     if not isinstance(text_or_turns, types):
-        raise ValueError(f"must be {TYPE_WORDS[types]}, it is {text_or_turns!r:.40}")
+        raise ValueError(f"the value must be {TYPE_WORDS[types]}, but it is {text_or_turns!r:.40}")
     turns = as_turns(text_or_turns)
     check_messages(turns)
     roles = [turn["role"] for turn in turns]
     if not turns or not set(roles) <= set(ROLES):
-        raise ValueError(f"the roles of its turns must be {', '.join(ROLES)}; they are {roles}")
+        raise ValueError(
+            f"there must be at least one turn, and the roles must be {', '.join(ROLES)}, but the "
+            f"roles are {roles}"
+        )
 
 
 def _check_answer(turns: list[dict]):
@@ -324,7 +336,7 @@ def _check_answer(turns: list[dict]):
 
 
 def _shows_images(turns: list[dict]) -> bool:
-    """Return True if an answer has an image; <image> in an assistant's text is ordinary text."""
+    """Return True if an answer has an image; <image> in text of the assistant is ordinary text."""
     for turn in turns:
         if turn["role"] != "assistant" and MARK.search(text_of(turn)):
             return True
@@ -332,7 +344,10 @@ def _shows_images(turns: list[dict]) -> bool:
 
 
 def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[Media], list[dict]]:
-    """Return the messages of the prompt, its media, and the answer with its images in its parts."""
+    """Return the messages of the prompt, the media of the prompt, and the answer.
+
+    Each image part of the answer contains its Media under the key "image".
+    """
     conversation, media = place(turns)
     answer = conversation[-len(turns) :]
     shown_parts = shown_parts_of(answer)
@@ -340,7 +355,8 @@ def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[
         raise ValueError(
             "a video after the first assistant turn is not supported; move it into the prompt"
         )
-    for part in reversed(shown_parts):  # media are in order, so the answer's are the last ones
+    # The media are in the order of the parts, so the last ones belong to the answer.
+    for part in reversed(shown_parts):
         part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
     return conversation[: -len(turns)], media, answer
 
@@ -354,7 +370,9 @@ def _place_turns(
     """Return the messages of a prompt and an answer, and their media in order."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with an assistant turn; move this turn into the answers")
+        raise ValueError(
+            "the prompt ends with an assistant turn; move this turn into the column of the answer"
+        )
     if options.prompt_template != "{problem}":
         turns = put_in_template(options.prompt_template, turns)
     messages, media = place_media([*turns, *answer], row_media, options)
@@ -362,14 +380,18 @@ def _place_turns(
 
 
 def _split_columns(row_texts: dict, row: dict) -> tuple[str, str | list[dict], dict]:
-    """Split the text columns of a row: return the prompt's column, the prompt, the answers."""
+    """Split the text columns of a row into a prompt and answers.
+
+    Returns:
+        The name of the column of the prompt, the prompt, and {column: answer}.
+    """
     prompt_columns = [column for column in row_texts if column in PROMPTS]
     if prompt_columns == ["messages"] and "completion" in row_texts:
         prompt_columns.append("completion")
     if len(prompt_columns) > 1:
         raise ValueError(
-            f"the columns {prompt_columns[0]!r} and {prompt_columns[1]!r} exclude each other; "
-            "keep one of them"
+            f"the row has both columns {prompt_columns[0]!r} and {prompt_columns[1]!r}, but only "
+            "one of them is allowed; remove the other one"
         )
     answers = {column: value for column, value in row_texts.items() if column in ANSWERS}
     if not prompt_columns:
@@ -384,12 +406,12 @@ def _split_columns(row_texts: dict, row: dict) -> tuple[str, str | list[dict], d
 
 
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
-    """Return the turns that chosen and rejected begin with, and the answers without these turns."""
+    """Return the turns that `chosen` and `rejected` both begin with, and the rest as answers."""
     chosen = answers.get("chosen")
     rejected = answers.get("rejected")
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         chosen = rejected = []
-    num_shared = 0  # number of turns that both begin with
+    num_shared = 0  # number of turns at the beginning that are equal in both
     for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False):
         if chosen_turn != rejected_turn:
             break
@@ -397,7 +419,7 @@ def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dic
     if num_shared == 0:
         raise ValueError(
             f"column 'problem' is missing; the row has {columns}. Rename the column of the question "
-            "with data.columns: {YOURS: problem}, use one question for all rows with "
+            "with data.columns: {YOURS: problem}, set the same question for all rows with "
             "data.prompt_template: 'What is it?', or use the columns of another format: "
             f"{', '.join(QUESTION_FORMATS)}."
         )

@@ -1,7 +1,7 @@
 """Convert rows in the formats of other projects to the columns of minivlmrl, and validate them.
 
-A row can have several formats at once: for example, one format reads its `conversations`, another
-its `file_name`. docs/data.md has examples.
+Several formats can apply to the same row: for example, one format reads the column `conversations`
+and another one the column `file_name`. docs/data.md has examples.
 """
 
 import json
@@ -18,7 +18,7 @@ from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 
 ROLES = ("system", "user", "assistant", "tool")
-SPEAKERS = {  # name of a speaker in the formats of other projects -> role
+SPEAKERS = {  # {name of a speaker in the formats of other projects: role}
     "system": "system",
     "human": "user",
     "user": "user",
@@ -34,25 +34,29 @@ SPEAKERS = {  # name of a speaker in the formats of other projects -> role
     "tool_response": "tool",
     "function": "tool",
 }
-# video options that are allowed as column names, because they are common
+# Columns may have the names of these video options, because other data sets use such columns.
 COMMON_VIDEO_COLUMNS = {"fps", "min_frames", "max_frames"}
-RESERVED = {  # name that no column may have -> end of the error message, with the reason
+# {name that no column may have: what the user has to do, as the end of the message "it must be"}
+RESERVED = {
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
-        "renamed, because reward functions receive another argument of this name; use data.columns",
+        "renamed with data.columns, because reward functions receive another argument of this name",
     ),
     **dict.fromkeys(
         vars(VideoOptions()).keys() - COMMON_VIDEO_COLUMNS,
-        'renamed, or moved to its image as an option: {"image": ..., "max_pixels": 200704}',
+        "renamed with data.columns, or moved into the entry of its image as an option, such as "
+        '{"image": ..., "max_pixels": 200704}',
     ),
 }
 Side = Annotated[float, "(0, inf)"]
-COLUMN_TYPES = {  # column -> type and bounds of its values
-    "margin": Annotated[float, "(-inf, inf)"],  # margin by which `chosen` is better
-    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],  # reference model's, summed over tokens
+COLUMN_TYPES = {  # {column: type and bounds of its values}
+    "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
+    # log-probability of an answer under the reference model, summed over its tokens
+    "ref_chosen_logps": Annotated[float, "(-inf, 0]"],
     "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
-    "answer_extent": tuple[Side, Side],  # width, height of the whole image
-    "label": bool,  # True if the completion is good, for KTO
+    # width and height of the whole image, in the units of the boxes in an answer
+    "answer_extent": tuple[Side, Side],
+    "label": bool,  # for KTO: True if the completion is a good answer
 }
 
 
@@ -60,17 +64,18 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename columns of a row, and add the columns that every matching format in FORMATS computes.
 
     Args:
-        row: column -> value; a value None counts as missing.
-        renamed: column of the file -> our column; option data.columns.
+        row: {column: value}; a value of None counts as missing.
+        renamed: {name of a column in the file: its new name}, which is the option data.columns.
     Raises:
-        ValueError: the row has a column both under its old and its new name, or has a wrong value.
+        ValueError: the row has a column under both its old and its new name, or a format cannot
+            convert a value.
     """
     for file_column, our_column in renamed.items():
         if row.get(file_column) is not None:
             if row.get(our_column) is not None:
                 raise ValueError(
-                    f"data.columns renames {file_column!r} to {our_column!r}, but the row has "
-                    "both; remove one"
+                    f"data.columns renames {file_column!r} to {our_column!r}, but the row already "
+                    "has both columns; remove one of them"
                 )
             row = {**row, file_column: None, our_column: row[file_column]}
     for row_format in FORMATS:
@@ -81,9 +86,12 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def check_columns(columns: dict, required: Sequence[str]):
-    """Raise ValueError for a column with a reserved name, or with a value that rewards cannot use.
+    """Raise ValueError if a column has a reserved name, or a value that cannot be used.
 
-    Columns that are None are ignored, and `label` is validated only if it is in `required`.
+    Args:
+        columns: {column: value}; columns whose value is None are ignored.
+        required: columns that every row must have. The column `label` is validated only if it is
+            one of them, because other data sets may use this name for another purpose.
     """
     for name, value in columns.items():
         if value is None:
@@ -93,19 +101,24 @@ def check_columns(columns: dict, required: Sequence[str]):
         if name in COLUMN_TYPES and (name != "label" or name in required):
             read_value(COLUMN_TYPES[name], value, f"column {name!r}", json=True)
         if name == "solution":
-            check_field(str(value).count("<answer>") <= 1, "column 'solution'", value, "one answer")
+            check_field(
+                str(value).count("<answer>") <= 1,
+                "column 'solution'",
+                value,
+                "a text with at most one <answer> tag",
+            )
 
 
 @dataclass
 class RowFormat:
-    """A row format of another project, and the function that converts it.
+    """A format of rows that another project uses, and the function that converts such rows.
 
-    A format matches rows that have all of `required_columns` and no column of `excluded`.
+    The format matches rows that have all columns in `required_columns` and none in `excluded`.
     """
 
     required_columns: tuple[str, ...]
     excluded: Iterable[str]
-    read: Callable[[dict], dict]  # row -> columns to add or replace
+    read: Callable[[dict], dict]  # function of a row; returns the columns to add or replace
 
     @property
     def name(self) -> str:
@@ -121,19 +134,19 @@ class RowFormat:
 def _read_conversations(row: dict) -> dict:
     """Read `conversations`, whose turns have `from` and `value`, as in VLM-R1, LLaVA and ShareGPT.
 
-    The first answer becomes the solution, if the row has none. Without a final answer, all turns
-    are the prompt.
+    The first answer becomes the solution if the row has no column `solution`. If the last turn is
+    not an answer, all turns belong to the prompt.
     """
     raw_turns = row["conversations"]
     check_field(isinstance(raw_turns, list), "column 'conversations'", raw_turns, "a list of turns")
     turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(raw_turns)]
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    # without a final answer, all turns are the prompt
+    # all turns belong to the prompt if the last one is not an answer
     if not answers or turns[-1]["role"] != "assistant":
         return {"messages": None, "prompt": turns}
     solution = answers[0]
     if len(answers) == 1 and isinstance(solution, str) and not solution.strip():
-        solution = ""  # a blank answer: the object in question is not in the image
+        solution = ""  # a blank answer means that the image does not show the object
         columns = {"messages": None, "prompt": turns[:-1]}
     else:
         columns = _with_rejected(turns, row)
@@ -143,10 +156,10 @@ def _read_conversations(row: dict) -> dict:
 
 
 def _with_rejected(turns: list[dict], row: dict) -> dict:
-    """Return a conversation with its answer as columns.
+    """Return the columns of a conversation that ends with an answer.
 
-    If ms-swift's column `rejected_response` is there, the answer becomes `chosen`, and that column
-    `rejected`.
+    These are the column `messages`, or, for rows with ms-swift's column `rejected_response`, the
+    columns `prompt`, `chosen` (the answer) and `rejected` (that column).
     """
     if row.get("rejected_response") is None:
         return {"messages": turns}
@@ -159,35 +172,39 @@ def _read_turn(turn: dict, number: int) -> dict:
     speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ValueError(
-            f"turn {number} is {turn!r:.60}; 'from' must be one of {', '.join(SPEAKERS)}"
+            f"turn {number} is {turn!r:.60}, but its 'from' or 'role' must be one of "
+            f"{', '.join(SPEAKERS)}"
         )
     value = turn.get("value", turn.get("content"))
-    if type(value) in (int, float):  # VLM-R1 has numbers as answers
+    if type(value) in (int, float):  # answers in VLM-R1's data can be numbers
         value = str(value)
-    if speaker in ("function_call", "tool_call"):  # rendered in Qwen's format
+    if speaker in ("function_call", "tool_call"):  # converted to Qwen's format of tool calls
         value = str(value)
-        with error_context(f"the call of turn {number}"):
+        with error_context(f"turn {number}: tool call"):
             call = parse_json(value)
             check_field(
-                isinstance(call, dict) and "name" in call, "it", value, 'JSON: {"name": ...}'
+                isinstance(call, dict) and "name" in call,
+                "the call",
+                value,
+                'a JSON object with the name of a tool, such as {"name": "zoom"}',
             )
         value = f"<tool_call>\n{value.strip()}\n</tool_call>"
     return {"role": SPEAKERS[speaker], "content": value}
 
 
 def _system_turns(row: dict) -> list[dict]:
-    """Return the system turn that LLaMA-Factory and ms-swift have in the column `system`, or []."""
+    """Return the system turn in LLaMA-Factory's and ms-swift's column `system`, or no turn."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 def _read_messages(row: dict) -> dict:
-    """Read `messages`. As in ms-swift, they are a prompt if they end with a user turn."""
+    """Read `messages`, which are only a prompt unless an assistant turn is last, as in ms-swift."""
     messages = row["messages"]
     is_list_of_turns = isinstance(messages, list) and all(
         isinstance(turn, dict) for turn in messages
     )
     if not messages or not is_list_of_turns:
-        return {}  # file_dataset.py raises the error
+        return {}  # file_dataset.py raises an error for such messages
     turns = []
     for number, message in enumerate(messages):
         role = str(message.get("role"))
@@ -201,20 +218,21 @@ def _read_messages(row: dict) -> dict:
 def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
     """Read a question and its answer from two columns.
 
-    The column `history` may have earlier pairs of question and answer, which precede the question.
+    The column `history` may contain [question, answer] pairs, which become the first turns of the
+    prompt.
     """
     question_text = row[question_column]
     answer_text = row.get(answer_column)
     check_field(
         isinstance(question_text, str), f"column {question_column!r}", question_text, "text"
     )
-    if row.get("input"):  # Alpaca has additional text in `input`
+    if row.get("input"):  # Alpaca's column `input` contains additional text for the question
         question_text = f"{question_text}\n{row['input']}"
     turns = _system_turns(row)
     history = row.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         is_pair = isinstance(pair, list) and len(pair) == 2
-        check_field(is_pair, "column 'history'", history, "a list of pairs: a question, its answer")
+        check_field(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
         turns.append({"role": "user", "content": pair[0]})
         turns.append({"role": "assistant", "content": pair[1]})
     columns: dict[str, Plain] = {"prompt": [*turns, {"role": "user", "content": question_text}]}
@@ -226,7 +244,7 @@ def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
 
 
 def _read_pair(row: dict) -> dict:
-    """Read `chosen` and `rejected` of LLaMA-Factory: single turns with `from` and `value`."""
+    """Read LLaMA-Factory's `chosen` and `rejected`, each a single turn with `from` and `value`."""
     names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
     return {name: [_read_turn(row[name], 0)] for name in names}
 
@@ -240,13 +258,16 @@ def _read_reward_model(row: dict) -> dict:
 def _read_objects(row: dict) -> dict:
     """Replace <ref-object> and <bbox> in texts of ms-swift by the items in the column `objects`.
 
-    The n-th <ref-object> becomes the n-th item of `ref`, and the n-th <bbox> that of `bbox`.
-    ValueError if the number of marks and the number of items differ.
+    The n-th <ref-object> becomes the n-th item of objects["ref"], and the n-th <bbox> becomes the
+    n-th item of objects["bbox"].
+
+    Raises:
+        ValueError: the texts contain a tag more often or less often than there are items for it.
     """
     objects = row["objects"]
     texts = _text_columns(row)
     all_text = json.dumps(texts, default=str)
-    mark_values = {}  # mark -> replacement of each occurrence, in order
+    mark_values = {}  # {tag: replacements of its occurrences, in order}
     for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
         num_marks = all_text.count(mark)
         if num_marks == 0:
@@ -256,8 +277,8 @@ def _read_objects(row: dict) -> dict:
             mark_items = []
         if len(mark_items) != num_marks:
             raise ValueError(
-                f"column 'objects' has {len(mark_items)} items in {key!r}, but the texts have "
-                f"{num_marks} marks {mark}"
+                f"column 'objects' has {len(mark_items)} items in {key!r}, but the texts contain "
+                f"{mark} {num_marks} time(s); the two numbers must be equal"
             )
         mark_values[mark] = [
             item if isinstance(item, str) else json.dumps(item) for item in mark_items
@@ -272,24 +293,25 @@ def _read_objects(row: dict) -> dict:
 
 
 def _read_choices(row: dict) -> dict:
-    """Append multiple-choice options "A. ...", "B. ..." to a question that does not list them.
+    """Append the choices "A. ...", "B. ..." to a multiple-choice question that does not list them.
 
-    The options come from a list, or from the columns A, B, ... of MMBench.
+    The choices come from a list in the column `options` or `choices`, or from MMBench's columns
+    A, B, C, ...
     """
     lettered_choices = [row[letter] for letter in LETTERS if row.get(letter) is not None]
     choices = row.get("options") or row.get("choices") or lettered_choices
     question_columns = [name for name in QUESTION_TEXTS if isinstance(row.get(name), str)]
     if not choices or not question_columns:
-        return {}  # an open question, or turns whose text is the whole prompt already
+        return {}  # an open question, or turns, whose text already is the whole prompt
     answer = row.get("answer", row.get("solution"))
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
-    check_field(is_list, "the list of choices", choices, "a list of texts")
+    check_field(is_list, "the list of choices", choices, "a list of at most 26 texts")
     is_choice = not isinstance(answer, int) or answer in choices
-    check_field(is_choice, "the answer beside choices", answer, "a letter or one of the choices")
+    check_field(is_choice, "the answer", answer, "a letter or one of the choices of the row")
     question_column = question_columns[0]
     question_text = row[question_column]
     if all(re.search(rf"\b{letter}[.:)]", question_text) for letter in LETTERS[: len(choices)]):
-        return {}  # the question lists the choices already
+        return {}  # the question already lists the choices
     lines = [row.get("hint") or "", question_text]
     for letter, choice in zip(LETTERS, choices, strict=False):
         lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
@@ -299,7 +321,7 @@ def _read_choices(row: dict) -> dict:
 def _read_img_tags(row: dict) -> dict:
     """Replace <img>path</img> in texts by <image>, and return the paths in the column `images`.
 
-    Qwen-VL and older ms-swift use this tag.
+    Qwen-VL and older versions of ms-swift use this tag.
     """
     image_paths = []
 
@@ -314,14 +336,15 @@ def _read_img_tags(row: dict) -> dict:
 
 
 def _text_columns(row: dict) -> dict:
-    """Return the columns of a row that may hold text."""
+    """Return the columns of a row that can contain text."""
     return {name: row[name] for name in TEXTS if row.get(name) is not None}
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
     """Apply a function to all texts in nested lists and dicts, or to all values of the given types.
 
-    Returns a copy; other values stay as they are.
+    Returns:
+        A copy with the results; values of other types are unchanged.
     """
     if isinstance(value, types):
         return change(value)
@@ -335,7 +358,7 @@ def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = 
 def rename_column(file_column: str, our_column: str, excluded: Iterable[str] = ()) -> RowFormat:
     """Create a format that copies the column `file_column` to `our_column`.
 
-    It does not match rows that have `our_column` already, or one of the columns `excluded`.
+    The format does not match rows that already have `our_column`, or have a column in `excluded`.
     """
     return RowFormat(
         (file_column,), (our_column, *excluded), lambda row: {our_column: row[file_column]}
@@ -345,7 +368,8 @@ def rename_column(file_column: str, our_column: str, excluded: Iterable[str] = (
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 QUESTION_COLUMNS = ("problem", "prompt", "messages")
-OUR_COLUMNS = (*QUESTION_COLUMNS, "completion")  # a row with one of these columns is in our format
+# a row with one of these columns is already in minivlmrl's own format
+OUR_COLUMNS = (*QUESTION_COLUMNS, "completion")
 TEXTS = (*OUR_COLUMNS, "chosen", "rejected", "solution")
 FORMATS = [
     RowFormat(("A", "B"), (), _read_choices),

@@ -1,4 +1,4 @@
-"""Read the images and videos of a row: their sources, options and places in the messages."""
+"""Read the images and videos of a row: their sources, their options, and their places in messages."""
 
 import base64
 import contextlib
@@ -28,7 +28,7 @@ from minivlmrl.data.messages import (
     shown_parts_of,
 )
 
-# common names of columns with images or videos
+# common names of columns that contain images or videos
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
@@ -37,24 +37,27 @@ BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or G
 FILE_NAME = r"\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z"
 PICTURE = re.compile(f"data:image/|{BASE64}|{FILE_NAME}", re.IGNORECASE)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# keys of a message part that hold its source
+# keys under which a message part can contain its source
 SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 # options that select the frames of a video file
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-# refused formats: Pillow runs Ghostscript for EPS, opens files named in IPTC, calls Windows for WMF
+# Image formats that are not allowed, because of their side effects in Pillow: it runs Ghostscript
+# for EPS, opens the files that an IPTC file names, and calls functions of Windows for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Pillow's own limit (half a GiB as RGB), because a file of a few kilobytes can claim any size
+# Larger images are not decoded, because a file of a few kilobytes can claim any size. This is also
+# Pillow's own limit; such an image takes half a GiB as RGB.
 MAX_IMAGE_PIXELS = 178_956_970
 
 Source = str | Path | bytes
 
-# Pillow warns at half of this limit. The filter is set once, because threads share the filters.
+# Ignore Pillow's warning, which is emitted above half of the limit. The filter is set only once,
+# because all threads share the filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
 def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
-    """Load an image as image.load_image does.
+    """Load an image as RGB, see image.load_image.
 
     Args:
         source: path, file:// URL, data URI or bytes.
@@ -69,25 +72,26 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Open an image, and turn every exception inside the block into a ValueError."""
+    """Open an image, and convert every exception in the block to a ValueError."""
     name, file = open_source(source, folder)
     try:
         with PIL.Image.open(file) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise ValueError(
-                    f"{image.width} x {image.height} pixels are more than the limit of "
-                    f"{MAX_IMAGE_PIXELS}; scale the image down"
+                    f"the image has {image.width} x {image.height} pixels, which is more than the "
+                    f"limit of {MAX_IMAGE_PIXELS}; scale the image down"
                 )
             if image.format in PROGRAMS:
                 raise ValueError(
-                    f"{image.format} files can contain programs; convert the image to PNG"
+                    f"the format {image.format} is not allowed, because such files can run other "
+                    "programs or open other files; convert the image to PNG"
                 )
             yield image
-    except Exception as error:  # Pillow's decoders raise anything: struct.error, IndexError, ...
+    except Exception as error:  # Pillow's decoders raise struct.error, IndexError and many others
         error_text = getattr(error, "strerror", None) or error
         if isinstance(error, PIL.UnidentifiedImageError):
-            error_text = "its format is unknown to Pillow"
-        raise ValueError(f"{name}: cannot be read as an image ({error_text})") from error
+            error_text = "Pillow does not recognise its format"
+        raise ValueError(f"{name}: the image cannot be read ({error_text})") from error
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
@@ -98,13 +102,14 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         folder: folder that a relative path starts from.
 
     Returns:
-        A name for error messages, and the path or a stream of the bytes.
+        A name of the source for error messages, and the path of the file or a stream of the bytes.
     """
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
         raise ValueError(
-            f"the source must be a path, data URI or bytes, it is of type {type(source).__name__}"
+            "the source of an image or video must be a path, a data URI or bytes, but it is of type "
+            f"{type(source).__name__}"
         )
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
@@ -112,10 +117,11 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         if text.startswith("data:"):
             header, comma, data = text.partition(",")
             if not comma or not header.endswith(";base64"):
-                raise ValueError("a data URI must begin like data:image/png;base64,")
-            with error_context(
-                "not base64"
-            ):  # validated, because urllib's handler skips invalid letters
+                raise ValueError(
+                    "a data URI must begin with a header such as data:image/png;base64,"
+                )
+            # validated here, because urllib's handler skips invalid characters
+            with error_context("the data is not valid base64"):
                 return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
         if text.startswith(("http://", "https://")):
             raise ValueError(
@@ -125,9 +131,9 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # because reading from a pipe or device may never end
+    # Pipes and devices are not allowed, because reading from them may never end.
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise ValueError(f"{path} is a pipe or device; use a regular file")
+        raise ValueError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
 
 
@@ -136,14 +142,14 @@ class Media:
     """Source and options of one image or video of a row."""
 
     kind: str  # "image" or "video"
-    # path, data URI or bytes; for a video also a list of the sources of its frames
+    # a path, a data URI or bytes; for a video, it can also be a list with the source of each frame
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
 
     @property
     def image_source(self) -> str | bytes:
         """Return the source of an image, which is never a list."""
-        assert not isinstance(self.source, list), "only a video is a list of frames"
+        assert not isinstance(self.source, list), "only a video can be a list of frames"
         return self.source
 
 
@@ -153,7 +159,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     Each entry is a source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image" or "video": media in the order of the column}, without kinds that have no column.
+        {"image" or "video": media in the order of the column}. A kind without a column is missing.
     """
     row_media = {}
     for name, kind in COLUMNS.items():
@@ -176,24 +182,24 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign each image and video of a row to a part of the messages.
 
-    Each file fills the next part of its kind without a source. If the messages have no such parts,
-    it replaces the next tag <image> or <video> of the text. Without tags, it goes before the text
-    of the first user turn.
+    Each file is assigned to the next image or video part that has no source. If the messages have
+    no such parts, the file replaces the next tag <image> or <video> in the texts. Without tags, it
+    is inserted before the text of the first user turn.
 
     Args:
         turns: messages of the prompt and, if the answer contains images, of the answer.
-        row_media: {kind: media from the columns of the row}. Options in a part of the messages
-            override their options.
-        options: options of all rows. Its image options apply to images without options of their
-            own. Its video options apply to every option that a video does not set; options that
-            select frames are ignored for lists of frames and for videos with nframes.
+        row_media: {"image" or "video": media from the columns of the row}. Options in a part of
+            the messages override the options in a column.
+        options: options for all rows. The image options apply only to images that do not set any
+            option themselves. Each video option applies to the videos that do not set it, but
+            options that select frames are ignored for lists of frames and for videos with nframes.
 
     Returns:
-        The messages with a part per image and video, and the media in the order of these parts.
+        The messages with one part per image and video, and the media in the order of these parts.
     """
     common_options = media_options(options)
     media_counts = {kind: len(entries) for kind, entries in row_media.items()}
-    if not shown_parts_of(turns):  # otherwise <image> is ordinary text
+    if not shown_parts_of(turns):  # if there are image or video parts, <image> is ordinary text
         turns = add_placeholders(turns, media_counts)
     kinds = []  # kinds of the parts without a source
     for part in shown_parts_of(turns):
@@ -224,7 +230,7 @@ def place_media(
 
 
 def _with_common(item: Media, options: dict, common_options: dict) -> dict:
-    """Merge the options of one image or video with the common options, see place_media."""
+    """Add the options for all rows to the options of one image or video, see place_media."""
     if item.kind == "image":
         return options or common_options
     if isinstance(item.source, list) or "nframes" in options:  # the frames are fixed already
@@ -233,7 +239,7 @@ def _with_common(item: Media, options: dict, common_options: dict) -> dict:
 
 
 def media_options(options: RowOptions) -> dict[str, dict]:
-    """Return the options of all images and of all videos; options in a row take precedence."""
+    """Return the validated options for all images and for all videos of a file of rows."""
     return {kind: check_options(kind, getattr(options, kind)) for kind in ("image", "video")}
 
 
@@ -243,9 +249,9 @@ def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, P
 
 
 def check_unread(columns: dict):
-    """Raise ValueError if a row without images has an unknown column that seems to hold an image.
+    """Raise ValueError if a row without images has an unknown column that seems to contain one.
 
-    Without this check, the model would be trained without its images.
+    Without this check, the model would be trained without seeing the images.
     """
     for name, value in columns.items():
         first = value[0] if isinstance(value, list) and value else value
@@ -255,13 +261,13 @@ def check_unread(columns: dict):
         if MEDIA_NAME.fullmatch(name.lower()) or is_picture:
             kind = "video" if "video" in name.lower() else "image"
             raise ValueError(
-                f"column {name!r} seems to hold an image or video, but no column of this name is "
-                f"read. Rename it with data.columns: {{{name}: {kind}}}, or remove it."
+                f"column {name!r} seems to contain an image or video, but no column of this name "
+                f"is read. Rename it with data.columns: {{{name}: {kind}}}, or remove it."
             )
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path) of each file of a row's images and videos; the path of bytes is ""."""
+    """Yield (source, path) of each image, video and frame; the path of bytes or a data URI is ""."""
     for item in media:
         for source in item.source if isinstance(item.source, list) else [item.source]:
             if isinstance(source, bytes) or source.startswith("data:"):
@@ -273,29 +279,28 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def _checked_kind(part: dict) -> str:
-    """Return "image", "video" or "text", for a part of messages that check_messages accepted."""
+    """Return the kind of a part of a message that check_messages has accepted."""
     kind = part_kind(part)
-    assert kind is not None, "check_messages refuses such a part"
+    assert kind is not None, "check_messages rejects a part without a kind"
     return kind
 
 
 def _sources(part: dict, kind: str) -> list:
-    """List the sources that an entry of a column or a message part contains."""
+    """Return the sources in an entry of a column or in a message part; more than 1 is an error."""
     return [part[name] for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: Plain, kind: str) -> Media:
     """Parse an entry of a column, or a message part, into its source and options."""
     if isinstance(entry, str):
-        is_base64 = kind == "image" and re.match(
-            BASE64, entry
-        )  # MMBench's files contain base64 without a header
+        # files of MMBench contain base64 data without a header
+        is_base64 = kind == "image" and re.match(BASE64, entry)
         return Media(kind, f"data:;base64,{entry}" if is_base64 else entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
     sources = _sources(entry, kind)
     if len(sources) > 1:
-        raise ValueError(f"it has both {kind!r} and '{kind}_url'; use only one of them")
+        raise ValueError(f"the {kind} has both {kind!r} and '{kind}_url'; use only one of them")
     source: Plain = sources[0] if sources else None
     if isinstance(source, dict):
         source = _source_in(source)
@@ -303,7 +308,7 @@ def _media(entry: Plain, kind: str) -> Media:
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
         raise ValueError(
-            f"each {kind} must be a path or data URI{frame_list}, it is {source!r:.60}"
+            f"each {kind} must be a path or data URI{frame_list}, but found {source!r:.60}"
         )
     return Media(kind, source, _options(entry, kind))
 
@@ -312,9 +317,8 @@ def _source_in(source: dict) -> Plain:
     """Return the source in Hugging Face's {"bytes": ..., "path": ...} or OpenAI's {"url": ...}."""
     content = source.get("bytes")
     if content is not None:
-        return (
-            f"data:;base64,{content}" if isinstance(content, str) else content
-        )  # JSON has base64 text
+        # in a JSON file, the bytes are base64 text
+        return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")
 
 

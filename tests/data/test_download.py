@@ -122,7 +122,7 @@ def test_a_row_of_others_names_no_file_of_ours(hub, monkeypatch, image):
     [file] = REPOSITORIES["cats/own"]["main"][3:]
     monkeypatch.setitem(CONTENTS, file, sink.getvalue().to_pybytes())
     with pytest.raises(
-        ValueError, match=f"'{image}' is outside of .*\. A data set from the hub may only use its own files"
+        ValueError, match=f"the file '{image}' is outside of .*\. A data set from the hub may only use its own files"
     ):
         FileDataset("cats/own@test")
 

@@ -1,4 +1,4 @@
-"""Rows of files: what their text becomes in each of its forms, and that every mistake is named with its line."""
+"""Rows of files: how text columns become prompts and answers, and that every error names the line of the row."""
 
 import re
 
@@ -36,10 +36,10 @@ def test_a_missing_column_is_named_with_its_line(write_rows, row):
 
 
 @pytest.mark.parametrize("name", ["completions", "image_sizes", "row_rewards"])
-def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
+def test_a_column_with_the_name_of_a_reward_argument_raises_an_error(write_rows, name):
     with pytest.raises(
         ValueError,
-        match=rf"rows\.jsonl:2: column '{name}' .* must be renamed, because reward functions receive another argument",
+        match=rf"rows\.jsonl:2: column '{name}' .* must be renamed with data.columns, because reward functions receive",
     ):
         FileDataset(write_rows({"problem": "a", name: None}, {"problem": "a", name: ["b"]}))
 
@@ -52,7 +52,7 @@ def test_a_column_that_rewards_are_given_anyway_is_named(write_rows, name):
      "column 'problem': the row has 1001 images and videos, but at most 1000 are supported; split"),
     ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
-def test_a_row_that_would_fill_time_or_memory_is_named(write_rows, row, says):
+def test_a_row_that_needs_too_much_time_or_memory_raises_an_error(write_rows, row, says):
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or '.*min_pixels is 178000000, it must be in '}"):
         FileDataset(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
 
@@ -67,7 +67,7 @@ def test_sums_of_log_probabilities_are_not_positive(write_rows, value):
 
 @pytest.mark.parametrize("label", ["yes", 1, 0.0])
 def test_a_label_is_true_or_false(write_rows, label):
-    """TRL's unpaired form; where no stage asks for it, a column of this name may hold anything."""
+    """The column is validated only if a stage requires it. Otherwise it may have any value."""
     row = {"prompt": "a", "completion": "b", "label": label}
     required = ("problem", "completion", "label")
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, it must be of type bool"):
@@ -85,7 +85,7 @@ def test_constants_are_columns_of_every_row(write_rows):
 
 
 def test_folders_of_classes_are_rows(tmp_path):
-    """train/cat/1.png: the folder's name is the solution, and data.prompt_template the question of all."""
+    """The solution of train/cat/1.png is the name of its folder, and data.prompt_template is the question."""
     for path in ("cat/1.png", "cat/2.JPG", "dog/1.png"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         PIL.Image.new("RGB", (8, 8)).save(tmp_path / path)
@@ -99,7 +99,7 @@ def test_folders_of_classes_are_rows(tmp_path):
 
 
 def test_rows_of_file_and_label(write_rows):
-    """Renamed, and asked the same question; a row with a question of its own is refused then."""
+    """data.columns renames both columns, and data.prompt_template is the question; a row may not have another one."""
     options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
     row = FileDataset(write_rows({"file": "red.png", "label": "cat"}), **options)[0]
     assert row.columns["solution"] == "cat" and text_of(row.messages[0]) == "What is it?" and len(row.images) == 1
@@ -122,7 +122,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("form", LATER)
-def test_pictures_of_later_turns_are_in_the_answers_parts(write_rows, form):
+def test_images_of_later_turns_are_in_the_parts_of_the_answer(write_rows, form):
     row = FileDataset(write_rows(LATER[form]), ("problem", "completion"))[0]
     assert [image.getpixel((0, 0)) for image in row.images] == [(255, 0, 0)]
     assert [part["type"] for part in row.messages[0]["content"]].count("image") == 1
@@ -131,7 +131,7 @@ def test_pictures_of_later_turns_are_in_the_answers_parts(write_rows, form):
     assert image.getpixel((0, 0)) == (0, 0, 255) and len(patches) == grid[1] * grid[2]
 
 
-def test_each_answer_of_a_pair_shows_its_own_pictures(write_rows):
+def test_each_answer_of_a_pair_has_its_own_images(write_rows):
     pair = {name: [assistant("a"), user([IMAGE_PART]), assistant(name)] for name in ("chosen", "rejected")}
     shown = {"prompt": [user([IMAGE_PART, text("?")])], "images": ["red.png", "blue.png"]}
     row = FileDataset(write_rows(pair | shown))[0]
@@ -147,7 +147,7 @@ def test_prompt_template_and_system_prompt(write_rows):
         assert row.messages == [system("Be brief."), asked]
 
 
-def test_a_template_is_put_around_the_last_user_turn_of_a_prompt(write_rows):
+def test_the_prompt_template_is_applied_to_the_last_user_turn(write_rows):
     turns = [system("Be brief."), user("one"), assistant("two"), user([IMAGE_PART, text("three")])]
     written = {"prompt": [*turns[:3], user("<image>three")], "image": "red.png"}
     file = write_rows({"prompt": turns, "image": "red.png"}, written)
@@ -169,8 +169,8 @@ def as_parts(turns):
     ]
 
 
-def test_calls_of_tools_and_their_pictures_are_read(write_rows):
-    """Calls without a text, as OpenAI and TRL write them; the answer's mark shows the second picture."""
+def test_tool_calls_and_images_in_tool_results_are_read(write_rows):
+    """The call has no text, as in OpenAI's and TRL's formats. The <image> in the result is the second image."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
     turns = [user("<image>?"), call, {"role": "tool", "content": "<image>"}, assistant("red")]
     [row] = FileDataset(write_rows({"messages": turns, "images": ["red.png", "green.png"]}))
@@ -180,7 +180,7 @@ def test_calls_of_tools_and_their_pictures_are_read(write_rows):
 
 
 @pytest.mark.parametrize("own", [[], [system([text("Own.")])]])
-def test_a_system_prompt_stands_before_turns_without_one(write_rows, own):
+def test_the_system_prompt_is_added_to_turns_without_a_system_turn(write_rows, own):
     file = write_rows({"prompt": [*own, user("hi")]})
     messages = FileDataset(file, system_prompt="Be brief.")[0].messages
     assert messages == [*(own or [system("Be brief.")]), user([text("hi")])]
@@ -194,7 +194,7 @@ def test_answers_are_text_or_turns(write_rows, answer):
     assert (row.completion, row.chosen, row.rejected) == (answer, answer, "one")
 
 
-def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
+def test_a_conversation_is_split_at_its_first_assistant_turn(write_rows):
     turns = [system("Be brief."), user("one"), assistant("two"), user("three"), assistant("four")]
     options = {"prompt_template": "Look: {problem}", "system_prompt": "Unused."}
     row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"), **options)[0]
@@ -202,7 +202,7 @@ def test_a_conversation_is_cut_at_its_first_assistant_turn(write_rows):
     assert (row.completion, row.columns) == (turns[2:], {"messages": turns})
 
 
-def test_the_implicit_prompt_is_trls(write_rows):
+def test_the_implicit_prompt_equals_that_of_trl(write_rows):
     data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
     shared = [system("Be brief."), user("one"), assistant("two"), user("three")]
     example = {"chosen": [*shared, assistant("four")], "rejected": [*shared, assistant("5"), user("?"), assistant("6")]}
@@ -245,13 +245,14 @@ HI = user("hi")
 YES = assistant("yes")
 
 MISTAKES = [
-    ({"problem": 3}, "column 'problem': must be text, it is 3"),
-    ({"prompt": 3}, "column 'prompt': must be text or a list of turns, it is 3"),
-    ({"prompt": [{"role": "human", "content": "hi"}]}, "column 'prompt': the roles of its turns must be system, user"),
+    ({"problem": 3}, "column 'problem': the value must be text, but it is 3"),
+    ({"prompt": 3}, "column 'prompt': the value must be text or a list of turns, but it is 3"),
+    ({"prompt": [{"role": "human", "content": "hi"}]},
+     "column 'prompt': there must be at least one turn, and the roles must be system, user"),
     ({"prompt": [user([{"type": "audio"}])]}, "column 'prompt': message 0 has a part that is neither text, image nor"),
     ({"prompt": [user([{"type": "video"}])]}, "column 'prompt': the prompt has 1 video placeholder(s), but 0 vid"),
-    ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move this turn into the answers"),
-    ({"problem": "a", "prompt": "a"}, "the columns 'problem' and 'prompt' exclude each other; keep one"),
+    ({"prompt": [HI, YES]}, "column 'prompt': the prompt ends with an assistant turn; move this turn into the column"),
+    ({"problem": "a", "prompt": "a"}, "the row has both columns 'problem' and 'prompt', but only one of them is"),
     ({"messages": [HI, assistant(" ")]}, "column 'messages': an answer is empty or blank"),
     ({"messages": [HI, YES, user([IMAGE_PART]), YES]}, "column 'messages': the prompt has 1 image placeholder(s), but"),
     ({"messages": [HI, YES, user("<video>?"), YES], "video": "a.mp4"},
@@ -274,9 +275,9 @@ MISTAKES = [
 ]  # fmt: skip
 
 BAD_ANSWERS = [
-    (3, "must be text or a list of turns, it is 3"),
+    (3, "the value must be text or a list of turns, but it is 3"),
     ("", "an answer is empty or blank; add its text or remove the row"),
-    ([], "the roles of its turns must be system, user, assistant, tool; they are []"),
+    ([], "there must be at least one turn, and the roles must be system, user, assistant, tool, but the roles are []"),
     ([HI, YES], "the turns of an answer must begin and end with an assistant turn, but their roles are ['u"),
     ([YES, {"content": "hi"}, YES], "message 1 must have a role, and content that is a text or a list"),
     ([YES, user([IMAGE_PART]), YES], "the prompt has 1 image placeholder(s), but 0 image(s) were given"),
@@ -295,8 +296,8 @@ def test_a_mistake_is_named_when_the_file_is_read(write_rows, row, message):
         FileDataset(write_rows({"problem": "a"}, row))
 
 
-def test_what_looks_like_a_mistake_and_is_none(write_rows):
-    """A user of a completion may be silent, an answer speak of images, a conversation have preferences."""
+def test_unusual_rows_that_are_valid(write_rows):
+    """A user turn may be empty, an answer may contain <image>, and a conversation may also have a pair."""
     for answer in ([assistant("a"), user(""), assistant("b")], "<image>"):
         assert FileDataset(write_rows({"problem": "?", "completion": answer}))[0].completion == answer
     row = FileDataset(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]

@@ -1,4 +1,4 @@
-"""The forms of rows that docs/data.md names, a row of each, and the sentence that each wrong row gets."""
+"""A row in each format of docs/data.md, and the error message for each kind of invalid row."""
 
 import base64
 import io
@@ -20,7 +20,8 @@ HOW_MANY = [user("How many?")]
 ONE_SOLUTION = {"solution": "2"}
 ANSWERED = {"solution": "2", "completion": "2"}
 PAIR = {"chosen": "2", "rejected": "3"}
-EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {  # form: its prompt if it is another, then what a row must have
+# {format: expected columns of its row, and under "turns" the prompt, if it is not HOW_MANY}
+EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {
     "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
     "LLaMA-Factory, sharegpt": ANSWERED | {"turns": [system("Be brief."), *HOW_MANY]},
     "LLaMA-Factory, kto": {"completion": "2", "label": True},
@@ -82,7 +83,7 @@ def test_bytes_of_an_image_are_read(read):
         assert read({"problem": "a", **columns}).images[0].size == (60, 40)
 
 
-def test_a_negative_is_a_row(read):
+def test_a_row_with_a_blank_answer_has_no_completion(read):
     turns = [{"from": "human", "value": "Where is the dog?"}, {"from": "gpt", "value": ""}]
     for row in ({"conversations": turns}, {"prefix": "Where is the dog?", "suffix": ""}):
         found = read({**row, "image": "cat.jpg"})
@@ -91,14 +92,14 @@ def test_a_negative_is_a_row(read):
 
 
 @pytest.mark.parametrize("answer", ["Let me think. Two.", ""])
-def test_a_solution_of_its_own_is_kept(read, answer):
+def test_an_existing_solution_is_kept(read, answer):
     turns = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": answer}]
     assert read({"conversations": turns, "solution": "2"}).columns["solution"] == "2"
 
 
-def test_a_column_that_is_renamed_like_another_one_is_refused(read):
+def test_a_column_may_not_get_the_name_of_an_existing_column(read):
     with pytest.raises(
-        ValueError, match=r"rows\.jsonl:1: data\.columns renames 'gold' to 'solution', but the row has both; remove one"
+        ValueError, match=r"rows\.jsonl:1: data\.columns renames 'gold' to 'solution', but the row already has both"
     ):
         read({"problem": "a", "gold": 3, "solution": 4}, columns={"gold": "solution"})
 
@@ -123,7 +124,7 @@ def test_choices_are_in_the_prompt(read, row, prompt):
 
 
 def test_a_row_of_mmbench(read, tmp_path):
-    """A line of its TSV: columns A to D, and the image as base64 without a word before it."""
+    """A line of MMBench's TSV file has columns A to D, and the image as base64 without a data URI header."""
     cells = {"index": "7", "question": "How many?", "hint": "", "A": "one", "B": "two", "C": "", "D": "",
              "answer": "B", "image": encoded_picture()}  # fmt: skip
     lines = ["\t".join(cells), "\t".join(cells.values())]
@@ -131,7 +132,7 @@ def test_a_row_of_mmbench(read, tmp_path):
     row = FileDataset(tmp_path / "rows.tsv", ("problem", "solution"))[0]
     assert words(row.messages) == CHOICES and row.columns["solution"] == "B" and row.images[0].size == (60, 40)
     with pytest.raises(
-        ValueError, match="column 'shown' seems to hold an image or video, but no column of this name is read"
+        ValueError, match="column 'shown' seems to contain an image or video, but no column of this name is read"
     ):
         read({"problem": "How many?", "shown": encoded_picture()})
 
@@ -140,8 +141,8 @@ def test_a_row_of_mmbench(read, tmp_path):
     {"query": "<img>cat.jpg</img>How many?", "response": "2"},
     {"conversations": [{"from": "user", "value": "<img>cat.jpg</img>How many?"}, {"from": "assistant", "value": "2"}]},
 ], ids=str)  # fmt: skip
-def test_pictures_in_the_text_are_seen(read, row):
-    """As older ms-swift and Qwen-VL write them: they were text, and the run was trained blind."""
+def test_img_tags_in_the_text_become_images(read, row):
+    """Older ms-swift and Qwen-VL write paths of images in this way. As text, they would hide the images."""
     row = read(row)
     assert words(row.messages) == words(HOW_MANY) and row.images[0].size == (60, 40)
 
@@ -150,8 +151,8 @@ def test_pictures_in_the_text_are_seen(read, row):
     ("conversations", "function_call", "observation"), ("messages", "tool_call", "tool_response"),
     ("messages", "tool_call", "tool"),
 ])  # fmt: skip
-def test_turns_of_agents_are_read(read, name, calls, answers):
-    """LLaMA-Factory's and ms-swift's; an answer may show a picture."""
+def test_tool_calls_and_tool_results_are_read(read, name, calls, answers):
+    """The formats are those of LLaMA-Factory and ms-swift, and a tool result may contain an image."""
     keys = ("from", "value") if name == "conversations" else ("role", "content")
     asked = '{"name": "zoom"}'
     said = [("user", "<image>Where?"), (calls, asked), (answers, "<image>"), ("assistant", "There.")]
@@ -165,20 +166,24 @@ def test_turns_of_agents_are_read(read, name, calls, answers):
 
 
 TURN = {"from": "human", "value": "a"}
-WRONG = [  # a row, and what its error says after the file and line
+WRONG = [  # (row, text that the error message contains after the file and the line)
     ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']. Rename the column of the question"),
     ({"conversations": "a"}, "format 'conversations': column 'conversations' is 'a', it must be a list of turns"),
-    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}; 'from' must be one of system, human, "),
+    ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}, but its 'from' or 'role' must be one of"),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
-    ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of pairs"),
-    ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "the call of turn 1: "),
+    ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of [question, a"),
+    ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "turn 1: tool call: not JSON"),
+    ({"conversations": [TURN, {"from": "function_call", "value": "[1]"}]}, "turn 1: tool call: the call is '[1]'"),
     (
         {"prompt": "<bbox>", "objects": {"bbox": []}},
-        "format 'objects': column 'objects' has 0 items in 'bbox', but the texts have 1 marks <bbox>",
+        "format 'objects': column 'objects' has 0 items in 'bbox', but the texts contain <bbox> 1 time(s)",
     ),
-    ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: not base64"),
-    ({"problem": "a", "options": "one"}, "format 'options': the list of choices is 'one', it must be a list of texts"),
-    ({"question": "a", "choices": ["b", "c"], "answer": 1}, "the answer beside choices is 1, it must be a letter or"),
+    ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: the data is not valid base64"),
+    (
+        {"problem": "a", "options": "one"},
+        "format 'options': the list of choices is 'one', it must be a list of at most",
+    ),
+    ({"question": "a", "choices": ["b", "c"], "answer": 1}, "the answer is 1, it must be a letter or one of the choi"),
     ({"problem": "a", "photo": "cat.jpg"}, "Rename it with data.columns: {photo: image}"),
 ]
 

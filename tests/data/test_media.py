@@ -153,7 +153,9 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
     lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
     write_lines(folder / "rows.jsonl", lines)
     listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)\. Set"
-    with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 file\(s\) of its rows are missing in .* example {listed}"):
+    with pytest.raises(
+        ValueError, match=rf"rows\.jsonl: 6 image or video file\(s\) of the rows are missing in .* example {listed}"
+    ):
         FileDataset(folder / "rows.jsonl")
     assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
 
