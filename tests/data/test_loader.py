@@ -82,7 +82,7 @@ def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_
         (tmp_path / f"{name}.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     images = ["red", "a", "b", "green", "blue"]
     rows = FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:[23]: .*[ab]\.png: cannot be read as an image"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:[23]: .*[ab]\.png: the image cannot be read"):
         [row.prompt(PROCESSOR) for row in next(batches(rows=rows, prompts_per_step=5))]
     read = batches(rows=rows, prompts_per_step=5, skip_unreadable=True)
     with pytest.warns(UserWarning) as noted:
@@ -108,7 +108,7 @@ class Delayed(Numbered):
         self.read.append(index)
         self.threads.add(torch.get_num_threads())
         if index == self.broken:
-            raise ValueError("rows.jsonl:7: cat.jpg: cannot be read as an image")
+            raise ValueError("rows.jsonl:7: cat.jpg: the image cannot be read")
         picture = PIL.Image.linear_gradient("L").rotate(17 * index).convert("RGB")
         return Row([user([IMAGE_PART])], [picture], {"number": index})
 
@@ -145,7 +145,7 @@ def test_what_is_wrong_with_a_row_is_raised_when_it_is_drawn(workers):
     order = [row.index for row in next(batches(rows=Delayed(), prompts_per_step=10))]
     draws = batches(rows=Delayed(broken=order[6]), image_workers=workers, prompts_per_step=5)
     assert [row.index for row in next(draws)] == order[:5]
-    with pytest.raises(ValueError, match=r"^rows\.jsonl:7: cat\.jpg: cannot be read as an image$"):
+    with pytest.raises(ValueError, match=r"^rows\.jsonl:7: cat\.jpg: the image cannot be read$"):
         next(draws)
 
 

@@ -86,7 +86,10 @@ def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_two_sources_of_one_image_are_refused(folder, kind):
-    both, says = {kind: "red.png", f"{kind}_url": "blue.png"}, f"it has both '{kind}' and '{kind}_url'; use only one"
+    both, says = (
+        {kind: "red.png", f"{kind}_url": "blue.png"},
+        f"the {kind} has both '{kind}' and '{kind}_url'; use only one",
+    )
     for row, where in (
         ({kind: both, "problem": "a"}, f"column '{kind}'"),
         ({"prompt": [user([{"type": kind, **both}])]}, "column 'prompt': message 0"),
@@ -121,7 +124,7 @@ def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
 def test_an_option_beside_the_image_is_refused(folder, row, name):
     with pytest.raises(
         ValueError,
-        match=rf"rows\.jsonl:1: column '{name}' is 7840, it must be renamed, or moved to its image as an option",
+        match=rf"rows\.jsonl:1: column '{name}' is 7840, it must be renamed with data.columns, or moved into the entry",
     ):
         read(folder, row | {name: 7840})
 
@@ -170,7 +173,7 @@ def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
 def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name, problem):
     meant = "video" if "video" in name else "image"
     with pytest.raises(
-        ValueError, match=rf"rows\.jsonl:1: column '{name}' seems to hold .* Rename it with .*: {meant}"
+        ValueError, match=rf"rows\.jsonl:1: column '{name}' seems to contain .* Rename it with .*: {meant}"
     ):
         read(folder, {"problem": problem, **columns})
     if problem == "What?":
@@ -226,7 +229,7 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
     file = tmp_path / "cut.img"
     for share in (0.02, 0.1, 0.3, 0.6, 0.9):
         file.write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(ValueError, match=r"cut\.img: cannot be read as an image"):
+        with pytest.raises(ValueError, match=r"cut\.img: the image cannot be read"):
             fetch_image(file)
 
 
@@ -239,7 +242,7 @@ def png_header(width, height):
 
 @pytest.mark.parametrize("size", [(13_378, 13_377), (2**31 - 1, 2**31 - 1)])
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
-    with pytest.raises(ValueError, match=r"cannot be read as an image \(.*(exceeds limit|are over) .*"):
+    with pytest.raises(ValueError, match=r"the image cannot be read \(.*(exceeds limit|are over) .*"):
         fetch_image(png_header(*size))
 
 
@@ -257,7 +260,7 @@ def test_a_file_that_is_a_program_is_not_executed(kind, monkeypatch):
     postscript = encoded(noise("RGB", (4, 4)), "EPS")
     content = {"EPS": postscript, "IPTC": iptc(postscript)}[kind]
     with pytest.raises(
-        ValueError, match=f"^{len(content)} bytes: .*{kind} files can contain programs; convert the image to PNG"
+        ValueError, match=f"^{len(content)} bytes: .*{kind} is not allowed, because .*; convert the image to PNG"
     ):
         fetch_image(content)
 
@@ -266,7 +269,7 @@ def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/zero"):
         for load in (fetch_image, load_video):
-            with pytest.raises(ValueError, match=rf"^{path} is a pipe or device; use a regular file"):
+            with pytest.raises(ValueError, match=rf"^{path} is a pipe or a device; use a regular file"):
                 load(path)
 
 
@@ -294,12 +297,12 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("data:image/png,abc", r"^data:image/png,abc: a data URI must begin like data:image/png;base64"),
+    ("data:image/png,abc", r"^data:image/png,abc: a data URI must begin with a header such as data:image/png;base64"),
     # lenient decoders skip a letter too many, and what a cut URI has in place of its content
-    (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "not base64"),
-    ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): cannot be read as an image \(File name too long\)$"),
+    (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "the data is not valid base64"),
+    ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): the image cannot be read \(File name too long\)$"),
     ("http://x.com/a.png", r"^http://x.com/a.png: remote files are not supported, .* recipes/download.py ROWS"),
-    (None, "the source must be a path, data URI or bytes, it is of type NoneType"),
+    (None, "must be a path, a data URI or bytes, but it is of type NoneType"),
 ])  # fmt: skip
 def test_a_source_that_gives_no_image_is_named(source, message):
     with pytest.raises(ValueError, match=message):

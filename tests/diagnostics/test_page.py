@@ -236,5 +236,5 @@ def test_on_a_phone_a_path_breaks_and_a_wide_table_says_that_it_goes_on(trained,
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; pass the output_dir of a run"):
         report.main([str(tmp_path)])
-    with pytest.raises(ValueError, match="one or two runs, not 3"):
+    with pytest.raises(ValueError, match="one or two runs, but 3 were given"):
         report.main(["a", "b", "c"])
