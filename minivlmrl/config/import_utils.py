@@ -58,7 +58,7 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Return the folder of our recipes: beside the package in a clone, inside the package in a wheel."""
+    """Return the folder of our recipes: beside the package in a clone, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else package.parent / "recipes"
@@ -130,21 +130,23 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     cls, options = resolve_object("stage", stage, table or {})
     with error_context(f"stages: {stage}"):
         has_options = dataclasses.is_dataclass(getattr(cls, "config_type", None))
-        check_field(has_options, "it", cls, "a Trainer of minivlmrl.trainers.base")
+        check_field(has_options, "the object", cls, "a Trainer of minivlmrl.trainers.base")
         name = getattr(cls, "stage", None)
-        check_field(str(name).isidentifier(), "stage", name, "a name, that of its section")
-        check_field(not options, "what is in brackets", options, "in its section of the recipe")
+        check_field(
+            str(name).isidentifier(), "stage", name, "the name of its section in the recipe"
+        )
+        check_field(not options, "the text in brackets", options, "in the section of the stage")
     return cls
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind values to parameters that have a default; the bounds of Annotated parameters are checked.
+    """Bind values to parameters that have a default, and check the bounds of Annotated parameters.
 
     Raises:
         ValueError: `function` is not callable, has no such parameter, or the value is not valid.
     """
     if not callable(function):
-        raise ValueError(f"it is {function!r:.60}, but it must be a function or class")
+        raise ValueError(f"expected a function or a class, but found {function!r:.60}")
     parameters = inspect.signature(function).parameters.values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty}
     values = {}

@@ -188,12 +188,12 @@ class DataOptions(RowOptions):
     def __post_init__(self):
         if "{problem}" not in self.prompt_template and self.task:
             raise ValueError(
-                f"prompt_template is {self.prompt_template!r:.80}, it must be "
+                f"prompt_template is {self.prompt_template!r:.80}, but it must be "
                 "a text that contains {problem}, which is replaced by the question of the task"
             )
         if not self.eval_rewards:
             raise ValueError(
-                "eval_rewards is [], it must be a list with the name of at least one reward"
+                "eval_rewards is [], but it must be a list with the name of at least one reward"
             )
         if "reward_model" in self.eval_rewards:
             raise ValueError(
@@ -204,8 +204,8 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# Filters that remove tokens, with the value at which a filter removes none. A filter that is missing
-# from this table is never applied, because `truncates` and the validation of options read it.
+# Filters that remove tokens, with the value at which a filter removes none. A filter that is not
+# in this table is never applied, because `truncates` and the validation of options read it.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -234,8 +234,8 @@ class SamplingOptions:
     # number of latest rounds whose images each turn sees, see docs/agents.md; None shows all rounds
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
-    # model that computes the logits of rollouts: the policy (native), vLLM (docs/vllm.md), or a class
-    # in your own file; filtering and sampling are the same for all engines
+    # model that computes the logits of rollouts: the policy (native), vLLM (docs/vllm.md), or a
+    # class in your own file; filtering and sampling are the same for all engines
     engine: Literal["native", "vllm"] | Code = "native"
     # options of vllm.LLM, such as dtype and max_model_len
     vllm: dict[str, Any] = field(default_factory=dict)
@@ -243,17 +243,17 @@ class SamplingOptions:
     def __post_init__(self):
         if self.environment and self.engine != "native":
             raise ValueError(
-                f"engine is {self.engine!r}, it must be native with an environment, because only "
-                "the native engine can call tools"
+                f"engine is {self.engine!r}, but it must be native with an environment, because "
+                "only the native engine can call tools"
             )
         if not all(self.stop_strings):
             raise ValueError(
-                f"stop_strings is {self.stop_strings!r:.80}, it must not contain an empty text"
+                f"stop_strings is {self.stop_strings!r:.80}, but it must not contain an empty text"
             )
 
     @property
     def truncates(self) -> bool:
-        """Whether a filter removes tokens, so that training normalises over the remaining tokens."""
+        """Whether a filter removes tokens; training then normalises over the remaining tokens."""
         return self.temperature > 0 and any(
             getattr(self, name) != off for name, off in NO_TRUNCATION.items()
         )
@@ -319,8 +319,8 @@ class TrainingOptions:
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Yield (option, reason) for options of this section without effect.
 
-        config/validation.py rejects such an option if its value is not the default. The section of a
-        stage in your own file can extend this method, here for an option `warmdown`:
+        config/validation.py rejects such an option if its value is not the default. The section of
+        a stage in your own file can extend this method, here for an option `warmdown`:
 
             def without_effect(self):
                 yield from super().without_effect()
@@ -427,7 +427,7 @@ class GRPOOptions(TrainingOptions):
     def __post_init__(self):
         if not 0 <= self.epsilon_low <= self.epsilon_high:  # refuses NaN too
             raise ValueError(
-                f"epsilon_low is {self.epsilon_low}, it must be from 0 to epsilon_high, "
+                f"epsilon_low is {self.epsilon_low}, but it must be from 0 to epsilon_high, "
                 f"which is {self.epsilon_high}"
             )
 
@@ -477,7 +477,7 @@ class RunConfig:
     # minutes between saved training states, from which `resume` continues; one more is saved after
     # each stage
     checkpoint_minutes: Annotated[float, ">= 0"] = 10.0
-    # also save a state every N steps; if both options are 0, only a signal such as SIGTERM saves one
+    # also save a state every N steps; if both options are 0, only a signal such as SIGTERM does
     checkpoint_steps: Annotated[int, ">= 0"] = 0
     # "auto" continues from the newest state in output_dir, if there is one; the folder of a state
     # continues from it; "never" deletes the states in output_dir and starts again
@@ -491,8 +491,8 @@ class RunConfig:
     # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in
     # best/
     best_metric: str | None = None
-    # trackers that receive the metrics too, or your own function: file.py:name, called with (config,
-    # steps, closing), which returns log(values, steps)
+    # trackers that receive the metrics too, or your own function: file.py:name, called with
+    # (config, steps, closing), which returns log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
     # refuse to start a model that, by `minivlmrl memory`, does not fit the memory of its GPUs
     check_memory: bool = True

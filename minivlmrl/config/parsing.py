@@ -1,8 +1,8 @@
 """Read values of recipes and config files by the type hints of a dataclass.
 
 `Reader` walks over a value together with its type hint, checks and converts the value, and lets the
-caller change texts that name files or code. `build` uses a Reader to make a dataclass from the values
-of a file, and `read_value` reads a single value. `options_of` lists the fields of a dataclass, for
+caller change texts that name files or code. `build` uses a Reader to make a dataclass from the
+values of a file, and `read_value` reads a single value. `options_of` lists the fields of a dataclass, for
 overrides and for --help.
 """
 
@@ -92,21 +92,23 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         text = text.decode() if isinstance(text, bytes) else text
         return decode(text, *arguments)
     except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
+        raise ValueError(f"the text is not valid JSON ({error})") from error
     except RecursionError as error:
-        raise ValueError("not JSON that can be read: it is nested too deep") from error
+        raise ValueError("the JSON text cannot be read, because it is nested too deep") from error
 
 
 def read_json(path: Path) -> dict:
-    """Read a file that holds one JSON object; raise ValueError if it is missing or not an object."""
+    """Read a file with one JSON object; raise ValueError if it is missing or not an object."""
     if not path.is_file():
         raise ValueError(
-            f"{path}: no such file; every folder of a model, run or state has this file"
+            f"{path}: this file is missing; every folder of a model, run or state must have it"
         )
     with error_context(path):
         content = parse_json(path.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError(f"it must hold a JSON object, not {content!r:.40}")
+            raise ValueError(
+                f"the file must contain a JSON object, but it contains {content!r:.40}"
+            )
         return content
 
 
@@ -132,13 +134,13 @@ def check_field(valid: bool, name: str, value: Any, expected: str):
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
     # reprlib, because YAML aliases can make an endless list
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
-    return ValueError(f"{name} is {shown:.80}, it must be {expected}")
+    return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
 
 
 class error_context(AbstractContextManager):
     """Prefix errors raised in the block with the file, row or field concerned."""
 
-    # a class, because it is faster than a generator and each of 200,000 rows enters several contexts
+    # a class, because it is faster than a generator and 200,000 rows enter several contexts each
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -205,7 +207,7 @@ class Reader:
     Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
 
     Args:
-        json: True for files that programs write: unknown keys are ignored and text is not converted.
+        json: True for files that programs write. Unknown keys are ignored, text is not converted.
             A recipe may have "1e-4" (which YAML reads as text) for a float, and a single text for a
             list of texts.
         change_text: function of (type, text), called for each key or value with a type of
@@ -270,7 +272,7 @@ class Reader:
             raise ValueError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Read a value by its own type if the union contains it, else by the first type that fits."""
+        """Read a value by its own type if the union contains it, or by the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
@@ -309,14 +311,14 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain) -> Plain:
-        """Apply change_text to a text with a type of config/types.py; return other values unchanged."""
+        """Apply change_text to a text with a type of config/types.py, and to no other value."""
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value)
         return value
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
-    """Suggest a name for an unknown key: its new name, our name for a TRL option, or a similar name."""
+    """Suggest a name for an unknown key: its new name, our name for TRL's, or a similar name."""
     if prefix + key in RENAMED_OPTIONS:
         return f"since 0.4.0 it is called {RENAMED_OPTIONS[prefix + key]}"
     alias = TRL_ALIASES.get(key)
@@ -390,7 +392,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
 
 @functools.cache
 def _field_comments(cls: type) -> dict[str, str]:
-    """Return the comment of each field of a dataclass, from the lines above and behind the field."""
+    """Return the comment of each field of a dataclass, from the lines above and after the field."""
     comments = {}
     above = []  # comment lines since the last field
     name = ""

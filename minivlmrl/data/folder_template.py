@@ -179,7 +179,7 @@ class ChatTemplate:
         return join_flagged(flagged)
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return the length of the first messages after rendering, which must be a prefix of text."""
+        """Return the length of the first messages after rendering, a prefix of text."""
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
@@ -363,7 +363,7 @@ def _template_in(path: Path) -> str | None:
         return None
     if not isinstance(text, str):
         raise ValueError(
-            f"{path}: chat_template is {text!r:.40}, it must be the text of a template"
+            f"{path}: chat_template is {text!r:.40}, but it must be the text of a template"
         )
     return text
 

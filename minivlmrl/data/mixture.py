@@ -88,7 +88,8 @@ def sample(strategy: str, total_rows: int) -> list[int]:
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:
         raise ValueError(
-            f"sampling is {strategy!r}, it must be all, first:N, end:N or random:N, with N or N%"
+            f"sampling is {strategy!r}, but it must be all, first:N, end:N or random:N, with "
+            "N or N%"
         )
     name, size_text, percent = match.groups(default="")
     num_rows = int(size_text or total_rows)

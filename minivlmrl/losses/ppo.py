@@ -32,7 +32,7 @@ def token_rewards(
     log_ref_ratio = (ref_logps - logps) * mask
     if kl_estimator not in ("k1", "k3"):
         raise ValueError(
-            f"kl_estimator is {kl_estimator!r}, it must be k1 or k3 in the rewards of PPO"
+            f"kl_estimator is {kl_estimator!r}, but it must be k1 or k3 in the rewards of PPO"
         )
     kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.exp() - 1 - log_ref_ratio
     last_token = mask.sum(1, keepdim=True).long() - 1  # (B, 1) index

@@ -190,7 +190,9 @@ def dpo_loss(
         ref_logps = answer_logps(ref_per_token_logps, mask, options.ld_alpha)
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
-        raise ValueError("An answer has no tokens; drop its pair, or truncate less")
+        raise ValueError(
+            "At least one answer has no tokens. Remove its pair, or truncate answers less."
+        )
     B = len(mask)
     num_pairs = B
     num_tokens = lengths[:, 0].sum()
@@ -421,7 +423,7 @@ def check_dpo_options(options: DPOLossFields, prefix: str = ""):
         )
     if not 0 <= options.label_smoothing < 0.5:
         raise ValueError(
-            f"{prefix}label_smoothing is {options.label_smoothing}, it must be in [0, 0.5)"
+            f"{prefix}label_smoothing is {options.label_smoothing}, but it must be in [0, 0.5)"
         )
     if options.label_smoothing and not set(names) & set(SMOOTHED):
         raise ValueError(
@@ -432,7 +434,7 @@ def check_dpo_options(options: DPOLossFields, prefix: str = ""):
 
 def _check_known(name: str, value: str, known_names):
     if value not in known_names:
-        raise ValueError(f"{name} is {value!r}, it must be one of {', '.join(known_names)}")
+        raise ValueError(f"{name} is {value!r}, but it must be one of {', '.join(known_names)}")
 
 
 def sorted_margins(logps: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
-NEEDED = "it must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
+NEEDED = "the solution must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1,"
 BOXES = ObjectFormat(
     read_boxes, read_boxes, f"is not a box; {NEEDED} a list of boxes, or [] for no object"
 )

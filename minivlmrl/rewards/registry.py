@@ -1,8 +1,8 @@
 """Registry of reward functions, and checks of their arguments and return values.
 
-A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments of
-the function may follow in brackets: "mine.py:near(tolerance=0.05)". Errors name the row for which a
-reward function failed.
+A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments
+of the function may follow in brackets: "mine.py:near(tolerance=0.05)". Errors name the row for
+which a reward function failed.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning
 
 
 class Text(str):
-    """A str that also supports text[0]["content"], as TRL's conversational rewards read messages."""
+    """A str that also supports text[0]["content"], as TRL's conversational rewards read it."""
 
     message: dict[str, str]
 
@@ -91,7 +91,9 @@ class RewardLog:
                 f"log_metric: {name!r} is already a metric of every step; use another name"
             )
         if not isinstance(number, numbers.Real) or not math.isfinite(number):
-            raise ValueError(f"log_metric: {name} is {number!r:.80}, it must be a finite number")
+            raise ValueError(
+                f"log_metric: {name} is {number!r:.80}, but it must be a finite number"
+            )
         self.metrics.setdefault(name, []).append(float(number))
 
 
@@ -288,7 +290,7 @@ class Array(Protocol):
 
 
 def plain_value(value: Array | float | str | None) -> Array | float | str | None:
-    """Convert a zero-dimensional tensor or array to a Python value; return other values unchanged."""
+    """Convert a tensor or array without dimensions to a Python value; keep other values."""
     return value.item() if isinstance(value, Array) and value.ndim == 0 else value
 
 
@@ -302,7 +304,7 @@ def log_extra(extras: list[dict], column: str, values: list):
     """
     if len(values) != len(extras):
         raise ValueError(
-            f"log_extra: {column} has {len(values)} values, it must have {len(extras)}, "
+            f"log_extra: {column} has {len(values)} values, but it must have {len(extras)}, "
             "one per completion"
         )
     for extra, value in zip(extras, map(plain_value, values), strict=True):

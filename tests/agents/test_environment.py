@@ -162,7 +162,7 @@ def test_options_are_arguments_of_the_class(own):
         ("number", "expected a class, a function or a list of functions, but found 3"),
         ("Empty", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
         ("Unset", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
-        ("Endless", "Endless: max_tool_calls is None, it must be of type int"),
+        ("Endless", "Endless: max_tool_calls is None, but it must be of type int"),
         ("Broken", r"__init__ raised KeyError: 'a' in .*own.py:\d+$"),
         ("Leaving", r"__init__ raised SystemExit: 0 in"),
     ],

@@ -106,11 +106,11 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
     [
         ("look", "", "left is missing"),
         ("look", '1, "a", 3', "takes 2 argument"),
-        ("look", '"far"', "left is 'far', it must be of type float"),
+        ("look", '"far"', "left is 'far', but it must be of type float"),
         ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look"),
         ("", "<function=eval></function>", "there is no tool 'eval'; the tools are look"),
         ("", '{"name": "look", "arguments": [1]}', "must be an object"),
-        ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], it must be of type float"),
+        ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
     ],
 )
 def test_what_does_not_fit_is_said(tool, said, error):
@@ -150,10 +150,13 @@ SAID = {
     "an error without words": (lambda: next(iter(())), "error: StopIteration"),
     "no end": (endless, "error: the call took more than 0.05 seconds"),
     "no end, whatever is raised": (stubborn, "error: the call took more than 0.05 seconds"),
-    "much": (lambda: ["a" * 60, "b" * 50], "error: the answer's number of characters is 110, it must be 99 or less"),
+    "much": (
+        lambda: ["a" * 60, "b" * 50],
+        "error: the answer's number of characters is 110, but it must be 99 or less",
+    ),
     "a large picture": (
         lambda: PIL.Image.new("L", (20, 21)),
-        "error: the answer's number of pixels is 420, it must be 400 or less",
+        "error: the answer's number of pixels is 420, but it must be 400 or less",
     ),
 }
 

@@ -192,7 +192,7 @@ def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch
         ("<look>2, 1</look>", "(2)", "ok"),
         ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
         ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
-        ("<look>two</look>", "<result>error: look: columns is 'two', it must be of type int</result>", "ok"),
+        ("<look>two</look>", "<result>error: look: columns is 'two', but it must be of type int</result>", "ok"),
         ("<look>300</look>", f"<result>error: image of 8400 x 28 pixels{RATIO}</result>", ""),
     ],
 )  # fmt: skip

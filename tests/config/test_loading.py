@@ -71,7 +71,7 @@ def test_a_flag_needs_no_value(recipe):
 @pytest.mark.parametrize(("override", "message"), [
     ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
     ("--seed.x=1", "command line: seed is"),
-    ("--grpo=1", "grpo is 1, it must be an object with names and values"),
+    ("--grpo=1", "grpo is 1, but it must be an object with names and values"),
     ("seed=1", "'seed=1': an override has the form --section.name=value"),
     ("other.yaml", "'other.yaml': an override has the form"),
 ])  # fmt: skip
@@ -252,11 +252,11 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("--again.shere=1", "command line: unknown key again.shere; did you mean again.share or "),
-    ("--again.share=2", r"again.share is 2.0, it must be in \[0, 1\]"),
-    ("--stages=3", "command line: stages is 3, it must be of type list"),
+    ("--again.share=2", r"again.share is 2.0, but it must be in \[0, 1\]"),
+    ("--stages=3", "command line: stages is 3, but it must be of type list"),
     ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', but a section of this name exists"),
-    ("--stages=again.py:Other", "it is <class .*, it must be a Trainer of minivlmrl.trainers.base"),
-    ("--stages=[again.py:Again(share=1)]", "what is in brackets is {'share': 1}, it must be in its section"),
+    ("--stages=again.py:Other", "the object is <class .*, but it must be a Trainer of minivlmrl.trainers.base"),
+    ("--stages=[again.py:Again(share=1)]", "the text in brackets is {'share': 1}, but it must be in the section"),
     ("--stages=[gone.py:Again]", r"gone\.py:Again cannot be loaded \(FileNotFoundError"),
 ])  # fmt: skip
 def test_a_stage_of_a_file_that_is_refused(again, override, message):

@@ -67,16 +67,16 @@ def test_valid_values(name, value, expected):
 
 
 WRONG = [
-    ({"stop": "one"}, "stop is 'one', it must be of type int or list[int]"),
-    ({"needed": True}, "needed is True, it must be of type int"),
-    ({"names": [1]}, "names is 1, it must be of type str"),
-    ({"table": {"a": "high"}}, "table.a is 'high', it must be of type float"),
-    ({"means": [1, 2]}, "means is [1, 2], it must be a list of 3 values"),
-    ({"section": {"steps": 0}}, "section.steps is 0, it must be 1 or more"),
-    ({"section": {"share": float("nan")}}, "section.share is nan, it must be in (0, 1]"),
-    ({"section": {"kind": "k2"}}, "section.kind is 'k2', it must be 'k1' or 'k3'"),
-    ({"section": {"weights": 1.0}}, "section.weights is 1.0, it must be of type list[float, 0 or more]"),
-    ({"section": {"low": 2}}, "section.high is 1.0, it must be at least low (2.0)"),
+    ({"stop": "one"}, "stop is 'one', but it must be of type int or list[int]"),
+    ({"needed": True}, "needed is True, but it must be of type int"),
+    ({"names": [1]}, "names is 1, but it must be of type str"),
+    ({"table": {"a": "high"}}, "table.a is 'high', but it must be of type float"),
+    ({"means": [1, 2]}, "means is [1, 2], but it must be a list of 3 values"),
+    ({"section": {"steps": 0}}, "section.steps is 0, but it must be 1 or more"),
+    ({"section": {"share": float("nan")}}, "section.share is nan, but it must be in (0, 1]"),
+    ({"section": {"kind": "k2"}}, "section.kind is 'k2', but it must be 'k1' or 'k3'"),
+    ({"section": {"weights": 1.0}}, "section.weights is 1.0, but it must be of type list[float, 0 or more]"),
+    ({"section": {"low": 2}}, "section.high is 1.0, but it must be at least low (2.0)"),
     ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps or section.size or "),
 ]
 
@@ -89,11 +89,13 @@ def test_wrong_values_are_named(values, message):
 
 
 def test_what_is_no_mapping_or_lacks_a_field_is_named():
-    with pytest.raises(ValueError, match=r"^x.yaml: the file is \[1\], it must be an object with names and values$"):
+    with pytest.raises(
+        ValueError, match=r"^x.yaml: the file is \[1\], but it must be an object with names and values$"
+    ):
         build(Whole, [1], "x.yaml")
     with pytest.raises(ValueError, match=r"^x.yaml: needed is missing$"):
         build(Whole, {}, "x.yaml")
-    with pytest.raises(ValueError, match=r"^x.json: vision.steps is 0, it must be 1 or more$"):
+    with pytest.raises(ValueError, match=r"^x.json: vision.steps is 0, but it must be 1 or more$"):
         build(Base, {"steps": 0}, "x.json", prefix="vision.")
 
 
@@ -102,7 +104,7 @@ def test_a_file_written_by_a_program_has_more_keys_and_its_text_is_text():
     for values in ({"rate": "1e-4"}, {"rate": "x"}):
         with pytest.raises(ValueError, match="it must be of type float"):
             build(Base, values, "x.json", json=True)
-    with pytest.raises(ValueError, match=r"names is 'one', it must be of type list\[str\]"):
+    with pytest.raises(ValueError, match=r"names is 'one', but it must be of type list\[str\]"):
         build(Whole, {"needed": 1, "names": "one"}, "x.json", json=True)
 
 

@@ -24,7 +24,7 @@ def test_a_file_that_has_no_rows_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"rows\.jsonl: this file of rows does not exist"):
         FileDataset(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text('{"problem": "a\\ud83d"}')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: not JSON \(.*surrogates not allowed"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the text is not valid JSON \(.*surrogates not allowed"):
         FileDataset(tmp_path / "rows.jsonl")
 
 
@@ -45,22 +45,22 @@ def test_a_column_with_the_name_of_a_reward_argument_raises_an_error(write_rows,
 
 
 @pytest.mark.parametrize(("row", "says"), [
-    ('{"problem": "a", "x": ' + "[" * 10**4 + "]" * 10**4 + "}", "not JSON that can be read: it is nested too deep"),
-    ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is 0\.0, it must be over 0"),
+    ('{"problem": "a", "x": ' + "[" * 10**4 + "]" * 10**4 + "}", "the JSON text cannot be read, because it is nested too deep"),
+    ({"problem": "a", "answer_extent": [0, 0]}, r"column 'answer_extent' is 0\.0, but it must be over 0"),
     ({"problem": " " * 10**7}, "column 'problem': message 0 has more than 1048576 characters of text; shorten"),
     ({"problem": "a", "images": ["red.png"] * 1001},
      "column 'problem': the row has 1001 images and videos, but at most 1000 are supported; split"),
     ({"problem": "a", "image": {"image": "red.png", "min_pixels": 178_000_000}}, None),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_a_row_that_needs_too_much_time_or_memory_raises_an_error(write_rows, row, says):
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or '.*min_pixels is 178000000, it must be in '}"):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: {says or '.*min_pixels is 178000000, but it must be in '}"):
         FileDataset(write_rows(row))[0].prompt(Processor(shapes.tokenizer(), ImageProcessor(max_pixels=10**9)))
 
 
 @pytest.mark.parametrize("value", [0.5, "-1", [-1.0]])
 def test_sums_of_log_probabilities_are_not_positive(write_rows, value):
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "ref_chosen_logps": value}
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'ref_chosen_logps' is .*, it must be "):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'ref_chosen_logps' is .*, but it must be "):
         FileDataset(write_rows(row))
     assert FileDataset(write_rows(row | {"ref_chosen_logps": -7}))[0].columns["ref_chosen_logps"] == -7
 
@@ -70,7 +70,7 @@ def test_a_label_is_true_or_false(write_rows, label):
     """The column is validated only if a stage requires it. Otherwise it may have any value."""
     row = {"prompt": "a", "completion": "b", "label": label}
     required = ("problem", "completion", "label")
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, it must be of type bool"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'label' is .*, but it must be of type bool"):
         FileDataset(write_rows(row), required)
     assert FileDataset(write_rows(row))[0].columns["label"] == label
     assert FileDataset(write_rows(row | {"label": False}), required)[0].columns["label"] is False
@@ -103,7 +103,7 @@ def test_rows_of_file_and_label(write_rows):
     options = {"prompt_template": "What is it?", "columns": {"file": "image", "label": "solution"}}
     row = FileDataset(write_rows({"file": "red.png", "label": "cat"}), **options)[0]
     assert row.columns["solution"] == "cat" and text_of(row.messages[0]) == "What is it?" and len(row.images) == 1
-    message = r"'What is it\?', it must be a text that contains {problem}, because the row has \['problem'\]"
+    message = r"'What is it\?', but it must be a text that contains {problem}, because the row has \['problem'\]"
     with pytest.raises(ValueError, match=message):
         FileDataset(write_rows({"problem": "a", "file": "red.png"}), **options)
 
@@ -271,7 +271,7 @@ MISTAKES = [
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': options of the image: unknown key fps"),
     ({"prompt": [user([{"type": "image", "image": 3}])]},
      "column 'prompt': message 0: each image must be a path or data URI"),
-    ({"problem": "a", "margin": True}, "column 'margin' is True, it must be of type float"),
+    ({"problem": "a", "margin": True}, "column 'margin' is True, but it must be of type float"),
 ]  # fmt: skip
 
 BAD_ANSWERS = [

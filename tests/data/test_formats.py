@@ -168,11 +168,14 @@ def test_tool_calls_and_tool_results_are_read(read, name, calls, answers):
 TURN = {"from": "human", "value": "a"}
 WRONG = [  # (row, text that the error message contains after the file and the line)
     ({"quastion": "a"}, "column 'problem' is missing; the row has ['quastion']. Rename the column of the question"),
-    ({"conversations": "a"}, "format 'conversations': column 'conversations' is 'a', it must be a list of turns"),
+    ({"conversations": "a"}, "format 'conversations': column 'conversations' is 'a', but it must be a list of turns"),
     ({"conversations": [{"from": "alien"}]}, "turn 0 is {'from': 'alien'}, but its 'from' or 'role' must be one of"),
     ({"conversations": [{"from": "human", "value": "<image>"}]}, "column 'prompt': the prompt has 1 image placehol"),
-    ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], it must be a list of [question, a"),
-    ({"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]}, "turn 1: tool call: not JSON"),
+    ({"instruction": "a", "history": [["b"]]}, "column 'history' is [['b']], but it must be a list of [question, a"),
+    (
+        {"conversations": [TURN, {"from": "function_call", "value": "look(1)"}]},
+        "turn 1: tool call: the text is not valid JSON",
+    ),
     ({"conversations": [TURN, {"from": "function_call", "value": "[1]"}]}, "turn 1: tool call: the call is '[1]'"),
     (
         {"prompt": "<bbox>", "objects": {"bbox": []}},
@@ -181,9 +184,12 @@ WRONG = [  # (row, text that the error message contains after the file and the l
     ({"problem": "a", "image": {"bytes": "?", "path": None}}, "data:;base64,?: the data is not valid base64"),
     (
         {"problem": "a", "options": "one"},
-        "format 'options': the list of choices is 'one', it must be a list of at most",
+        "format 'options': the list of choices is 'one', but it must be a list of at most",
     ),
-    ({"question": "a", "choices": ["b", "c"], "answer": 1}, "the answer is 1, it must be a letter or one of the choi"),
+    (
+        {"question": "a", "choices": ["b", "c"], "answer": 1},
+        "the answer is 1, but it must be a letter or one of the choi",
+    ),
     ({"problem": "a", "photo": "cat.jpg"}, "Rename it with data.columns: {photo: image}"),
 ]
 

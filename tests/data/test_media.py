@@ -124,7 +124,7 @@ def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
 def test_an_option_beside_the_image_is_refused(folder, row, name):
     with pytest.raises(
         ValueError,
-        match=rf"rows\.jsonl:1: column '{name}' is 7840, it must be renamed with data.columns, or moved into the entry",
+        match=rf"rows\.jsonl:1: column '{name}' is 7840, but it must be renamed with data.columns, or moved into the entry",
     ):
         read(folder, row | {name: 7840})
 
@@ -208,9 +208,9 @@ def test_what_is_none_is_left_out():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"fps": 2}, "options of the image: unknown key fps; did you mean "),
-    ({"max_pixels": 200704.0}, r"max_pixels is 200704.0, it must be of type int"),
-    ({"min_pixels": 0}, r"min_pixels is 0, it must be in \[1, 33554432\]"),
-    ({"min_pixels": 10**12, "max_pixels": 10**12}, "min_pixels is 1000000000000, it must be in"),
+    ({"max_pixels": 200704.0}, r"max_pixels is 200704.0, but it must be of type int"),
+    ({"min_pixels": 0}, r"min_pixels is 0, but it must be in \[1, 33554432\]"),
+    ({"min_pixels": 10**12, "max_pixels": 10**12}, "min_pixels is 1000000000000, but it must be in"),
 ])  # fmt: skip
 def test_a_wrong_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):

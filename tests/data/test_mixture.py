@@ -27,7 +27,7 @@ def test_random_is_the_same_for_every_run():
 
 @pytest.mark.parametrize("strategy", ["some:3", "first", "all:3", "end:-1", "first:2.5"])
 def test_other_strategies_are_named(strategy):
-    with pytest.raises(ValueError, match=f"sampling is '{strategy}', it must be all, first:N"):
+    with pytest.raises(ValueError, match=f"sampling is '{strategy}', but it must be all, first:N"):
         sample(strategy, 7)
 
 

@@ -32,7 +32,7 @@ def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tm
         *(({name: evil}, f"completions.jsonl:1: {name} is '<img src=x") for name in ("step", "row")),
         ({"completions": [{"reward": evil}]}, "it must be of type float"),
         ({"truth": [[evil]]}, "it must be of type float"),
-        ({"images": None}, "images is None, it must be of type list"),
+        ({"images": None}, "images is None, but it must be of type list"),
     ):  # fmt: skip
         write_lines(tmp_path / "completions.jsonl", [line | change])
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -156,5 +156,5 @@ def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
     for name in ("NoSampler", "Counting(a=1)", "Sampler(a=1)"):
         with pytest.raises(ValueError, match=r"^sampling\.engine .*: the engine must be a subclass of minivlmrl\.gene"):
             stage("grpo", f"--sampling.engine={file}:{name}")
-    with pytest.raises(ValueError, match=r"sampling\.engine is '.*, it must be native with an environment"):
+    with pytest.raises(ValueError, match=r"sampling\.engine is '.*, but it must be native with an environment"):
         stage("grpo", option, "--sampling.environment=recipes/zoom.py:Zoom")

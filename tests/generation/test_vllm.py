@@ -123,7 +123,7 @@ def test_a_run_that_draws_from_another_policy_ends_in_its_first_rollout(stage, m
 
 
 def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
-    with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', it must be native with an environment"):
+    with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', but it must be native with an environment"):
         load_config("shapes.yaml", [ENGINE, "--sampling.environment=recipes/zoom.py:Zoom"])
     prompt = prompts(1)[0]
     video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))

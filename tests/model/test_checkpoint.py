@@ -126,7 +126,7 @@ def test_the_tower_turns_by_the_theta_of_the_folder(tmp_path, processor, model_t
     for folder in ("ours", "theirs"):
         assert oracle.worst_difference(theirs, load_model(tmp_path / folder), rows) <= oracle.ROUNDING[model_type]
     edit_json(tmp_path / "theirs" / "config.json", vision_config={"rope_parameters": {"rope_type": "linear"}})
-    with pytest.raises(ValueError, match=r"vision_config\.rope_type is 'linear', it must be 'axial'"):
+    with pytest.raises(ValueError, match=r"vision_config\.rope_type is 'linear', but it must be 'axial'"):
         load_model(tmp_path / "theirs")
 
 
@@ -220,8 +220,8 @@ def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_p
 
 SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"
 MISFITS = [
-    (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, it must be 14 as in {SETTINGS}"),
-    ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, it must be \d+ as in {TOKENIZER}"),
+    (SETTINGS, {"patch_size": 14}, f"vision_config.patch_size is 7, but it must be 14 as in {SETTINGS}"),
+    ("config.json", {"image_token_id": 5}, rf"image_token_id is 5, but it must be \d+ as in {TOKENIZER}"),
 ]
 
 
@@ -350,9 +350,9 @@ def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bi
     ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
     ("model.safetensors", None, "model.safetensors does not exist"),
     # at once, without memory for it
-    ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, it must be in \[1, 1000\]"),
-    ("config.json", {"vocab_size": 10**18}, r"vocab_size is 1000000000000000000, it must be in \[1, 1e9\]"),
-    ("config.json", {"torch_dtype": "int8"}, "torch_dtype is 'int8', it must be 'float32', "),
+    ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, but it must be in \[1, 1000\]"),
+    ("config.json", {"vocab_size": 10**18}, r"vocab_size is 1000000000000000000, but it must be in \[1, 1e9\]"),
+    ("config.json", {"torch_dtype": "int8"}, "torch_dtype is 'int8', but it must be 'float32', "),
 ])  # fmt: skip
 def test_a_broken_file_is_named(copy, file, content, says):
     if isinstance(content, dict):
@@ -385,6 +385,6 @@ def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):
     (copy / "tokenizer.json").write_text(json.dumps(content))
     edit_json(copy / "config.json", vocab_size=8000)
     with pytest.raises(
-        ValueError, match=r"vocab_size is 8000, it must be at least 9001, the number of tokens in tokenizer\.json"
+        ValueError, match=r"vocab_size is 8000, but it must be at least 9001, the number of tokens in tokenizer\.json"
     ):
         load_processor(copy)

@@ -104,7 +104,7 @@ def saved(tmp_path):
     ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
     ({"use_dora": True}, "use_dora is True, which is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-    ({"alpha_pattern": {"(a+)+$": 8}}, r"alpha_pattern is '\(a\+\)\+\$', it must be a layer name or the end of a"),
+    ({"alpha_pattern": {"(a+)+$": 8}}, r"alpha_pattern is '\(a\+\)\+\$', but it must be a layer name or the end of a"),
     ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj is 0"),
 ])  # fmt: skip
 def test_options_that_would_change_the_result_are_refused(saved, change, says):
@@ -121,7 +121,7 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
     (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "does not have a linear layer|has lora_B"),
     (lambda t: t.clear(), "the file does not contain any tensors"),
     (lambda t: t.update({A: t[A][0, 0].clone()}), r"lora_A \(\).*, but this model needs"),
-    (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight is torch.float32, it must be a float tensor with"),
+    (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight is torch.float32, but it must be a float tensor with"),
 ])  # fmt: skip
 def test_a_wrong_tensor_is_named(saved, change, says):
     tensors = load_file(saved / "adapter_model.safetensors")

@@ -80,7 +80,7 @@ def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpo
 
 @pytest.mark.parametrize(("name", "error"), [
     ("breaks", r"teacher_prompt raised KeyError: 'gone' in .*teachers.py:\d+$"),
-    ("answers", "what teacher_prompt returns is 'a hint', it must be a Row"),
+    ("answers", "what teacher_prompt returns is 'a hint', but it must be a Row"),
 ])  # fmt: skip
 def test_a_teacher_prompt_that_fails_ends_the_run_with_one_line(stage, name, error):
     run = stage("distill", f"--distill.teacher_prompt=teachers:{name}")
@@ -108,7 +108,7 @@ def test_a_teacher_may_have_more_rows_than_the_student(stage, samples, teacher):
     run = stage("distill", *HINT, option)
     loss = sum(run.trainer.loss(batch)[0] for batch in run.next())
     assert loss.item() == pytest.approx(by_hand(run, model, hint, samples[-1]).item(), rel=1e-9)
-    with pytest.raises(ValueError, match="vocab_size is 359, it must be the student's 360 or more"):
+    with pytest.raises(ValueError, match="vocab_size is 359, but it must be the student's 360 or more"):
         stage("distill", *HINT, teacher(vocab_size=359)[1])
 
 

@@ -131,7 +131,7 @@ def test_a_wrong_solution_is_named(solution):
     for name in ("iou", "acc_0_5", "giou"):
         with pytest.raises(ValueError) as raised:
             score_texts([name], [say(RIGHT)], columns(solution))
-        message = f"reward {name}: solution {solution!r} is not a box; it must be [x1, y1, x2, y2]"
+        message = f"reward {name}: solution {solution!r} is not a box; the solution must be [x1, y1, x2, y2]"
         assert str(raised.value).startswith(message)
 
 
@@ -186,7 +186,7 @@ def test_points(solution, said, inside, near):
 def test_a_solution_that_is_no_point_is_named():
     for wrong in ("cat", [1, 2, 3], [5, 5, 5, 5]):
         with pytest.raises(
-            ValueError, match=r"reward point: solution .* is neither a box nor a point; it must be \[x1"
+            ValueError, match=r"reward point: solution .* is neither a box nor a point; the solution must be \[x1"
         ):
             point(["[1, 2]"], **columns(wrong))
 

@@ -138,7 +138,7 @@ def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(
         ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
-    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is not a box; it must be"):
+    with pytest.raises(ValueError, match=r"^a:7: reward iou: solution 'cat' is not a box; the solution must be"):
         file.get_reward("iou")(["1 1 2 2"] * 2, **columns)
 
 
@@ -202,8 +202,8 @@ def test_keys_and_letters_are_no_rewards(monkeypatch, values):
     ("log", "says"),
     [
         (lambda log_metric, **_: log_metric("loss", 1), "'loss' is already a metric of every step; use another"),
-        (lambda log_metric, **_: log_metric("a", "1"), "a is '1', it must be a finite number"),
-        (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, it must have 1, one per completion"),
+        (lambda log_metric, **_: log_metric("a", "1"), "a is '1', but it must be a finite number"),
+        (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, but it must have 1, one per completion"),
     ],
 )
 def test_what_a_reward_cannot_log(monkeypatch, log, says):

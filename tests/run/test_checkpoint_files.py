@@ -33,8 +33,8 @@ def test_files_hold_what_was_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("written", "message"), [
-    ({"0:w": torch.zeros(2, 3)}, "the number of rows of w is 2, it must be 3"),
-    ({"0:w": torch.zeros(3, 3).int()}, r"w is \[torch.int32, 3, 3\], it must be \[torch.float32, 3, 3\]"),
+    ({"0:w": torch.zeros(2, 3)}, "the number of rows of w is 2, but it must be 3"),
+    ({"0:w": torch.zeros(3, 3).int()}, r"w is \[torch.int32, 3, 3\], but it must be \[torch.float32, 3, 3\]"),
 ])  # fmt: skip
 def test_files_that_do_not_fit_are_refused(tmp_path, written, message):
     save_file(written, tmp_path / "a.safetensors")

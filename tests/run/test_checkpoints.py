@@ -382,8 +382,8 @@ def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', it must be of type float"),
-    ([], "it must hold a JSON object"),
+    ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', but it must be of type float"),
+    ([], "the file must contain a JSON object"),
 ])  # fmt: skip
 def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, capsys, change, message):
     state = copy / "states" / "000003"

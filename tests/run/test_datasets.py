@@ -39,5 +39,7 @@ def test_either_a_task_or_a_file(data):
 
 
 def test_a_step_that_the_ranks_cannot_share_equally_is_refused():
-    with pytest.raises(ValueError, match=r"^ppo\.prompts_per_step is 32, it must be a multiple of 3, the number of"):
+    with pytest.raises(
+        ValueError, match=r"^ppo\.prompts_per_step is 32, but it must be a multiple of 3, the number of"
+    ):
         check_shares("ppo", 32, 3)

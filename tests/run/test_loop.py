@@ -124,7 +124,7 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
     (["--model.config=null"], r"model: set exactly one of model\.path .* and model\.config"),
     (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
-    (["--data.eval_rewards=[]"], r"data\.eval_rewards is \[\], it must be a list with the name of at least one reward"),
+    (["--data.eval_rewards=[]"], r"data\.eval_rewards is \[\], but it must be a list with the name of at least one reward"),
 ])  # fmt: skip
 def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
     with pytest.raises(ValueError, match=message):
@@ -135,7 +135,7 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
     monkeypatch.setattr("minivlmrl.distributed.process_group.setup", lambda *_: World(0, 3, torch.device("cpu")))
     monkeypatch.setattr("minivlmrl.run.setup.load_datasets", None)  # calling it would fail
     monkeypatch.setattr("minivlmrl.run.loop.locked", lambda *_: nullcontext())
-    message = r"grpo\.prompts_per_step is 4, it must be a multiple of 3, the number of ranks$"
+    message = r"grpo\.prompts_per_step is 4, but it must be a multiple of 3, the number of ranks$"
     with pytest.raises(ValueError, match=message):
         run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")
 

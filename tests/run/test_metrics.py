@@ -233,5 +233,7 @@ def test_a_tracker_of_a_file_has_what_the_files_say_also_of_a_resumed_run(run, t
         run(*OPTIONS, f"--report_to={tmp_path}/my_tracker.py:failing", name="failing")
     with pytest.raises(ValueError, match=r"^report_to .*: there is no option 'sing'; the options are: sign"):
         run(*OPTIONS, f"--report_to={tmp_path}/my_tracker.py:csv(sing=1)", name="wrong")
-    with pytest.raises(ValueError, match="report_to is 'tensorbord', it must be of type 'tensorboard' or 'wandb' or"):
+    with pytest.raises(
+        ValueError, match="report_to is 'tensorbord', but it must be of type 'tensorboard' or 'wandb' or"
+    ):
         run("--report_to=[tensorbord]", name="unknown")

@@ -108,10 +108,10 @@ def test_an_optimizer_of_a_file_is_called_as_torchs_are(file):
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("gone", r"cannot be loaded"), ("Counting", "the optimizer state 'steps' is 1, it must be a tensor, because"),
-    ("nameless", r'the list of keys of a parameter group is .*, it must be a list with "lr"'),
+    ("gone", r"cannot be loaded"), ("Counting", "the optimizer state 'steps' is 1, but it must be a tensor, because"),
+    ("nameless", r'the list of keys of a parameter group is .*, but it must be a list with "lr"'),
     ("sgd(decay=1)", "there is no option 'decay'; the options are: "),
-    ("torch", "it is <module .*, but it must be a function or class"),
+    ("torch", "expected a function or a class, but found <module .*"),
 ])  # fmt: skip
 def test_what_an_optimizer_has_to_offer(file, name, says):
     with pytest.raises(ValueError, match=rf"^optimizer\.name .*my_opt\.py:{re.escape(name)}: .*{says}"):

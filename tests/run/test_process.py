@@ -30,7 +30,7 @@ def ended(monkeypatch, tmp_path, capfd):
     (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
     (["shape.yaml"], "shape.yaml: no such recipe; did you mean shapes.yaml?"),
     (["shapes_kto.yaml", "--kto.prompts_per_step=1"], "kto.prompts_per_step is 1, but must be"),  # of recipes/kto.py
-    (["--seed=x"], "command line: seed is 'x', it must be of type int"),
+    (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
     (["--seed={"], "command line: quote the value of seed: not YAML (while parsing a flow node expected"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
@@ -53,7 +53,7 @@ def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert ended(train_recipe, "--seed=x")[:2] == (2, "")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert ended(train_recipe, "--seed=x")[:2] == (2, "command line: seed is 'x', it must be of type int\n")
+    assert ended(train_recipe, "--seed=x")[:2] == (2, "command line: seed is 'x', but it must be of type int\n")
 
 
 def test_a_full_disk_is_called_one(ended):

@@ -106,5 +106,5 @@ def test_a_line_that_a_full_disk_has_cut_is_dropped_and_what_was_done_stays_in_p
     CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
     assert path.read_text() == "".join(lines[:2]) and path.stat().st_ino == before
     path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
-    with pytest.raises(ValueError, match=r"completions.jsonl:2: not JSON"):
+    with pytest.raises(ValueError, match=r"completions.jsonl:2: the text is not valid JSON"):
         CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)

@@ -253,5 +253,7 @@ def test_a_loss_of_a_file_sees_rows_that_have_no_advantage(stage, own_loss, scri
 def test_a_loss_that_cannot_be_asked_is_refused_before_anything_is_loaded(stage, own_loss, name, says):
     with pytest.raises(ValueError, match=rf"grpo\.loss_type .*my_loss\.py:{re.escape(name)}.* {says}"):
         stage("grpo", f"{own_loss}:{name}")
-    with pytest.raises(ValueError, match=r"grpo\.loss_type is 'dap', it must be of type 'grpo', .* or file\.py:name"):
+    with pytest.raises(
+        ValueError, match=r"grpo\.loss_type is 'dap', but it must be of type 'grpo', .* or file\.py:name"
+    ):
         stage("grpo", "--grpo.loss_type=dap")

@@ -172,7 +172,9 @@ def test_a_reference_of_a_folder_scores_as_transformers_does(stage, other, name,
 
 def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
     folder, option = other(vocab_size=400)
-    with pytest.raises(ValueError, match=r"other/config\.json: vocab_size is 400, it must be 360, as in the policy"):
+    with pytest.raises(
+        ValueError, match=r"other/config\.json: vocab_size is 400, but it must be 360, as in the policy"
+    ):
         stage("dpo", option)
     shutil.rmtree(folder)
     _, option = other(num_hidden_layers=3)

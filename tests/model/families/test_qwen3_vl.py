@@ -368,8 +368,8 @@ def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
 
 
 @pytest.mark.parametrize(("said", "needed"), [
-    ({"fps": 1}, "fps is 1, it must be 2 for videos of this model"),
-    ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, it must be 1 or more"),
+    ({"fps": 1}, "fps is 1, but it must be 2 for videos of this model"),
+    ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, but it must be 1 or more"),
 ])  # fmt: skip
 def test_video_settings_that_are_not_computed_are_refused(said, needed):
     with pytest.raises(ValueError) as error:
