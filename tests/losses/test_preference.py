@@ -90,7 +90,7 @@ def test_docstring_examples():
     ({"loss_type": ["hinge", "sft"], "label_smoothing": 0.1},
      r"no effect on loss_type \['hinge', 'sft'\]; it is only used by sigmoid, exo_pair, robust, aot, aot_unpaired"),
     ({"ref_per_token_logps": None}, "dpo_loss needs ref_per_token_logps or ref_logps"),
-    ({"f_divergence_type": "kl"}, "'kl', but it must be one of reverse_kl, forward_kl, js_divergence, alpha_divergence"),
+    ({"f_divergence_type": "kl"}, "'kl', but it must be one of reverse_kl, forward_kl, js_divergence, alpha"),
     ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
      "bco_pair is only defined for .* reverse_kl; with js_divergence use one of " + ", ".join(losses.F_LOSSES)),
     ({"loss_type": "aot", "use_weighting": True}, "use_weighting does not fit loss_type aot, which sorts the pairs"),

@@ -38,7 +38,7 @@ def test_options_of_a_task():
 
 @pytest.mark.parametrize("name, error", [
     ("counting", r"^unknown data\.task 'counting'; known names are: shapes, file\.py:name$"),
-    ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: it is \{.*, but it must be a Task of "),
+    ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: .*, but it must be a Task of "),
     ("shapes(pairs=0)", r"^data\.task shapes\(pairs=0\): pairs is 0, but it must be 1 or more$"),
 ])  # fmt: skip
 def test_an_unknown_task_is_named(name, error):
