@@ -253,8 +253,8 @@ class ChatTemplate:
                     messages[1:], add_generation_prompt
                 )  # raises its own error if the system message is not the reason
                 raise self._error(
-                    f"it does not support system messages ({error}); remove data.system_prompt, "
-                    "or the system turns of the rows"
+                    f"the template does not support system messages ({error}); remove "
+                    "data.system_prompt, or the system turns of the rows"
                 ) from error
             raise self._error(error) from error
 
@@ -288,8 +288,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     for name in values:
         if name not in template_names:
             raise template._error(
-                f"it has no variable {name!r} (data.chat_template_kwargs); its variables are: "
-                f"{', '.join(sorted(template_names)) or 'none'}"
+                f"the template has no variable {name!r} (data.chat_template_kwargs); its variables "
+                f"are: {', '.join(sorted(template_names)) or 'none'}"
                 f"{did_you_mean(name, template_names)}"
             )
     template.token_names = template.token_names | values

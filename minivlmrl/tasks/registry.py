@@ -46,5 +46,7 @@ def get_task(name: str) -> Task:
 
     task, options = resolve_object("data.task", name, TASKS)
     with error_context(f"data.task {name}"):
-        check_field(isinstance(task, Task), "it", task, "a Task of minivlmrl.tasks.registry")
+        check_field(
+            isinstance(task, Task), "the object", task, "a Task of minivlmrl.tasks.registry"
+        )
         return replace(task, datasets=with_options(task.datasets, options))

@@ -58,7 +58,7 @@ def test_a_published_template_takes_named_values_as_in_transformers(
     options = {"chat_template": published(name), "add_generation_prompt": True}
     assert "".join(rendered) == render_jinja_template([INFERENCE_CONFIG], **options, **values)[0][0]
     assert (template.opened if template else "") == opened
-    message = r"chat template: it has no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"
+    message = r"chat template: the template has no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"
     with pytest.raises(ValueError, match=message):
         with_values(template, {"enable_thinkin": False})
 
