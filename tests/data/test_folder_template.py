@@ -148,7 +148,7 @@ def test_a_template_that_refuses_system_messages_names_the_option():
     text = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
     system = {"role": "system", "content": "Be brief."}
     with pytest.raises(
-        ValueError, match=r"^t: chat template: it does not support .*no system.*remove data\.system_prompt"
+        ValueError, match=r"^t: chat template: the template does not support .*no system.*remove data\.system_prompt"
     ):
         ChatTemplate(text, "t").render([system, *HI])
     with pytest.raises(ValueError, match=r"^t: chat template: fails in line"):  # whatever is said
