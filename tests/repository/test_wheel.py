@@ -133,7 +133,7 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "report.html").is_file()
     status, out = run(python, tmp_path, "-c", TOOLS, *map(str, (ROOT / "docs").glob("*.ipynb")))
-    said = "1 GPUs of 80 GB, (the answer was cut off after 2 tokens, No problems were found, constant box, answered: 0.00 0.00"
+    said = "1 GPUs of 80 GB, was cut off after 2 tokens, No problems were found, constant box, answered: 0.00 0.00"
     said = [*said.split(", "), "right: start"]
     assert status == 0 and [text for text in said if text not in out] == [], out
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
