@@ -346,7 +346,7 @@ def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bi
 
 
 @pytest.mark.parametrize("file, content, says", [
-    ("config.json", None, "config.json: no such file"),
+    ("config.json", None, "config.json: this file is missing"),
     ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
     ("model.safetensors", None, "model.safetensors does not exist"),
     # at once, without memory for it
