@@ -157,7 +157,7 @@ class Sharding:
         return unsharded
 
     def copy(self, model: Qwen2_5_VL, in_compute_dtype: bool) -> Qwen2_5_VL:
-        """Copy a sharded model; each rank copies its part.
+        """Copy a sharded model. Each rank copies its own part.
 
         Args:
             in_compute_dtype: copy into compute_dtype; False keeps the dtype of the parameters.
@@ -176,7 +176,7 @@ class Sharding:
 
 
 def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
-    """Return the blocks of a vision tower or decoder that are FSDP units."""
+    """Return the modules of a vision tower or decoder that FSDP2 shards as separate units."""
     return [block for block in tower if isinstance(block, FSDPModule)]
 
 

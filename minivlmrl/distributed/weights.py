@@ -109,7 +109,7 @@ def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5
 
 
 def copy_model(model: Qwen2_5_VL, in_compute_dtype: bool = False) -> Qwen2_5_VL:
-    """Copy a model; of a sharded model each rank copies its part.
+    """Copy a model. Each rank copies its own part of a sharded model.
 
     An unsharded model with adapters shares its base weights with the copy.
 

@@ -91,7 +91,8 @@ class Pairs:
     discopop_tau: float  # temperature of DiscoPOP's mixture
 
 
-# loss_type: Pairs -> loss of each pair (B,). Comments: s is the sigmoid, b beta, e label_smoothing
+# loss_type: function from Pairs to the loss of each pair (B,). In the comments, s is the sigmoid, b is
+# beta and e is label_smoothing.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
     # e: cDPO, eq. 3 of E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
@@ -239,9 +240,10 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 
 
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum log-probabilities (B, 2, T) over the tokens of each answer: (B, 2), nats.
+    """Sum the log-probabilities (B, 2, T) of the tokens of each answer. Returns (B, 2), in nats.
 
-    With ld_alpha, tokens beyond the length of the pair's shorter answer have the weight ld_alpha.
+    If ld_alpha is set, the tokens of the longer answer after the length of the shorter one are
+    multiplied by ld_alpha.
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs of TRL 1.16.
     """
     weights = mask
@@ -266,7 +268,9 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return 1 - (-log_ratio).exp()
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)  # e^80 is finite
+    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (
+        alpha - 1
+    )  # clamped, because e^80 is finite
 
 
 @dataclass
@@ -275,8 +279,8 @@ class KTOLossOptions:
 
     loss_type: KTOType = "kto"  # see kto_loss
     beta: Annotated[float, "> 0"] = 0.1  # factor of the log-ratio
-    desirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of answers with the label true
-    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of answers with the label false
+    desirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is true
+    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is false
 
     def __post_init__(self):
         _check_known("loss_type", self.loss_type, KTO_LOSS_TYPES)
