@@ -1,7 +1,8 @@
 """Split rollouts into micro-batches with a token budget, which bounds the memory of a forward pass.
 
 The split changes no completion, because each row has its own random seed. It changes gradients only
-in the order of floating-point additions, because losses are divided by the counts of the whole step.
+in the order of floating-point additions, because losses are divided by the counts of the whole
+step.
 """
 
 import math
@@ -100,7 +101,7 @@ def sample_in_micro_batches(
     prompts: Sequence[Prompt], num_generations: int, keys: Sequence[Key],
     sampling: SamplingOptions, world: World | None,
 ) -> list[list[Completion]]:  # fmt: skip
-    """Call sample(prompts, num_generations, keys) on micro-batches of prompts, and join the results.
+    """Call sample(prompts, num_generations, keys) on micro-batches, and join the results.
 
     sampling.max_batch_tokens limits the tokens of a micro-batch, with completions of full length. A
     micro-batch has at least one prompt with all its completions.

@@ -72,7 +72,7 @@ class World:
         return joined
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's (n, ...) rows of a (n * size, ...) tensor; the inverse of all_gather."""
+        """Return this rank's (n, ...) rows of a (n * size, ...) tensor, as before all_gather."""
         return tensor.unflatten(0, (self.size, -1))[self.rank]
 
     def gather_objects(self, value: Value) -> list[Value]:

@@ -1,4 +1,4 @@
-"""Load and save value models (reward models and critics) that run next to a policy, on all ranks."""
+"""Load and save value models (reward models and critics) that run next to a policy."""
 
 from functools import partial
 from pathlib import Path

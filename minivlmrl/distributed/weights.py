@@ -135,7 +135,7 @@ def gather_and_save_model(
     base: str | None = None,
     more: Callable[[Path], None] | None = None,
 ):
-    """Save a model with its processor as model.checkpoint.save_model does; all ranks must call this.
+    """Save a model with its processor as model.checkpoint.save_model does. All ranks must call it.
 
     Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
     """

@@ -91,8 +91,8 @@ class Pairs:
     discopop_tau: float  # temperature of DiscoPOP's mixture
 
 
-# loss_type: function from Pairs to the loss of each pair (B,). In the comments, s is the sigmoid, b is
-# beta and e is label_smoothing.
+# loss_type: function from Pairs to the loss of each pair (B,). In the comments, s is the sigmoid,
+# b is beta and e is label_smoothing.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
     # e: cDPO, eq. 3 of E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
@@ -268,9 +268,8 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
         return 1 - (-log_ratio).exp()
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (
-        alpha - 1
-    )  # clamped, because e^80 is finite
+    # clamped, because e^80 is finite
+    return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)
 
 
 @dataclass
