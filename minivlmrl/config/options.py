@@ -15,6 +15,7 @@ from minivlmrl.config.types import (
     Count,
     Dtype,
     FilePath,
+    Finite,
     MinPixels,
     Part,
     RecipePath,
@@ -213,7 +214,9 @@ NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class SamplingOptions:
     """How completions are sampled and where they end."""
 
-    temperature: Annotated[float, ">= 0"] = 1.0  # divides the logits; 0 takes the most likely token
+    temperature: Annotated[float, "[0, inf)"] = (
+        1.0  # divides the logits; 0 takes the most likely token
+    )
     max_new_tokens: Annotated[int, ">= 1"] = 256  # longest completion, in tokens
     # ids of tokens that end a completion; None means <|im_end|> and <|endoftext|>
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
@@ -223,7 +226,7 @@ class SamplingOptions:
     top_p: Annotated[float, "(0, 1]"] = 1.0
     min_p: Annotated[float, "[0, 1]"] = 0.0  # drop tokens less likely than this times the best
     # for tokens that occurred before: divides a positive logit and multiplies a negative logit
-    repetition_penalty: Annotated[float, "> 0"] = 1.0
+    repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
     # a completion ends with the token that completes one of these texts
     stop_strings: list[str] = field(default_factory=list)
     # largest number of tokens of prompts and (full-length) completions in one sampling batch; None
@@ -343,17 +346,17 @@ class DPOOptions(TrainingOptions):
     """DPO and the other preference losses on pairs, see dpo_loss."""
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys of DPO_LOSSES
-    loss_weights: list[float] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
-    beta: Annotated[float, "> 0"] = (
+    loss_weights: list[Finite] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
+    beta: Annotated[float, "(0, inf)"] = (
         0.1  # scales the log ratios; larger values keep the policy near the reference
     )
     # assumed fraction of wrong labels, for sigmoid, exo_pair, robust, aot and aot_unpaired
-    label_smoothing: float = 0.0
+    label_smoothing: Finite = 0.0
     # divergence between policy and reference, see f_score
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
         "reverse_kl"
     )
-    f_alpha_divergence_coef: float = 0.5  # alpha of the alpha divergence
+    f_alpha_divergence_coef: Finite = 0.5  # alpha of the alpha divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = (
         None  # LD-DPO: weight of tokens beyond the length of the shorter answer
     )
@@ -370,7 +373,7 @@ class DPOOptions(TrainingOptions):
 class RewardModelOptions(TrainingOptions):
     """Training of a reward model on pairs."""
 
-    center_rewards_coefficient: float | None = None  # weight of (chosen + rejected)^2
+    center_rewards_coefficient: Finite | None = None  # weight of (chosen + rejected)^2
     # folder of the model that the reward `reward_model` uses; None is the model of this stage
     path: FilePath | None = None
 
@@ -408,13 +411,13 @@ class GRPOOptions(TrainingOptions):
     )
     epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped below at 1 - epsilon_low
     epsilon_high: Annotated[float, ">= 0"] = 0.2  # and above at 1 + epsilon_high
-    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0 needs no reference model
+    beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL; 0 needs no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL, see kl_term
     # multiply the KL by the policy ratio, which makes its gradient unbiased
     use_bias_correction_kl: bool = True
     # train only on this fraction of the tokens, those with the highest entropy
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
-    entropy_coef: float = 0.0  # weight of the entropy bonus
+    entropy_coef: Finite = 0.0  # weight of the entropy bonus
     # correction of the mismatch between sampler and trainer, see rollout_importance_ratio
     rollout_correction: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
@@ -443,14 +446,14 @@ class PPOOptions(TrainingOptions):
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # clips the ratio to 1 +- cliprange, and a value to its old value +- cliprange
     cliprange: Annotated[float, ">= 0"] = 0.2
-    vf_coef: Annotated[float, ">= 0"] = 0.1  # weight of the value loss
+    vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the value loss
     critic: Literal["shared", "separate"] = "shared"  # value head on the policy, or own model
     # checkpoint (critic or reward model) that initialises a separate critic; None copies the policy
     critic_path: FilePath | None = None
-    kl_coef: Annotated[float, ">= 0"] = 0.05  # weight of the KL; 0 needs no reference
+    kl_coef: Annotated[float, "[0, inf)"] = 0.05  # weight of the KL; 0 needs no reference
     kl_estimator: Literal["k1", "k3"] = "k1"  # estimator of the KL, see token_rewards
     # subtracted from the score of a completion without an end token, as in TRL; None disables it
-    missing_eos_penalty: float | None = None
+    missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae
 

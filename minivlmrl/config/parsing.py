@@ -451,6 +451,8 @@ def bounds_text(bounds: str) -> str:
         words = f"{number} or more" if "=" in interval else f"over {number}"
     elif interval == "(0, inf)":
         words = "over 0 and finite"
+    elif interval == "[0, inf)":
+        words = "0 or more and finite"
     elif interval == "(-inf, inf)":
         words = "finite"
     return f"{words} ({advice})" if advice else words

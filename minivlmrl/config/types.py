@@ -18,5 +18,6 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # parts of a model, see PARTS in model/plain_weights.py; vision is the tower without its merger
 Part = Literal["vision", "merger", "language", "embeddings"]
 Count = Annotated[int, ">= 1"]
+Finite = Annotated[float, "(-inf, inf)"]
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
-Weights = dict[RewardName, Annotated[float, "(-inf, inf)"]]
+Weights = dict[RewardName, Finite]

@@ -246,7 +246,8 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     if estimator == "k2":
         return 0.5 * d.square()
     if estimator == "k3":
-        return d.exp() - d - 1
+        # expm1, because d.exp() - 1 would round to 0 for the small d at the start of a run
+        return d.expm1() - d
     raise ValueError(
         f"kl_estimator is {estimator!r}, but it must be one of k1, k2, k3, k1+, k2+ and k3+"
     )

@@ -12,6 +12,7 @@ from links import ROOT
 
 from minivlmrl.config.loading import load_config, to_yaml
 from minivlmrl.config.options import GRPOOptions, RunConfig, SFTOptions
+from minivlmrl.config.types import Finite
 from minivlmrl.diagnostics.replay import run_config
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -87,7 +88,7 @@ def declared(cls=RunConfig, prefix=""):
         if dataclasses.is_dataclass(hint):
             yield from declared(hint, f"{prefix}{name}.")
         for part in (hint, *typing.get_args(hint)):
-            if typing.get_origin(part) in (typing.Annotated, typing.Literal):
+            if part != Finite and typing.get_origin(part) in (typing.Annotated, typing.Literal):
                 yield prefix + name, -1 if typing.get_origin(part) is typing.Annotated else "nonsense"
 
 
@@ -98,6 +99,35 @@ def test_every_declared_bound_and_choice_holds(write, path, wrong):
     message = rf"recipe\.yaml: {path} is \[?'?{wrong}(\.0)?'?\]?[,;] .*(it must be|known are)"
     with pytest.raises(ValueError, match=message):
         load_config(write(recipe))
+
+
+NUMBERS = [
+    "dpo.f_alpha_divergence_coef", "dpo.label_smoothing", "dpo.beta", "dpo.loss_weights", "grpo.beta",
+    "grpo.entropy_coef", "ppo.kl_coef", "ppo.vf_coef", "ppo.missing_eos_penalty", "sampling.temperature",
+    "sampling.repetition_penalty", "reward_model.center_rewards_coefficient",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_losses_and_sampling_are_finite(recipe, name, value):
+    given = f"[{value}]" if name == "dpo.loss_weights" else value
+    with pytest.raises(ValueError, match=rf"{name} is -?(nan|inf), but it must be .*(finite|or more|over)"):
+        load_config(recipe, [f"--{name}={given}"])
+
+
+def test_no_option_takes_nan(recipe):
+    """Every option of a recipe that is a number, also inside of a list or an optional one."""
+    def floats(cls=RunConfig, prefix=""):
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            parts = (hint, *typing.get_args(hint))
+            for part in parts:
+                if dataclasses.is_dataclass(part):
+                    yield from floats(part, f"{prefix}{name}.")
+            if any(part is float for part in parts if typing.get_origin(hint) is not typing.Annotated):
+                yield prefix + name
+
+    assert list(floats()) == []
 
 
 @pytest.mark.parametrize("content", ["seed: [1", "seed: 2024-13-45", "seed: " + "[" * 2000])

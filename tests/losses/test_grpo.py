@@ -7,6 +7,7 @@ import torch
 from by_hand import near, tensor
 
 from minivlmrl.losses.grpo import GRPOLossOptions, grpo_loss, kl_term
+from minivlmrl.losses.ppo import token_rewards
 
 from policy_by_hand import OFF_POLICY, policy
 
@@ -44,6 +45,18 @@ def kl(estimator):
 ])  # fmt: skip
 def test_kl_estimators(estimator, value, gradient):
     assert kl(estimator) == (near(value), near(gradient))
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_k3_is_exact_in_float32(scale):
+    """d.exp() - d - 1 would have a negative mean for d of size 1e-4, and a tenth of its values would be negative."""
+    d = scale * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    k3 = kl_term(torch.zeros_like(d), d, "k3")
+    exact = kl_term(torch.zeros_like(d).double(), d.double(), "k3")
+    assert k3.double().mean().item() == pytest.approx(exact.mean().item(), rel=1e-2)
+    assert k3.min() >= -1e-7 * scale
+    reward = token_rewards(torch.zeros(1), torch.zeros(1, len(d)), d[None], torch.ones(1, len(d)), 1.0, "k3")
+    assert torch.equal(reward[0], -k3)
 
 
 def test_the_docstring_example():
