@@ -364,6 +364,36 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
     assert own == batch.layout.num_tokens - sum(len(prompt.input_ids) for prompt in prompts)
 
 
+@pytest.mark.parametrize("history", [1, None])
+def test_every_turn_has_its_own_key(monkeypatch, eager, history):
+    """A key is that of the prompt, the completion in its group and the turn; two turns never share random numbers."""
+    environment = "tests.agents.test_trajectories:" + ("Site" if history else "Shown")
+    options = SamplingOptions(environment=environment, history=history, max_new_tokens=30)
+    sampler = make_sampler(model_of(torch.float32), PROCESSOR, options, ONE)
+    keys = []
+    inner = sampler_file.Sampler.token_sampler
+
+    def recorded(self, prompts, num_generations, given):
+        keys.append(list(given))
+        return inner(self, prompts, num_generations, given)
+
+    monkeypatch.setattr(sampler_file.Sampler, "token_sampler", recorded)
+    [group] = sampler([row(goal="blue").prompt(PROCESSOR)], 3, ["a"])
+    first, *later = keys
+    assert first == ["a"]
+    turns = [f"a/{i}/{turn}" for i, one in enumerate(group) for turn in range(1, len(one.turns))]
+    assert turns and max(len(one.turns) for one in group) > 2
+    assert sorted(key for some in later for key in some) == sorted(turns)
+
+
+def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
+    """The first turn ends at a call in both; then the end of the turn is sampled, or max_new_tokens cuts the turn."""
+    well = [[RED, END], [RED] + [WELL] * 9]
+    [group], *_ = play(monkeypatch, well, history=1, max_new_tokens=4)
+    assert [[turn.stopped for turn in one.turns] for one in group] == [[True, True], [True, False]]
+    assert [one.stopped for one in group] == [True, False]
+
+
 BAD = {
     "turn 1: observe must return a list of messages, but returned None": lambda self, rounds: None,
     r"turn 1: observe must return a list of messages, but returned \[\]": lambda self, rounds: [],

@@ -122,6 +122,28 @@ def test_the_loss_of_r1_v(page, completions):
     )
 
 
+@pytest.mark.parametrize("source, name", [
+    ("vlm_r1_loss", "rec_qwen2_5_vl_3b"), ("vlm_r1_loss", "rec_qwen2_5_vl_3b_one_card"),
+    ("vlm_r1_loss", "rec_qwen3_vl_4b_one_card"), ("r1_v_loss", "cls_qwen2_vl_2b"),
+])  # fmt: skip
+def test_recipes_have_the_loss_of_their_source(page, completions, source, name):
+    """The loss that a recipe configures equals its source's, and AdamW has the rates of transformers' Trainer."""
+    logps, old, ref, advantages, mask = completions
+    options = load_config(f"{name}.yaml").grpo
+    assert (options.adam_beta2, options.lr_scheduler_type) == (0.999, "linear")
+    if source == "vlm_r1_loss":
+        same_with_gradient(
+            lambda x: page(source)(x, old, ref, advantages, mask),
+            lambda x: grpo_loss(x, advantages, mask, options, old_per_token_logps=old, ref_per_token_logps=ref)[0],
+            logps,
+        )
+    same_with_gradient(
+        lambda x: page("r1_v_loss")(x, ref, advantages, mask),
+        lambda x: grpo_loss(x, advantages, mask, options, ref_per_token_logps=ref)[0],
+        logps,
+    )
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_the_loss_of_trl(page, completions, beta):
     logps, old, ref, advantages, mask = completions
