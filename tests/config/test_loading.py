@@ -118,6 +118,7 @@ def test_numbers_of_losses_and_sampling_are_finite(recipe, name, value):
 
 def test_no_option_takes_nan(recipe):
     """Every option of a recipe that is a number, also inside of a list or an optional one."""
+
     def floats(cls=RunConfig, prefix=""):
         for name, hint in typing.get_type_hints(cls, include_extras=True).items():
             parts = (hint, *typing.get_args(hint))
