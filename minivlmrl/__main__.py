@@ -9,7 +9,7 @@ import sys
 from minivlmrl.config.parsing import did_you_mean, shortened
 
 COMMANDS = {  # name: (module:function, one sentence)
-    "train": ("minivlmrl.commands.train:main", "train a recipe, as torchrun train.py does"),
+    "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
     "chat": ("minivlmrl.commands.chat:main", "send a model one prompt and print its answer"),
     "merge": ("minivlmrl.commands.merge:main", "merge an adapter into its base model"),
     "report": ("minivlmrl.commands.report:main", "write an HTML report of one run or two runs"),

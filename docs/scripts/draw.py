@@ -35,7 +35,7 @@ BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3b
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 IMAGE, TEXT = 0, 1  # token ids in the M-RoPE diagram
 STEPS = {  # function -> (its result, shape or description of the result)
-    "Row.prompt": ("token ids, patches", "(P,), (patches, 1176)"),
+    "Row.prompt": ("token ids, patches", "(P,), (patches, 294)"),
     "generate": ("completions", "G per prompt, sampled"),
     "call_rewards": ("rewards", "(n, K), from texts"),
     "group_advantages": ("advantages", "(n,), within groups"),

@@ -1,30 +1,37 @@
 """Record the default run, first_run.json, and draw README's moving picture of it, first_run.svg.
 
-python -m docs.scripts.first_run     # train as `torchrun train.py` does, a few minutes; options are those of training
+python -m docs.scripts.first_run     # train as `python train.py` does, a few minutes; options are those of training
 python -m docs.scripts.make_pages    # draw the recorded run again
 
-Before every fourth step of GRPO the policy answers held-out pictures. A picture's answer is always drawn by the same
-numbers, so what changes is the policy; drawing them changes nothing of the run.
+Before every fourth step of GRPO, the policy answers the run's held-out rows at temperature 1. Each row always has the
+random numbers of the run's own evaluation, so the first and the last point are `accuracy_sampled` of README's table.
+Random numbers go by key, so these additional answers change nothing in the run.
 """
 
 import json
 import sys
 from html import escape
+from itertools import chain, islice
 from pathlib import Path
 
 from docs.scripts.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
 from docs.scripts.held_out import column, moving, png
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.processor import Processor
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.callbacks import Callback, default_callbacks
+from minivlmrl.run.datasets import load_task
+from minivlmrl.run.evaluate import generate_for_rows
 from minivlmrl.run.loop import run_training
-from minivlmrl.tasks.shapes import CHANCE, Shapes
+from minivlmrl.tasks.shapes import CHANCE
 
 SHOWN = 4  # pictures
-HELD_OUT = 256
 EVERY = 4  # steps
 FILE = Path(__file__).with_suffix(".json")
 # the chart: left, right, bottom, top
@@ -32,40 +39,43 @@ LEFT, RIGHT, BOTTOM, TOP = 58, 640, 408, 238
 
 
 class Recorder(Callback):
-    """Keeps what the policy answers while it is trained, before each step."""
+    """Records the policy's answers to the held-out rows before each fourth step of GRPO."""
 
-    def __init__(self, sampling):
-        pictures = Shapes(HELD_OUT, "first_run")
-        self.sampling = sampling
-        self.rows = [pictures[i] for i in range(HELD_OUT)]
+    def __init__(self, config: RunConfig):
+        self.rewards = held_out_rewards(config)
+        self.sampling = config.sampling
+        self.rows = load_task(config, {})["eval"]
         self.moments = []
 
     def on_step_begin(self, trainer, optimizer, step, number, batches):
         if trainer.stage == "grpo" and number % EVERY == 0:
-            self.look(trainer.policy, trainer.processor, number)
+            self.record_answers(trainer.policy, trainer.processor, number)
 
-    def look(self, policy, processor, number: int):
-        """Answer all pictures."""
-        prompts = [row.prompt(processor) for row in self.rows]
-        keys = [f"row {i}" for i in range(HELD_OUT)]
-        groups = Sampler(policy, processor, self.sampling)(prompts, 1, keys)
-        answers = [find_answer(processor.decode(completion.ids)) for [completion] in groups]
-        right = sum(answer == row.columns["solution"] for answer, row in zip(answers, self.rows, strict=True))
-        self.moments.append({"step": number, "accuracy": round(right / HELD_OUT, 3), "answers": answers[:SHOWN]})
+    def record_answers(self, policy: Qwen2_5_VL, processor: Processor, step: int):
+        """Answer all held-out rows, as `evaluate` does for its metric accuracy_sampled."""
+
+        def describe(row, completions, scores) -> tuple[str | None, float]:
+            return find_answer(processor.decode(completions[0].ids)), scores[0][0]
+
+        sample = Sampler(policy, processor, self.sampling)
+        parts = generate_for_rows(sample, self.rows, 1, self.rewards, "evaluation", describe)
+        answers, scores = zip(*chain.from_iterable(parts), strict=True)
+        accuracy = round(sum(scores) / len(scores), 3)
+        self.moments.append({"step": step, "accuracy": accuracy, "answers": list(answers[:SHOWN])})
 
 
 def record(options: list[str]):
     """Train, in the folder of the recipe, and write first_run.json."""
     config = load_config(recipes_folder() / "shapes.yaml", options)
     folder = Path(config.output_dir)
-    recorder = Recorder(config.sampling)
+    recorder = Recorder(config)
     run_training(config, [*default_callbacks(config), recorder])
     checkpoint = folder / "checkpoint"
-    recorder.look(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
+    recorder.record_answers(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
     kept = {
         "command": " ".join(["python -m docs.scripts.first_run", *options]),
         "summary": json.loads((folder / "summary.json").read_text()),
-        "pictures": [row.columns | {"png": png(row.images[0])} for row in recorder.rows[:SHOWN]],
+        "pictures": [row.columns | {"png": png(row.images[0])} for row in islice(recorder.rows, SHOWN)],
         "moments": recorder.moments,
     }
     FILE.write_text(json.dumps(kept, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
@@ -122,7 +132,7 @@ def draw() -> str:
     picture.text(20, 34, "What is it? The model's answers, right and wrong:", 25, anchor="start", bold=True)
     for number, shown in enumerate(data["pictures"]):
         picture.lines += tile(number, shown, moments)
-    picture.text(20, 224, f"accuracy on {HELD_OUT} held-out pictures", 23, INK, "start")
+    picture.text(20, 224, "accuracy on 256 held-out pictures", 23, INK, "start")
     chart(picture, moments)
     return picture.svg()
 

@@ -6,6 +6,7 @@ Only config.json of the model is read. diagnostics/memory.py explains the estima
 """
 
 import argparse
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,22 @@ from minivlmrl.diagnostics.memory import (
 )
 from minivlmrl.model.config import ModelConfig
 
+# meaning of the phases (columns) and items (rows) whose name in the table does not explain them
+LEGEND = {
+    "rollout": "sampling of completions",
+    "score": "log-probabilities of the completions under the old policy and the reference model",
+    "train": "forward and backward pass of one micro-batch",
+    "weights": "the policy; with LoRA its base model and adapters",
+    "optimizer": "moments of AdamW",
+    "reference": "weights that the reference model does not share with the policy",
+    "gathered": "full weights that FSDP assembles from the shards of all GPUs",
+    "keys and values": "KV cache of the completions that are sampled at the same time",
+    "prompts' forward": "activations of the prompts of a rollout, before sampling begins",
+    "logits": "scores over the vocabulary; training computes them piece by piece",
+    "forward and backward": "activations that are kept for the backward pass",
+    "in reserve": "evaluations, the CUDA context and buffers of NCCL",
+}
+
 
 def main(arguments: list[str]):
     """Run the command `memory`."""
@@ -38,6 +55,7 @@ def main(arguments: list[str]):
         parameters_text += f", {costs.active_parameters:,} active per token"
     print(f"{options.model}: {parameters_text}; {gpu_text}")
     run = load_config(recipe, overrides)
+    printed = ["in reserve"]
     for stage in run.stage_names:
         phases = plan(
             run,
@@ -50,7 +68,15 @@ def main(arguments: list[str]):
         )
         print(f"\n{stage}\n{memory_table(phases, gpu_bytes)}")
         if peak_bytes(phases) > gpu_bytes:
-            print("This does not fit into a GPU. docs/memory.md lists options that save memory.")
+            print(
+                "This does not fit into a GPU. docs/memory.md lists options that save memory; "
+                "recipes/own_data_one_card.yaml trains LoRA on a card of 24 GB."
+            )
+        printed += [*phases, *itertools.chain(*phases.values())]
+    print()
+    for name, meaning in LEGEND.items():
+        if name in printed:
+            print(f"{name}: {meaning}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -102,7 +128,7 @@ def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
         total_bytes = peak_bytes({name: phases[name]})
         mark = " (too much)" if total_bytes > gpu_bytes else ""
         totals.append(f"{total_bytes / GB:.1f}{mark}")
-    lines.append(table_row("all", totals))
+    lines.append(table_row("total", totals))
     return "\n".join(lines)
 
 

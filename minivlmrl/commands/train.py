@@ -1,9 +1,10 @@
 """Train a recipe.
 
-torchrun train.py                              # recipes/shapes.yaml: a tiny model, about a minute
-torchrun train.py RECIPE --section.name=value  # another recipe, with an option changed
-torchrun train.py RECIPE --resume=auto         # continue from the newest checkpoint in output_dir
-torchrun train.py --help [SECTION]             # every option with its default
+python train.py                              # recipes/shapes.yaml: a tiny model, 30 to 100 seconds
+python train.py RECIPE --section.name=value  # another recipe, with an option changed
+python train.py RECIPE --resume=auto         # continue from the newest checkpoint in output_dir
+python train.py --help [SECTION]             # every option with its default
+torchrun --nproc_per_node=8 train.py RECIPE  # on eight GPUs
 
 `python -m minivlmrl train` does the same without a clone of the repository.
 """

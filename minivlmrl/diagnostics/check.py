@@ -36,7 +36,7 @@ from minivlmrl.run.preflight import find_mistakes
 from minivlmrl.run.setup import prepare
 from minivlmrl.trainers.registry import find_trainers
 
-RERUN_OPTIONS = "--stages=[grpo] --model.config=null --model.path=RUN/checkpoint"
+RERUN_OPTIONS = "--stages=grpo --model.config=null --model.path=RUN/checkpoint"
 
 
 def main(arguments: list[str]) -> int:

@@ -354,7 +354,7 @@ def rollout_items(
     """Return the size in bytes of each item that is in memory only during a rollout.
 
     Args:
-        drawn: shape of the sampling batch.
+        sampling_batch: shape of the sampling batch.
         gathered: bytes of gathered weights that FSDP holds during a forward pass.
     """
     dtype = compute_dtype(run)
@@ -493,6 +493,7 @@ def check_gpus(run: RunConfig, world: World, estimator: MemoryEstimator):
             raise ValueError(
                 f"{stage} needs about {needed_bytes / GB:.1f} GB on each of {world.size} GPUs, "
                 f"but a GPU has only {gpu_bytes / GB:.1f} GB. Set options that save memory (see "
-                "docs/memory.md and `python -m minivlmrl memory`), or skip this check with "
-                "--check_memory=false."
+                "docs/memory.md and `python -m minivlmrl memory`), begin with "
+                "recipes/own_data_one_card.yaml, which trains LoRA on a card of 24 GB, or skip "
+                "this check with --check_memory=false."
             )

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,7 @@ def test_recipes_fit_the_cards_that_their_heads_name():
 @pytest.mark.parametrize(
     ("name", "model", "other", "options"),
     [
+        ("own_data_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
         ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
         ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 13, ["--adapter.r=64", *BFLOAT16]),
         ("lora_7b", "Qwen2.5-VL-7B", 25, ["--adapter.quantize=null"]),
@@ -169,7 +171,7 @@ def test_recipes_of_experts_fit_their_card(model):
 def test_the_readme_and_the_table_of_one_card(what, model):
     """What README quotes of docs/memory.md is what plan says of the row's options, and which cards hold it."""
     [[*cells, options]] = rows_of_memory(what)
-    config = load_config("own_data.yaml", options.replace("`", "").replace(", ", ",").split())
+    config = load_config("own_data.yaml", shlex.split(options.replace("`", "")))
     size = needed(config, "grpo", f"Qwen2.5-VL-{model}")
     assert cells[1 if model == "3B" else 2] == cell(size)
     assert f"{size:.1f} GB" in Path("README.md").read_text()
