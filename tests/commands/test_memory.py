@@ -85,7 +85,7 @@ BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 
 def test_a_phase_that_does_not_fit_is_marked():
     lines = memory_table({"score": {"weights": GB}, "train": {"weights": GB, "gradients": 2 * GB}}, 5 * GB).splitlines()
-    assert lines[0] == "| GB on each GPU | score | train |" and lines[-1] == "| all | 4.0 | 6.0 (too much) |"
+    assert lines[0] == "| GB on each GPU | score | train |" and lines[-1] == "| total | 4.0 | 6.0 (too much) |"
     assert lines[3] == "| gradients |  | 2.0 |"
 
 
@@ -97,6 +97,10 @@ def test_the_command(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"{MemoryEstimator(ModelConfig.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
+    table, legend = shown.split("| total |")
+    explained = re.findall(r"(?m)^(.+?): ", legend)
+    assert {"gathered", "score", "in reserve"} < {*explained} and "critic" not in explained
+    assert all(name in table for name in explained)
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
     assert "This does not fit into a GPU. docs/memory.md" in capsys.readouterr().out
 
