@@ -392,8 +392,8 @@ def selective_log_softmax(
     """
     if logits.shape[:-1] != ids.shape:
         raise ValueError(
-            f"expected ids of the shape {tuple(logits.shape[:-1])}, which is the shape of the "
-            f"logits without the last axis, but got {tuple(ids.shape)}"
+            f"ids have the shape {tuple(ids.shape)}, but they must have the shape "
+            f"{tuple(logits.shape[:-1])}, which is the shape of the logits without the last axis"
         )
     if not temperature > 0:
         raise ValueError(

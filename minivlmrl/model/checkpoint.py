@@ -74,7 +74,8 @@ def load_model(
         folder: path of a folder or name of a repository.
         dtype: dtype of the parameters; defaults to torch_dtype in config.json.
         device: device of the parameters; ignored if the model is sharded.
-        sharding: shards the model, so that each rank only loads its own shard, to sharding.device.
+        sharding: object that shards the model, so that each rank loads only its own shard, to
+            sharding.device.
         adapt: function that adds adapters to the model while it is on the meta device. The folder
             does not have weights for these adapters.
     Raises:
@@ -123,7 +124,7 @@ def _read_weights(
     Raises:
         ValueError: a tensor is missing, unexpected, duplicated, not finite or has a wrong shape.
     """
-    expected = base_weights(model)  # a tied head is only listed as the embedding
+    expected = base_weights(model)  # lists a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -197,8 +198,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # The file is reopened for each tensor. While a file is open, all pages that were read from
-        # it count as memory of this process.
+        # The file is reopened for each tensor, because all pages that were read from an open file
+        # count as memory of this process.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)

@@ -233,9 +233,9 @@ class Videos:
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
         """Split each video into one image per time step, and insert a timestamp before each image.
 
-        Example: with two time steps <|video_pad|> becomes <0.3 seconds><|vision_start|><|video_pad|>
-        <|vision_end|><1.3 seconds>..., between the template's <|vision_start|> and <|vision_end|>,
-        as in transformers from 5.10 on.
+        Example: with two time steps, <|video_pad|> becomes
+            <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
+        between the template's <|vision_start|> and <|vision_end|>, as in transformers since 5.10.
 
         Args:
             pieces: texts, control tokens and placeholders of the prompt.
