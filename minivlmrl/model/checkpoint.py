@@ -349,7 +349,7 @@ def adapter_writer(model: Qwen2_5_VL, base: str | None) -> Callable[[Path], None
     """Return a function that writes a model's adapters as a PEFT folder; None if it has none."""
     if not has_adapters(model):
         return None
-    # imported here, because only few runs have adapters
+    # imported here, because few runs have adapters
     from minivlmrl.model.peft import gather_adapter
 
     return gather_adapter(model, base)
@@ -388,14 +388,14 @@ def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDi
 
 
 def on_meta(weight: Weight) -> Tensor:
-    """Create a tensor on the meta device with the shape and dtype of a weight."""
+    """Create a tensor on the meta device, with the shape and dtype of a weight."""
     if isinstance(weight, Stacked):
         return weight.stack(on_meta)
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
-    """Return the weights of a model by the names that they have in files of its family.
+    """Return the weights of a model, with the names that files of the family use.
 
     gather_full_tensor computes the full tensor of each weight.
     """

@@ -160,8 +160,8 @@ class VisionTransformer(VisionTower):
         layout = lay_out(grids, self.config, pixel_values.device)
         x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
-            sees_frame = i in self.config.fullatt_block_indexes
-            segments = layout.frames if sees_frame else layout.windows
+            attends_to_frame = i in self.config.fullatt_block_indexes
+            segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
         # The merger processes each 2 x 2 block of patches separately. Therefore only its output,
         # which is smaller than its input, is put back in raster order.
