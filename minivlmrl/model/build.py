@@ -37,7 +37,7 @@ def random_model(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> tuple[Qwen2_5_VL, Processor]:
-    """Build a model from a config.json with random weights for a tokenizer, and a Processor."""
+    """Build a model with random weights for a config.json and a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = ModelConfig.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
@@ -67,7 +67,8 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
     """
     if family.default_system:
         return None
-    # imported here, because Qwen2-VL and Qwen2.5-VL do not need Jinja, which this module imports
+    # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not
+    # need
     from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 
     return ChatTemplate(DEFAULT_QWEN3, "the default template")

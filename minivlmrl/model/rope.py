@@ -23,7 +23,7 @@ def get_rope_index(
     """Compute the (time, height, width) M-RoPE position of every prompt token.
 
     A text token has the same position on all three axes, which is one more than the position of
-    the text token before. The tokens of an image share one time position, and their positions in
+    the previous text token. The tokens of an image share one time position, and their positions in
     height and width are their row and column in the merged grid. The time steps of a video are
     spaced in proportion to seconds. Text after an image or a video starts one past the largest
     position on any axis.
@@ -89,7 +89,7 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "Visio
     # Qwen2-VL does not have tokens_per_second, so a time step is one position
     if config.tokens_per_second is not None:
         # The products are float32, because the checkpoints were trained with float32 products.
-        # float64 would round some of them differently.
+        # float64 products would sometimes be rounded differently.
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)

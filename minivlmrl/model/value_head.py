@@ -52,8 +52,8 @@ def pack_with_last_token(
     """Pack prompts and completions so that the last token of each completion has a hidden state.
 
     `pack` leaves out the last token, because it predicts no token. This function therefore repeats
-    the last token, so that `pack` leaves out the repetition. Completions a with 3 tokens
-    and b with 2 tokens give
+    the last token, so that `pack` leaves out the repetition. Example: completion a has 3 tokens,
+    and completion b has 2 tokens:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """

@@ -104,8 +104,8 @@ class Layout:
 
 # The layout is cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# Inference mode is off, because tensors that are created in inference mode cannot be used in
-# training, and the cached layout is.
+# Inference mode is off, because training also uses the cached layout, and it could not use tensors
+# that were created in inference mode.
 @torch.inference_mode(False)
 def lay_out(
     grids: tuple[tuple[int, int, int], ...], config: "VisionConfig", device: torch.device
@@ -169,7 +169,7 @@ class VisionTransformer(VisionTower):
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of flattened patches. As in checkpoints, the weight is a convolution's."""
+    """Linear projection of flattened patches, whose weight is stored as a 3-D convolution."""
 
     def __init__(self, config: "VisionConfig"):
         super().__init__()

@@ -168,8 +168,8 @@ class GatedDeltaNet(nn.Module):
         qkv, b, a = inputs
         last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
         wide = state.dtype
-        conv_inputs = torch.cat([last_inputs, qkv], dim=1)  # (b, taps - 1 + T, W)
-        mixed = F.conv1d(conv_inputs.mT, self.conv1d.weight, groups=conv_inputs.shape[2]).mT  # (b, T, W)
+        padded = torch.cat([last_inputs, qkv], dim=1)  # (b, taps - 1 + T, W)
+        mixed = F.conv1d(padded.mT, self.conv1d.weight, groups=padded.shape[2]).mT  # (b, T, W)
         q, k, v = F.silu(mixed).to(wide).split(self.sizes, dim=-1)
         q = unit_length(q.unflatten(-1, (self.k_heads, -1)))  # (b, T, key heads, K)
         k = unit_length(k.unflatten(-1, (self.k_heads, -1)))
@@ -181,7 +181,7 @@ class GatedDeltaNet(nn.Module):
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
-        return out.to(qkv.dtype), [conv_inputs[:, qkv.shape[1] :], state]
+        return out.to(qkv.dtype), [padded[:, qkv.shape[1] :], state]
 
 
 def unit_length(x: Tensor) -> Tensor:
