@@ -99,7 +99,7 @@ class VisionConfig:
             valid,
             "deepstack_visual_indexes",
             list(blocks),
-            "different indices of blocks of the tower, counted from 0",
+            f"a list of different indices below depth ({self.depth})",
         )
         if self.window_size is not None:
             token_side = self.patch_size * self.spatial_merge_size
