@@ -315,13 +315,13 @@ def linear_log_softmax(
     if not fits or hidden.dtype != weight.dtype:
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
         raise ValueError(
-            "linear_log_softmax expects hidden (M, D), weight (V, D) of the same dtype, and ids "
-            f"(M,), but got, in this order, {found}"
+            "linear_log_softmax expects hidden (M, D), weight (V, D) with the same dtype as hidden, "
+            f"and ids (M,). The shapes and dtypes of these arguments are {found}"
         )
     if not temperature > 0:
         raise ValueError(
-            "the temperature must be greater than 0, because logits are divided by it, but it is "
-            f"{temperature}"
+            f"the temperature is {temperature}, but it must be greater than 0, because logits are "
+            "divided by the temperature"
         )
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)

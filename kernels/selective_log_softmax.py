@@ -397,8 +397,8 @@ def selective_log_softmax(
         )
     if not temperature > 0:
         raise ValueError(
-            "the temperature must be greater than 0, because logits are divided by it, but it is "
-            f"{temperature}"
+            f"the temperature is {temperature}, but it must be greater than 0, because logits are "
+            "divided by the temperature"
         )
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)

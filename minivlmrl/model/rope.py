@@ -62,8 +62,8 @@ def get_rope_index(
             begin += 1
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
             raise ValueError(
-                f"input_ids lack the {length} image or video tokens that grid {(t, h, w)} needs "
-                f"at {begin}"
+                f"input_ids lack the {length} image or video tokens that the grid {(t, h, w)} needs "
+                f"at position {begin}. Expand the placeholders with the processor of this model."
             )
         pieces.append(_text_positions(position, begin - done))
         position += begin - done
@@ -73,7 +73,10 @@ def get_rope_index(
         position += int(grid.max()) + 1  # the largest position on any axis
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
-        raise ValueError("input_ids have an image or video token that none of the grids needs")
+        raise ValueError(
+            "input_ids have more image or video tokens than the grids need. Pass the grid of every "
+            "image and video."
+        )
     pieces.append(_text_positions(position, len(ids) - done))
     return torch.cat(pieces, dim=1)
 
