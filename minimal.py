@@ -1,4 +1,4 @@
-"""GRPO on a vision-language model in one file: the default run of train.py, written out.
+"""GRPO on a vision-language model in one file, with the same steps as the default run of train.py.
 
     python minimal.py                # 40 steps of SFT, then 160 steps of GRPO; a minute on 2 cores
     python minimal.py --seed=1       # other initial weights, images and samples

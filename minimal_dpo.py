@@ -1,4 +1,4 @@
-"""DPO on a vision-language model in one file: recipes/shapes_dpo.yaml, written out.
+"""DPO on a vision-language model in one file, with the same steps as recipes/shapes_dpo.yaml.
 
     python minimal_dpo.py              # 40 steps of SFT, then 150 steps of DPO; 30 s on 2 cores
     python minimal_dpo.py --seed=1     # other initial weights and images

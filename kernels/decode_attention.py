@@ -184,7 +184,7 @@ def _parts_kernel(
             TILE,
         )
     else:
-        # The results for the prompts' keys are stored before those for own keys.
+        # The results for the prompts' keys are stored before the results for own keys.
         done = tl.cdiv(prompt_keys, prompt_part) * lines
         _part(
             program - prompt_programs,

@@ -429,8 +429,8 @@ def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
         write_json(folder / "video_preprocessor_config.json", family_of(model).write_videos(images))
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # processor_config.json is not copied, because its image settings may have changed. The
-        # chat template in it is saved as chat_template.json, which loaders read next.
+        # processor_config.json is not copied, because its image settings may have changed. Its chat
+        # template is saved as chat_template.json, the next file that loaders search for a template.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text

@@ -17,7 +17,7 @@ Depth = Annotated[int, "[1, 1000]"]
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Sizes of a mixture of experts, with the names of config.json."""
+    """Sizes of a mixture of experts, named as in config.json."""
 
     num_experts: NumExperts  # E
     num_experts_per_tok: NumExperts  # k
@@ -43,7 +43,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Sizes of the recurrent layers of Qwen3.5, with the names of config.json."""
+    """Sizes of the recurrent layers of Qwen3.5, named as in config.json."""
 
     linear_num_key_heads: Size
     linear_num_value_heads: Size
@@ -62,7 +62,7 @@ class RecurrentConfig:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Config of the vision tower, with the names of Qwen2.5-VL and the defaults of transformers."""
+    """Config of the vision tower, named as in Qwen2.5-VL, with the defaults of transformers."""
 
     depth: Depth = 32  # number of transformer blocks
     hidden_size: Size = 3584  # E
@@ -71,7 +71,7 @@ class VisionConfig:
     out_hidden_size: Size = 3584  # the decoder's hidden_size
     in_channels: Size = 3
     patch_size: Size = 14  # side of a patch in pixels
-    temporal_patch_size: Size = 2  # frames in one patch; images repeat one frame
+    temporal_patch_size: Size = 2  # frames in one patch; an image is repeated
     # side of the square of patches that is merged into one decoder token, in patches
     spatial_merge_size: Size = 2
     # side of an attention window in pixels; None makes each frame one window (Qwen2-VL)
@@ -265,8 +265,8 @@ class ModelConfig:
                 flat[name] = rope[name]
         dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
         flat["torch_dtype"] = dtype or "float32"
-        # The value at the top level takes precedence, because text_config only contains the default
-        # if transformers 5 wrote the file.
+        # The value at the top level takes precedence, because transformers 5 always writes the default
+        # value into text_config.
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         flat["vision_config"] = _flat_vision(vision, family, where)
@@ -336,7 +336,7 @@ REWRITTEN = {
 
 
 def without(values: dict, names: Container[str]) -> dict:
-    """Return a copy of a dictionary without some keys."""
+    """Return a copy of a dictionary without the keys in `names`."""
     return {name: value for name, value in values.items() if name not in names}
 
 

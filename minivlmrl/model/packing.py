@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupBatch:
-    """A packed sequence of N tokens without padding, in which R rows have M completion tokens.
+    """A packed sequence of N tokens without padding, with R rows of M completion tokens in total.
 
     A row is one completion, or all turns of a trajectory. Losses are computed per row.
     """
@@ -36,7 +36,7 @@ class GroupBatch:
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) positions of image and video tokens in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    # (M,) float32, 1 for tokens that the policy generated, 0 for tokens of tools or other turns
+    # (M,) float32, 1 for tokens that the policy generated, 0 for tool output or other turns
     policy_mask: Tensor
     # (2, K) int64, pairs of the index of a completion token and a vocabulary id that the sampling
     # filters kept for this token; (2, 0) without filters
@@ -114,7 +114,7 @@ def pack(
 
 @dataclass
 class Span:
-    """A prompt or a completion in the packed sequence, which has n tokens there."""
+    """A prompt or a completion, with n tokens in the packed sequence."""
 
     ids: Tensor  # (n,)
     # (n,) ids in which image placeholders are searched. They are -1 for tokens that the policy
@@ -122,11 +122,11 @@ class Span:
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # patches of the images and videos, (patches, patch_dim)
-    grids: Sequence[Tensor] = ()  # grids of the images and videos, each (images, 3)
+    grids: Sequence[Tensor] = ()  # patch grids, each (images and videos, 3)
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig") -> list[Span]:
-    """Create the Spans of a prompt and of its completions, whose positions follow the prompt."""
+    """Create the Spans of a prompt and its completions. Completions continue at the prompt's end."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)

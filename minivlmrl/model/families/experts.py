@@ -87,7 +87,7 @@ class Experts(nn.Module):
 
 
 def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Select the k likeliest experts of each token from router logits (N, E).
+    """Select the k most probable experts of each token from router logits (N, E).
 
     Returns:
         probabilities (N, E) in float32 or wider, and ids (N, k).
@@ -126,7 +126,7 @@ def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# tensor in a file, which has the weights of all experts of a layer -> weights of one expert in it
+# name of a stacked tensor in a file -> weights of each expert that this tensor contains
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 

@@ -44,7 +44,7 @@ class CentredRMSNorm(nn.RMSNorm):
 
 
 class Layer(DecoderLayer):
-    """Decoder layer that is either an attention layer or recurrent, as config.layer_types says."""
+    """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
 
     norm_type = CentredRMSNorm
     # None, because __init__ creates the attention after the MLP: random weights are initialised in
