@@ -126,7 +126,7 @@ class Span:
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig") -> list[Span]:
-    """Create the Spans of a prompt and its completions. Completions continue at the prompt's end."""
+    """Create the Spans of a prompt and its completions, which continue where the prompt ends."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)

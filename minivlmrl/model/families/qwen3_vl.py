@@ -167,7 +167,7 @@ IMAGES = {
 
 
 def write_config(config: dict) -> dict:
-    """Convert a flat config to a nested config.json, which transformers reads since 4.57."""
+    """Convert a flat config to the nested config.json of transformers 4.57 and later."""
     text = dict(config)
     mrope_section = text.pop("rope_scaling")["mrope_section"]
     vision = dict(text.pop("vision_config"))
@@ -210,8 +210,8 @@ class Videos:
         min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
         if nframes < depth or max_area < min_area:
             raise ValueError(
-                f"A video of {nframes} frame(s) cannot be resized to {min_area} to {max_area} "
-                f"pixels in total. Use at least {depth} frames and a larger max_pixels."
+                f"A video of {nframes} frame(s) cannot be resized to a total area between {min_area} "
+                f"and {max_area} pixels. Use at least {depth} frames and a larger max_pixels."
             )
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]
@@ -292,7 +292,7 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 
 
 def write_videos(images: ImageProcessor) -> dict:
-    """Return the contents of video_preprocessor_config.json."""
+    """Return the contents of video_preprocessor_config.json for these image settings."""
     return {
         "video_processor_type": "Qwen3VLVideoProcessor",
         "size": vars(images.videos),
