@@ -56,8 +56,8 @@ def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
     choice = os.environ.get("MINIVLMRL_KERNELS", "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(
-            f"the environment variable MINIVLMRL_KERNELS is {choice!r}, but it must be auto, torch or "
-            "triton"
+            f"the environment variable MINIVLMRL_KERNELS is {choice!r}, but it must be auto, "
+            "torch or triton"
         )
     if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
         return "torch"

@@ -315,8 +315,8 @@ def linear_log_softmax(
     if not fits or hidden.dtype != weight.dtype:
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
         raise ValueError(
-            "linear_log_softmax expects hidden (M, D), weight (V, D) with the same dtype as hidden, "
-            f"and ids (M,). The shapes and dtypes of these arguments are {found}"
+            "linear_log_softmax expects hidden (M, D), weight (V, D) with the same dtype as "
+            f"hidden, and ids (M,). The shapes and dtypes of these arguments are {found}"
         )
     if not temperature > 0:
         raise ValueError(

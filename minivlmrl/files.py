@@ -21,7 +21,7 @@ from minivlmrl.config.parsing import build, error_context, json_text, parse_json
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not a path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
-# file in the folder of the weights, with the options that change the answers of the model
+# file beside the weights of a model, with the options that change the model's answers
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
@@ -124,7 +124,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
 
 
 def digest(parts: Iterable) -> str:
-    """Compute the BLAKE2b hash, as 128 hex digits, of texts, buffers and the contents of files."""
+    """Compute the BLAKE2b hash of texts, buffers and the contents of files, as 128 hex digits."""
     total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -168,7 +168,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # frees the space on a full disk
+        remove(new)  # frees disk space, because the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
@@ -218,7 +218,7 @@ def _lock(file: IO):
     else:  # Windows
         import msvcrt
 
-        # on Linux, pyright finds no functions in msvcrt
+        # ignored, because on Linux pyright does not find any functions in msvcrt
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -41,7 +41,7 @@ def random_model(
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = ModelConfig.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # a text_config may have a vocab_size that is larger than the tokenizer
+    # a text_config may set a vocab_size above the number of tokens in the tokenizer
     vocab_size = max(len(tokenizer), config.vocab_size)
     config = replace(config, vocab_size=vocab_size, **token_ids)
     model = model_from_config(config, config_file)

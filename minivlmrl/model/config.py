@@ -265,8 +265,8 @@ class ModelConfig:
                 flat[name] = rope[name]
         dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
         flat["torch_dtype"] = dtype or "float32"
-        # The value at the top level takes precedence, because transformers 5 writes the default value
-        # into text_config in any case.
+        # The value at the top level takes precedence, because transformers 5 always writes the
+        # default value into text_config.
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         flat["vision_config"] = _flat_vision(vision, family, where)

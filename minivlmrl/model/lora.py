@@ -61,7 +61,7 @@ class LoRALinear(ReplacedLinear):
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float):
         super().__init__()
-        self.base = base  # quantize_base replaces it by a PackedLinear
+        self.base = base  # quantize_base replaces the base by a PackedLinear
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
@@ -188,7 +188,7 @@ def init_adapters(model: Qwen2_5_VL, seed: int):
 
 
 def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
-    """Replace parameters of a model by full tensors, of which each rank keeps only its shard.
+    """Replace parameters of a model by full tensors, from which each rank keeps its own shard.
 
     Args:
         weights: full tensors by parameter name. They are converted to the device and the dtype of

@@ -62,8 +62,8 @@ def get_rope_index(
             begin += 1
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
             raise ValueError(
-                f"input_ids lack the {length} image or video tokens that the grid {(t, h, w)} needs "
-                f"at position {begin}. Expand the placeholders with the processor of this model."
+                f"input_ids lack the {length} image or video tokens that the grid {(t, h, w)} "
+                f"needs at position {begin}. Expand the placeholders with the processor of this model."
             )
         pieces.append(_text_positions(position, begin - done))
         position += begin - done

@@ -42,11 +42,11 @@ def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) 
 def watch_routes(
     model: Qwen2_5_VL, sample_token: Callable[[Tensor, Tensor, Tensor], T], route_buffer: Tensor
 ) -> Iterator[Callable[[Tensor, Tensor, Tensor], T]]:
-    """Yield a token sampler that also records the route of the position that predicts each token.
+    """Yield a token sampler that also records each token's route at the predicting position.
 
     Args:
         model: the model that generates.
-        sample_token: token sampler that samples the tokens; see generate.TokenSampler.
+        sample_token: the token sampler to extend; see generate.TokenSampler.
         route_buffer: (completions, maximum tokens) int64, to which the routes are written.
     """
     latest = route_buffer.new_zeros(0)  # (n,) routes in the last forward, of each prompt or row
