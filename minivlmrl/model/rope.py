@@ -63,7 +63,7 @@ def get_rope_index(
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
             raise ValueError(
                 f"input_ids lack the {length} image or video tokens that the grid {(t, h, w)} "
-                f"needs at position {begin}. Expand the placeholders with the processor of this model."
+                f"needs at position {begin}. Expand placeholders with the processor of this model."
             )
         pieces.append(_text_positions(position, begin - done))
         position += begin - done

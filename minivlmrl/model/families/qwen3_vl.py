@@ -211,7 +211,8 @@ class Videos:
         if nframes < depth or max_area < min_area:
             raise ValueError(
                 f"A video of {nframes} frame(s) cannot be resized to a total area between "
-                f"{min_area} and {max_area} pixels. Use at least {depth} frames and a larger max_pixels."
+                f"{min_area} and {max_area} pixels. Use at least {depth} frames and a larger "
+                "max_pixels."
             )
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]
