@@ -1,13 +1,13 @@
-"""GRPO on a vision-language model in one file: the default run of train.py, written out.
+"""GRPO on a vision-language model in one file, with the same steps as the default run of train.py.
 
-    python minimal.py                  # 40 steps of SFT, then 160 of GRPO; a minute on two cores
-    python minimal.py --seed=1         # other initial weights, images and samples
+    python minimal.py                # 40 steps of SFT, then 160 steps of GRPO; a minute on 2 cores
+    python minimal.py --seed=1       # other initial weights, images and samples
 
 A randomly initialised model learns to name the shape in a small image. First, SFT on 96
 demonstrations, half of them mislabelled, teaches the answer format and a rough idea of the task.
 Then GRPO rewards answers that are well formed and correct, and the reward rises. The final weights
-equal those of `python train.py`, bit for bit. The script calls functions of the library; only the
-optimizer has state. For your own data, several GPUs, checkpoints and logs, use train.py.
+equal those of `python train.py`, bit for bit. The script calls functions of the library, and only
+the optimizer has state. For your own data, several GPUs, checkpoints and logs, use train.py.
 
 Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
 """
@@ -65,8 +65,8 @@ class Schedule:
 def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[list[Row]]:
     """Yield the rows of each step, reshuffled in every epoch.
 
-    Each row gets a key that seeds its samples. They do not depend on the state of a random generator,
-    so that they are the same on any number of GPUs and after a restart.
+    Each row gets a key that seeds its samples. The samples do not depend on the state of a random
+    generator, so that they are the same on any number of GPUs and after a restart.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = []
@@ -80,14 +80,14 @@ def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[lis
 
 
 def sample(model: Qwen2_5_VL, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
-    """Sample G completions of each prompt; the prompt is processed once for all of them."""
+    """Sample G completions per prompt. Each prompt is processed once for all its completions."""
     uniforms = uniform_numbers(keys, GROUP, MAX_NEW_TOKENS)
     sample_token = make_token_sampler(TEMPERATURE, processor.stop_token_ids, sample_by_uniforms(uniforms))
     return generate(model, prompts, GROUP, MAX_NEW_TOKENS, sample_token)
 
 
 def adamw(model: Qwen2_5_VL, learning_rate: float, beta2: float) -> torch.optim.AdamW:
-    """Create the optimizer."""
+    """Create an AdamW optimizer for all parameters."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(parameters, learning_rate, (0.9, beta2), weight_decay=0, fused=True)
 
@@ -132,7 +132,7 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
         # 2. Compute K rewards of all n completions, (n, K), and their weighted sums, (n,).
         columns = reward_columns(batch, completions, processor)
         rewards = combine(call_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
-        # 3. Compute advantages (n,): compare each completion with the other ones of its group.
+        # 3. Compute advantages (n,): compare each completion with the rest of its group.
         advantages = group_advantages(rewards, GROUP)
         # 4. Pack everything into one sequence, in which each prompt occurs once for its whole group.
         #    The gradients are exactly those of processing every completion separately.

@@ -26,8 +26,8 @@ from torch import Tensor
 # The kernel files import tl and triton from this module. The two substitutes below allow these
 # files to be imported without Triton; the decorated kernels are then plain functions that are never
 # called. Triton is not imported if it is not installed (macOS, Windows), or if it is not needed and
-# would only take 70 MiB of memory. It is needed if there is a GPU, if triton was imported before,
-# or if an environment variable requests it.
+# would only take 70 MiB of memory. Triton is needed if there is a GPU, if triton was imported
+# before, or if an environment variable requests Triton.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -56,8 +56,8 @@ def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
     choice = os.environ.get("MINIVLMRL_KERNELS", "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ValueError(
-            "the environment variable MINIVLMRL_KERNELS must be auto, torch or triton, but it is "
-            f"{choice!r}"
+            f"the environment variable MINIVLMRL_KERNELS is {choice!r}, but it must be auto, "
+            "torch or triton"
         )
     if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
         return "torch"
@@ -81,7 +81,7 @@ def _warn(obstacle: str) -> None:
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why Triton cannot run for a device and a dtype, or None if it can run.
+    """Return the reason why Triton cannot run for a device and a dtype, or None if Triton can run.
 
     ROCm devices also have the device type "cuda".
     """
@@ -107,7 +107,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def _compiler_obstacle() -> str | None:
-    """Return the reason why Triton cannot compile a kernel, or None if it can.
+    """Return the reason why Triton cannot compile a kernel, or None if Triton can do so.
 
     Triton needs a C compiler and Python's header files.
     """

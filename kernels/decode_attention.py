@@ -17,8 +17,8 @@ read in blocks, and the result so far is combined with each block by the same fo
 of all rows of a prompt form one tile, so that the prompt's keys are read once for all rows. The own
 keys of a row are read once for all its query heads.
 
-Sources: the division into parts is that of Flash-Decoding (Dao et al., 2023), and the sharing of
-prompt keys is that of Hydragen (Juravsky et al., 2024).
+Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al.,
+2024) shares the keys of prompts.
 """
 
 import math
@@ -184,7 +184,7 @@ def _parts_kernel(
             TILE,
         )
     else:
-        # The results for the prompts' keys are stored before those for own keys.
+        # The results for the prompts' keys are stored before the results for own keys.
         done = tl.cdiv(prompt_keys, prompt_part) * lines
         _part(
             program - prompt_programs,
@@ -228,13 +228,13 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 def fits(q: Tensor) -> bool:
     """Return whether the Triton kernels support the queries `q` (R, H, D).
 
-    If not, the caller computes attention in torch.
+    If the result is False, the caller computes attention in torch.
     """
     return q.shape[-1] in WARPS and q.dtype in DTYPES and backend_for(q) == "triton"
 
 
 class WorkSplit(NamedTuple):
-    """Division of queries and keys among the programs of a kernel."""
+    """Numbers that describe how queries and keys are divided among the programs of a kernel."""
 
     tile: int  # number of queries that a program computes
     part_keys: int  # number of keys in a part

@@ -44,8 +44,8 @@ class Reorder(torch.autograd.Function):
         x: (N, ...), N rows.
         index: indices of the rows to select.
         back: (N,), the position of each row of x in `index`. All other positions of `index` are
-            padding, and their upstream gradient must be 0. None if `index` contains each row at
-            most once.
+            padding, and their upstream gradient must be 0. None means that `index` contains each
+            row at most once.
     """
 
     @staticmethod
@@ -79,8 +79,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # This operator does not store a mask, and it skips masked blocks. torch's
-        # causal_lower_right calls it, too.
+        # This operator does not store a mask, and skips masked blocks. torch's causal_lower_right
+        # calls the same operator.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     written_out = q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM
     if is_causal and L == T and not written_out:

@@ -1,6 +1,6 @@
-"""Cumulative sums of integers over long rows.
+"""Cumulative sums of integers over long rows, computed in blocks.
 
-They are computed in blocks, because torch's cumsum on a GPU adds the values of a row one by one.
+Blocks are faster, because torch's cumsum on a GPU adds the values of a row one after the other.
 """
 
 import torch.nn.functional as F
@@ -10,10 +10,10 @@ BLOCK = 128  # number of values in a block; 128 divides the vocabulary sizes of 
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Compute x.cumsum(-1) of integers x (r, V).
+    """Compute x.cumsum(-1) for integers x (r, V).
 
-    The function sums inside each block and then adds the totals of the preceding blocks. torch's
-    cumsum over a whole vocabulary took 0.3 ms for each generated token.
+    The function computes cumulative sums inside each block, and adds the totals of the preceding
+    blocks. In contrast, torch's cumsum over a whole vocabulary took 0.3 ms per generated token.
     """
     vocab = x.shape[1]
     missing = -vocab % BLOCK

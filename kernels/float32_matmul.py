@@ -1,8 +1,8 @@
 """Matrix products of bfloat16 or float16 tensors with float32 results.
 
-Matrix multiplication sums products in float32 anyway, so only the rounding of the result is
-omitted. In bfloat16, this rounding would change a logit of 20 by up to 0.06, and an attention score
-of 220 by up to 0.5. Scores of this size occur in Qwen2.5 because of its biases.
+Matrix multiplication sums the products in float32 anyway. The function in this file only omits the
+rounding of the result. In bfloat16, rounding would change a logit of 20 by up to 0.06, and an
+attention score of 220 by up to 0.5. Scores of this size occur in Qwen2.5 because of its biases.
 """
 
 import torch

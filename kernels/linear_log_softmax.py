@@ -155,7 +155,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return the number of rows in each piece of the torch path (the last one can be smaller)."""
+    """Return the number of rows per piece of the torch path (the last piece may be smaller)."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -237,9 +237,9 @@ def _linear_log_softmax_backward(
     """
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Select only the rows with an upstream gradient. This is not done on a GPU, because the host
-    # would have to wait for the number of rows, and the kernels skip all other rows anyway. It is
-    # not done with a mask either, because the mask contains indices into all rows.
+    # Select only the rows with an upstream gradient. On a GPU, all rows are kept, because the host
+    # would have to wait for the number of rows, and the kernels skip the other rows anyway.
+    # With a mask, all rows are kept, because the mask contains indices into all rows.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -315,13 +315,13 @@ def linear_log_softmax(
     if not fits or hidden.dtype != weight.dtype:
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
         raise ValueError(
-            "linear_log_softmax expects hidden (M, D), weight (V, D) of the same dtype, and ids "
-            f"(M,), but got, in this order, {found}"
+            "linear_log_softmax expects hidden (M, D), weight (V, D) with the same dtype as "
+            f"hidden, and ids (M,). The shapes and dtypes of these arguments are {found}"
         )
     if not temperature > 0:
         raise ValueError(
-            "the temperature must be greater than 0, because logits are divided by it, but it is "
-            f"{temperature}"
+            f"the temperature is {temperature}, but it must be greater than 0, because logits are "
+            "divided by the temperature"
         )
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)

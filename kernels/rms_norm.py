@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm with torch's fused kernel on a GPU and the formulas above on a CPU."""
 
-    eps: float  # narrows the type of torch.nn.RMSNorm, where eps may be None
+    eps: float  # always a number, although eps of torch.nn.RMSNorm may be None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:

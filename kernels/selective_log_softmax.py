@@ -97,7 +97,7 @@ def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
-    """Return a bool (m,) for each row: whether an upstream gradient is not 0. NaN counts as not 0.
+    """Return a bool (m,), True for rows with an upstream gradient that is not 0. NaN is not 0.
 
     All other rows have dz = 0.
     """
@@ -105,7 +105,7 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select the same rows of each tensor and make the results contiguous. None stays None."""
+    """Select the same rows of each tensor, in contiguous memory. None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
@@ -190,7 +190,7 @@ def _score_kernel(
 
     If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the parts of
     the vocabulary are scored one after the other. `parts` (4, rows) then holds the running results
-    top, s, t and d_y + top. It is read unless FIRST is set, and written unless LAST is set.
+    top, s, t and d_y + top. `parts` is read unless FIRST is set, and written unless LAST is set.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
@@ -392,13 +392,13 @@ def selective_log_softmax(
     """
     if logits.shape[:-1] != ids.shape:
         raise ValueError(
-            f"expected ids of the shape {tuple(logits.shape[:-1])}, which is the shape of the "
-            f"logits without the last axis, but got {tuple(ids.shape)}"
+            f"ids have the shape {tuple(ids.shape)}, but they must have the shape "
+            f"{tuple(logits.shape[:-1])}, which is the shape of the logits without the last axis"
         )
     if not temperature > 0:
         raise ValueError(
-            "the temperature must be greater than 0, because logits are divided by it, but it is "
-            f"{temperature}"
+            f"the temperature is {temperature}, but it must be greater than 0, because logits are "
+            "divided by the temperature"
         )
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)

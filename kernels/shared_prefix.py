@@ -15,7 +15,7 @@ from torch import Tensor
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 
-# maximum size in bytes of the float32 scores in grouped_attention, see completion_attention
+# maximum size of the float32 scores in grouped_attention, in bytes; see completion_attention
 SHARED_BYTES = 2**24
 
 
@@ -50,8 +50,8 @@ def rectangles(
 class PromptSlots:
     """Assignment of rows (completions) to slots of their prompts.
 
-    All prompts have the same number of slots, which is the size of the largest group. Prompts with
-    fewer rows have empty slots.
+    All prompts have the same number of slots, which is the number of rows of the largest group.
+    Prompts with fewer rows have empty slots.
 
     Args:
         prompt_index: (R,), the prompt of each row, in ascending order. It must be on the CPU, so

@@ -150,7 +150,7 @@ def _store_product(out, a, b, length, H: constexpr, D: constexpr, EXTRA: constex
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute P from q k^T. Rows outside of the segment get weights, too, but they are not used."""
+    """Compute P from q k^T. The weights of rows outside of the segment are not used."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -190,7 +190,8 @@ def _forward_kernel(
 ):
     """Compute attention for one segment and one head.
 
-    q_row and q_head are the strides of the rows and heads of q; those of k and v are named alike.
+    q_row and q_head are the strides of q between rows and between heads. The strides of k and v are
+    named in the same way.
     """
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
@@ -235,7 +236,7 @@ def _backward_kernel(
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
     v += start * v_row + head * v_head
-    offset = (start * H + head) * D  # valid for grad, grad_q, grad_k and grad_v: all are contiguous
+    offset = (start * H + head) * D  # the same for all gradients, because all are contiguous
 
     queries = _load(q, q_row, length, D, ROWS, COLUMNS, EXTRA)
     keys = _load(k, k_row, length, D, ROWS, COLUMNS, EXTRA)
@@ -271,7 +272,7 @@ def _launch(
 
     `tensors` are the remaining arguments of the kernel, which differ between forward and backward.
     """
-    # The kernels accept any stride between rows and heads, but the columns must be contiguous.
+    # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
     (rows, columns, extra) = block_sizes(longest, D)

@@ -1,22 +1,23 @@
 """Reinforcement learning for vision-language models, written from scratch in PyTorch.
 
-This file sets environment variables that torch reads when it is imported, or later. Values that the
-user has set are kept.
+This file sets environment variables that torch reads when torch is imported, or later. It does not
+change variables that the user has set.
 """
 
 import ctypes
 import os
 
-# GNU OpenMP threads spin while they wait. With the default spin count, runs took up to fifteen times
-# as long when other processes used the cores.
+# Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training
+# took up to fifteen times as long when other processes used the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# GPU memory segments can grow, so that rollouts and steps of different lengths do not fragment it
+# Segments of GPU memory may grow, so that rollouts and steps of different lengths do not fragment
+# the memory.
 if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-# Keep free memory in the process. glibc would return it to the kernel, which clears it page by page
-# for the next step; that took 1 to 4 % of a step.
+# Keep freed memory in the process. Otherwise glibc returns this memory to the kernel, which must
+# clear the pages again for the next step. This took 1 to 4 % of the time of a step.
 if os.name == "posix":
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that may stay free
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: only larger blocks are returned at once
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes of free memory to keep
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks are returned at once

@@ -20,15 +20,16 @@ from minivlmrl.config.parsing import build, error_context, json_text, parse_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not a path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-RUN_CONFIG = "config.yaml"  # in the folder of a run: all options of the run
-INFERENCE_CONFIG = "minivlmrl.yaml"  # beside weights: the options that change an answer
+RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
+# file beside the weights of a model, with the options that change the model's answers
+INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a folder: model.safetensors if it exists, else its shards.
+    """Return the weight files of a folder: model.safetensors if the file exists, else all shards.
 
     Raises:
-        ValueError: there are no safetensors files, or a shard is missing.
+        ValueError: the folder has no safetensors files, or lacks a shard.
     """
     single_file = folder / ONE_FILE
     index = folder / INDEX
@@ -36,33 +37,36 @@ def weight_files(folder: Path) -> list[Path]:
         return [single_file]
     if not index.is_file():
         raise ValueError(
-            f"{single_file} does not exist; if the folder has pytorch_model.bin, convert it with "
-            "transformers"
+            f"{single_file} does not exist. If the folder has pytorch_model.bin, convert it with "
+            "transformers."
         )
     weight_map = read_json(index).get("weight_map")
     shards = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
     if not shards or not all(map(SHARD.fullmatch, shards)):
         raise ValueError(
-            f"{index} needs a weight_map that maps tensor names to .safetensors files in this folder"
+            f"{index} must have a weight_map that maps tensor names to .safetensors files in the "
+            "same folder. Download the folder again."
         )
     files = [folder / file for file in sorted(shards)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"{index}: {len(missing)} of {len(files)} files are missing, the first is {missing[0]}"
+            f"{index} lists {len(files)} files, but the folder lacks {len(missing)} of these "
+            f"files, for example {missing[0]}. Download the folder again."
         )
     return files
 
 
 def read_lines(path: Path, form: type) -> list[dict]:
-    """Read the complete lines of a JSON lines file; a missing file has no lines.
+    """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
 
-    A last line without a newline is ignored, because a run is still writing it or a full disk cut it.
+    A last line without a newline is ignored, because it is incomplete: a run is still writing this
+    line, or the disk was full.
 
     Args:
         form: dataclass with the fields that each line must have.
     Raises:
-        ValueError: a line is not valid; the message names the file and the line.
+        ValueError: a line is not valid. The message contains the file and the number of the line.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []
@@ -76,19 +80,29 @@ def read_lines(path: Path, form: type) -> list[dict]:
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Read preprocessor_config.json, or `image_processor` in processor_config.json (transformers 5)."""
+    """Return the image settings of a folder, and the file that contains them.
+
+    The settings are in preprocessor_config.json, or, since transformers 5, in the field
+    image_processor of processor_config.json.
+
+    Raises:
+        ValueError: processor_config.json does not have image settings.
+    """
     file = folder / "preprocessor_config.json"
     newer = folder / "processor_config.json"
     if file.is_file() or not newer.is_file():
         return file, read_json(file)
     settings = read_json(newer).get("image_processor")
     if not isinstance(settings, dict):
-        raise ValueError(f"{newer} needs the field image_processor, an object with patch_size")
+        raise ValueError(
+            f"{newer} does not have the field image_processor, an object with patch_size. Use the "
+            "files that belong to the model."
+        )
     return newer, settings
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Read the video settings of a folder, from the same files as transformers."""
+    """Return the video settings of a folder and their file, which is chosen as in transformers."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None
@@ -102,15 +116,15 @@ def write_json(path: Path, content: dict):
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
-    """Write a safetensors file with the file mode of the umask, because save_file always uses 0600."""
+    """Write a safetensors file with the usual file mode, because save_file always sets 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires it
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires this format entry
     path.chmod(mode)
 
 
 def digest(parts: Iterable) -> str:
-    """Return the BLAKE2b hash (128 hex digits) of texts, buffers and the contents of files, in order."""
+    """Compute the BLAKE2b hash of texts, buffers and the contents of files, as 128 hex digits."""
     total = hashlib.blake2b()
     for part in parts:
         if isinstance(part, Path):
@@ -123,15 +137,15 @@ def digest(parts: Iterable) -> str:
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield a new, empty folder that replaces `folder` when the block ends without an error.
+    """Yield a new, empty folder, which replaces `folder` when the block ends without an error.
 
-    The new folder is NAME.partial while the block writes it. Then the old folder is renamed to
-    NAME.replaced and the new folder to NAME. If the process is killed between the two renames,
-    find_folder and the next save use NAME.replaced.
+    While the block writes files, the new folder is called NAME.partial. Then the old folder is
+    renamed to NAME.replaced and the new folder to NAME. If the process is killed between the two
+    renames, find_folder and the next save use NAME.replaced.
 
     Raises:
-        ValueError: `folder` is not a checkpoint, so it is not overwritten.
-        OSError: the disk is full or broken; the old folder is kept.
+        ValueError: `folder` is not a checkpoint and therefore must not be overwritten.
+        OSError: the disk is full or broken. The old folder is kept.
     """
     folder = Path(folder).resolve()  # resolves symbolic links
     new = Path(f"{folder}.partial")
@@ -139,8 +153,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not (folder / "config.json").is_file() and not empty:
         raise ValueError(
-            f"{folder} has no config.json, so it is not a checkpoint and is not overwritten; choose "
-            "another folder"
+            f"{folder} has no config.json, so it is not a checkpoint and is not overwritten. "
+            "Choose another folder."
         )
     remove = partial(shutil.rmtree, ignore_errors=True)
     try:
@@ -154,12 +168,12 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # frees the space on a full disk
+        remove(new)  # frees disk space, because the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
             raise OSError(
-                f"{folder} was not saved ({error}); its earlier content is unchanged"
+                f"{folder} was not saved ({error}). The earlier content of the folder is unchanged."
             ) from error
         raise
     flush_file(folder.parent)
@@ -168,10 +182,10 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create the folder of a run and lock it, so that no other run writes into it.
+    """Create the folder of a run and lock the folder, so that no other run writes into it.
 
     Raises:
-        ValueError: another run holds the lock; all ranks raise it.
+        ValueError: another run holds the lock. The error is raised on all ranks.
     """
     path = Path(folder) / ".lock"
     failure = None
@@ -181,11 +195,14 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _lock(open_files.enter_context(path.open("ab")))
         except BlockingIOError:
-            failure = f"another run is writing into {folder}; wait until it ends, or choose another folder"
+            failure = (
+                f"another run is writing into {folder}. Wait until that run ends, or choose "
+                "another folder."
+            )
         except OSError as error:
-            # a file system without locks cannot be checked
+            # a file system without locks is accepted, although other runs are not detected there
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                failure = f"{error}; is another run there?"
+                failure = f"{error}. Check whether another run uses this folder."
         failure = world.gather_objects(failure)[0]
         if failure:
             raise ValueError(f"output_dir: {failure}")
@@ -201,12 +218,12 @@ def _lock(file: IO):
     else:  # Windows
         import msvcrt
 
-        # on Linux, pyright finds no functions in msvcrt
+        # ignored, because on Linux pyright does not find any functions in msvcrt
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def flush_file(path: Path):
-    """Flush a file to disk, or the list of names of a folder, which makes a rename permanent."""
+    """Flush a file to disk, or flush the entries of a folder, so that a rename is permanent."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows cannot open a folder

@@ -1,18 +1,18 @@
 """Attention over a packed sequence, in which the completions of a group share one prompt.
 
-The decoder calls the attention object that it is given, which implements these rules:
+The attention objects in this file, which the decoder calls, implement these rules:
 
     prompt tokens      attend causally to their prompt
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
-So each prompt is computed once for all its completions, and the results equal those of computing
-every completion in a separate row together with its prompt. `visible` expresses the rules as a
-mask. GroupAttention needs no mask: it makes one attention call for the prompts and one for the
-completions, each with exactly the keys that its queries may attend to.
+Therefore each prompt is computed once for all its completions, and the results are the same as if
+every completion were computed in a separate row together with its prompt. `visible` expresses the
+rules as a mask. GroupAttention does not need a mask, because it calls attention separately for the
+prompts and for the completions, and passes only the keys to which the queries may attend.
 
-Dimension letters: N tokens of the packed sequence, B groups, R completions of all groups, M tokens
-of all completions, P tokens of a prompt, C tokens of a completion, H query heads, K key/value
+Dimension letters: N tokens in the packed sequence, B groups, R completions in all groups, M tokens
+in all completions, P tokens in a prompt, C tokens in a completion, H query heads, K key/value
 heads, D head_dim.
 """
 
@@ -29,7 +29,7 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, r
 
 
 class GroupLayout:
-    """Positions of prompts and completions in a packed sequence, and the index tensors they need.
+    """Positions of prompts and completions in a packed sequence, also as index tensors.
 
     The order is prompt 0, its completions, prompt 1, its completions, and so on. The last token of
     a completion predicts nothing and is left out, so n tokens occupy n - 1 positions.
@@ -37,8 +37,8 @@ class GroupLayout:
     Args:
         prompt_lengths: number of tokens of each of the B prompts.
         completion_lengths: for each prompt, the number of tokens of each of its completions.
-        rows: the row of each completion. Completions with the same row form one row of the losses,
-            as the turns of a trajectory do. None gives each completion its own row.
+        rows: row index of each completion. Completions with the same index form one row in the
+            losses, for example the turns of a trajectory. None gives each completion its own row.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GroupLayout:
         self.prompt_lengths = prompt_lengths
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))
-        self.row_lengths = [0] * len(set(rows))  # R
+        self.row_lengths = [0] * len(set(rows))  # number of tokens in each of the R rows
         cells = []  # (row, index in the row) of each completion token
         for row, n in zip(rows, lengths, strict=True):
             start = self.row_lengths[row]
@@ -78,7 +78,7 @@ class GroupLayout:
         # index of the token in each cell of the concatenated blocks; -1 marks an empty cell
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,) cell of each token
+        inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,) each token's cell
         inverse[order[filled]] = filled.nonzero()[:, 0]
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
@@ -87,8 +87,8 @@ class GroupLayout:
     def predicting_tokens(self) -> list[int]:
         """Return, for each completion token, the position of the token that predicts it.
 
-        This is the preceding token of the completion, and the prompt's last token for the first
-        token of a completion.
+        The last token of the prompt predicts the first token of a completion, and each token of
+        the completion predicts the next token.
         """
         tokens = []
         for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
@@ -101,12 +101,14 @@ class GroupLayout:
     ) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Arrange the tokens in rectangular blocks, one pair of blocks for each prompt length.
 
-        Prompts of the same length P form a block (b, P), and their completions a block (r, C).
+        The b prompts of the same length P form a block (b, P), and their r completions form a
+        block (r, C).
 
         Returns:
-            blocks: prompt and completion blocks in turn. A cell holds the position of a token in
-                the packed sequence, and -1 if it is empty.
-            slots: the PromptSlots of the completions for each prompt length; None where no
+            blocks: for each prompt length, the block of prompts and then the block of completions.
+                A cell of a block contains the position of a token in the packed sequence, and -1 if
+                the cell is empty.
+            slots: for each prompt length, the PromptSlots of the completions, or None if no
                 completion has a token in the packed sequence.
         """
         blocks = []
@@ -135,12 +137,12 @@ class GroupLayout:
 
 
 def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
-    """Make an int64 tensor on a device; an empty list gives an empty tensor."""
+    """Create an int64 tensor on a device; an empty list gives an empty tensor."""
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def visible(layout: GroupLayout) -> Tensor:
-    """Return the attention mask of a packed sequence: (N, N) bool, token i attends to token j."""
+    """Return a packed sequence's attention mask (N, N), True where token i attends to token j."""
     tokens = []  # (group, row) of each token; row 0 is the prompt, row i completion i of the group
     for number, prompt_span in enumerate(layout.prompt_spans):
         for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
@@ -164,11 +166,11 @@ class GroupAttention:
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # layer index -> recurrent state of each prompt after its last token, families/qwen3_5.py
+        # layer index -> recurrent states of the prompts after their last token, see qwen3_5.py
         self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with rotated q (N, H, D) to rotated k and v (N, K, D); returns (N, H, D)."""
+        """Compute the attention output (N, H, D) of rotated q (N, H, D) and k, and v (N, K, D)."""
         if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
@@ -185,22 +187,23 @@ class GroupAttention:
 
 
 class DecodeAttention:
-    """Attention of generation steps, with a KV cache that stores each prompt once per group.
+    """Attention for decoding steps, with a KV cache that stores each prompt once per group.
 
-    The new token of each row attends to the keys of its prompt and to those of its completion.
+    The new token of each row attends to the prompt and to the earlier tokens of its completion.
 
     Args:
-        prompts: GroupAttention(layout, keep_keys=True), after a prefill of prompts without
+        prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without
             completions.
-        prompt_index: (R,) index of the prompt of each completion, ascending, in host memory.
+        prompt_index: (R,) index of each completion's prompt, in ascending order, in host memory.
         capacity: maximum number of new tokens per completion.
         start: (B,) position of the first token after each prompt.
     """
 
-    check_every = 1  # number of steps between two checks of `generate` for finished rows
-    # (rows, new tokens of these rows) of each part of a step; here one part with one token per row
+    check_every = 1  # `generate` checks for finished rows after this number of steps
+    # Parts of a decoding step, each as (slice of rows, slice of their new tokens). Here all rows
+    # are one part, with one new token per row.
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-    # rows that insert tool responses in this step, see agents/tool_sampler.py
+    # rows whose new tokens in this step are tool responses; see agents/tool_sampler.py
     response_rows: Sequence[int] = ()
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
@@ -208,29 +211,27 @@ class DecodeAttention:
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
         # Keys and values of the prompts in each layer, (B, K, P, D). Shorter prompts are padded
-        # with zeros at the end, and prompt_bias (B, P) masks the padding: 0 for tokens, -inf after
+        # with zeros at the end. prompt_bias (B, P) masks the padding: it is 0 for tokens and -inf
+        # for padding.
         self.prompt_kv = []
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
             self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
-        # keys and values of the completions, (R, K, capacity, D); row_bias is -inf after the
-        # newest token
+        # Keys and values of the completions in each layer, (R, K, capacity, D). row_bias is -inf
+        # after the newest token of each row, so that the unused part of the cache is masked.
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.num_row_keys = (
-            0  # number of completion keys that a step reads, that of the longest row
-        )
+        self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
-        self.rows = to_device(torch.arange(R), self.device)  # (R,) original index of each kept row
+        self.rows = to_device(torch.arange(R), self.device)  # (R,) original index of each row
         self.start = start[self.slots.prompt_index]  # (R,) position of each row's first token
-        self.newest = torch.full_like(
-            self.rows, -1
-        )  # (R,) index of each row's last token in row_kv
+        # (R,) index of each row's newest token in row_kv
+        self.newest = torch.full_like(self.rows, -1)
         self.recurrent_state = {
             i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()
         }
@@ -239,9 +240,9 @@ class DecodeAttention:
         """Drop finished rows from the KV cache.
 
         Args:
-            unfinished: (R,) bool, in host memory.
+            unfinished: (R,) bool, in host memory; rows with False are dropped.
         Returns:
-            The indices of the kept rows; None if all rows are kept.
+            The indices of the kept rows, or None if all rows are kept.
         """
         if unfinished.all():
             return None
@@ -251,7 +252,7 @@ class DecodeAttention:
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        # layer by layer, so that there are never two copies of the whole cache
+        # The cache is copied layer by layer, so that memory never holds two copies of all layers.
         for layer in (*self.row_kv, *self.recurrent_state.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
@@ -274,13 +275,14 @@ class DecodeAttention:
         """
         self.num_row_keys += growth
         capacity = self.row_bias.shape[-1]
-        # a finished row may run past the capacity, so its position is clamped
+        # The position is clamped, because a finished row that was not dropped yet may exceed the
+        # capacity.
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         later = torch.arange(capacity, device=self.device) > self.newest[:, None]
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Write the new tokens' k and v (R, K, D) to the cache; return all of them (R, K, C, D)."""
+        """Add new k and v (R, K, D) to the cache, and return all cached k and v (R, K, C, D)."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
@@ -288,13 +290,13 @@ class DecodeAttention:
         return [keys[:, :, : self.num_row_keys] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with rotated q (R, H, D) of new tokens; k and v are (R, K, D)."""
+        """Compute the attention output (R, H, D) of new tokens, whose k and v are (R, K, D)."""
         (R, H, D) = q.shape
         K = k.shape[1]
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # the queries of all rows of a prompt are multiplied with its keys in one matrix product
+        # One matrix product multiplies the keys of a prompt by the queries of all its rows.
         prompt_bias = self.prompt_bias[:, None, None]  # (B, 1, 1, P)
         row_bias = self.row_bias[..., : self.num_row_keys]  # (R, 1, 1, C)
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
@@ -305,4 +307,4 @@ class DecodeAttention:
         return out.reshape(R, H, D)
 
 
-Attention = GroupAttention | DecodeAttention  # types of the decoder layers' `attention` argument
+Attention = GroupAttention | DecodeAttention  # type of the argument `attention` of decoder layers

@@ -1,4 +1,4 @@
-"""Build a model from its config.json, with random weights or from tensors that the caller has."""
+"""Build a model from its config.json, with random weights or with tensors from the caller."""
 
 import math
 from dataclasses import replace
@@ -20,9 +20,9 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpe
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# layers whose result is added to the residual stream
+# name ends of layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# fields of ImageProcessor -> fields of VisionConfig
+# fields of ImageProcessor -> fields of VisionConfig with the same meaning
 PATCHES = {
     "patch_size": "patch_size",
     "temporal_patch_size": "temporal_patch_size",
@@ -37,20 +37,19 @@ def random_model(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> tuple[Qwen2_5_VL, Processor]:
-    """Build the model of a config.json with random weights for a tokenizer, and its Processor."""
+    """Build a model with random weights for a config.json and a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = ModelConfig.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # the vocab_size of a text_config may be larger
+    # a text_config may set a vocab_size above the number of tokens in the tokenizer
     vocab_size = max(len(tokenizer), config.vocab_size)
     config = replace(config, vocab_size=vocab_size, **token_ids)
     model = model_from_config(config, config_file)
     initialize(model, torch.Generator().manual_seed(seed))
     family = FAMILIES[config.model_type]
     patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
-    token_pixels = (
-        patches["patch_size"] * patches["merge_size"]
-    ) ** 2  # pixels of one merged token
+    # pixels of one merged token
+    token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
         family.images | patches,
         "data",
@@ -62,27 +61,37 @@ def random_model(
 
 
 def default_template(family: ModelSpec) -> "ChatTemplate | None":
-    """Return the chat template of a folder that has none; None: chat_template.render."""
+    """Return the template for folders without a chat template.
+
+    The result is None if chat_template.render, which needs no template, renders the prompts.
+    """
     if family.default_system:
         return None
-    # here, because the template of Qwen2-VL and Qwen2.5-VL needs no Jinja
+    # imported here, because folder_template.py imports Jinja, which Qwen2-VL and Qwen2.5-VL do not
+    # need
     from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
 def model_from_config(config: ModelConfig, where: str | Path) -> Qwen2_5_VL:
-    """Build the model of a config with uninitialised weights (ValueError: its sizes are wrong)."""
+    """Build the model of a config with uninitialised weights.
+
+    Raises:
+        ValueError: a model cannot be built with the sizes in the config.
+    """
     try:
         return FAMILIES[config.model_type].model(config)
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{where}: no model has these sizes ({reason})") from error
+        raise ValueError(
+            f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes."
+        ) from error
 
 
 @runtime_checkable
 class ResetsItself(Protocol):
-    """A module whose parameters begin with values of its own."""
+    """Interface of modules that initialise their own parameters."""
 
     resets_itself: bool
 
@@ -91,9 +100,10 @@ class ResetsItself(Protocol):
 
 @torch.no_grad()
 def initialize(model: Qwen2_5_VL, generator: torch.Generator):
-    """Draw random weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
+    """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    The matrices that end a part of a block have 1 / (2 x blocks) of that variance.
+    Matrices that write into the residual stream have a variance that is smaller by the factor
+    2 x blocks, so that the sum of all blocks does not grow with their number.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
@@ -111,7 +121,10 @@ def initialize(model: Qwen2_5_VL, generator: torch.Generator):
 
 
 def assign(model: Qwen2_5_VL, weights: dict[str, Tensor]):
-    """Give a model on the meta device its weights, by name; a tied head gets the embedding's."""
+    """Replace the parameters of a model on the meta device by weights with the same names.
+
+    A tied head is the same tensor as the embedding.
+    """
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

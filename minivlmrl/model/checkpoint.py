@@ -74,7 +74,8 @@ def load_model(
         folder: path of a folder or name of a repository.
         dtype: dtype of the parameters; defaults to torch_dtype in config.json.
         device: device of the parameters; ignored if the model is sharded.
-        sharding: shards the model, so that each rank only loads its own shard, to sharding.device.
+        sharding: object that shards the model, so that each rank loads only its own shard, to
+            sharding.device.
         adapt: function that adds adapters to the model while it is on the meta device. The folder
             does not have weights for these adapters.
     Raises:
@@ -123,7 +124,7 @@ def _read_weights(
     Raises:
         ValueError: a tensor is missing, unexpected, duplicated, not finite or has a wrong shape.
     """
-    expected = base_weights(model)  # a tied head is only listed as the embedding
+    expected = base_weights(model)  # lists a tied head only as the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -197,8 +198,8 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # The file is reopened for each tensor. While a file is open, all pages that were read from
-        # it count as memory of this process.
+        # The file is reopened for each tensor, because all pages that were read from an open file
+        # count as memory of this process.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -348,7 +349,7 @@ def adapter_writer(model: Qwen2_5_VL, base: str | None) -> Callable[[Path], None
     """Return a function that writes a model's adapters as a PEFT folder; None if it has none."""
     if not has_adapters(model):
         return None
-    # imported here, because only few runs have adapters
+    # imported here, because few runs have adapters
     from minivlmrl.model.peft import gather_adapter
 
     return gather_adapter(model, base)
@@ -387,14 +388,14 @@ def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDi
 
 
 def on_meta(weight: Weight) -> Tensor:
-    """Create a tensor on the meta device with the shape and dtype of a weight."""
+    """Create a tensor on the meta device, with the shape and dtype of a weight."""
     if isinstance(weight, Stacked):
         return weight.stack(on_meta)
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
-    """Return the weights of a model by the names that they have in files of its family.
+    """Return the weights of a model, with the names that files of the family use.
 
     gather_full_tensor computes the full tensor of each weight.
     """
@@ -428,8 +429,8 @@ def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
         write_json(folder / "video_preprocessor_config.json", family_of(model).write_videos(images))
     template = processor.template
     if template is not None and Path(template.source).name == "processor_config.json":
-        # processor_config.json is not copied, because its image settings may have changed. The
-        # chat template in it is saved as chat_template.json, which loaders read next.
+        # processor_config.json is not copied, because its image settings may have changed. Its chat
+        # template is saved as chat_template.json, the next file that loaders search for a template.
         write_json(folder / "chat_template.json", {"chat_template": template.text})
     if (template is None or template.is_default) and "chat_template.jinja" not in carried:
         template_text = as_jinja() if template is None else template.text

@@ -17,12 +17,12 @@ Depth = Annotated[int, "[1, 1000]"]
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Sizes of a mixture of experts, with the names of config.json."""
+    """Sizes of a mixture of experts, named as in config.json."""
 
     num_experts: NumExperts  # E
     num_experts_per_tok: NumExperts  # k
     moe_intermediate_size: NumExperts  # I
-    # width of the shared expert, which computes all tokens; None if there is none
+    # width of the shared expert, which processes all tokens; None without a shared expert
     shared_expert_intermediate_size: NumExperts | None = None
     # indices of layers with a dense MLP instead of experts
     mlp_only_layers: list[Annotated[int, ">= 0"]] = field(default_factory=list)
@@ -37,13 +37,13 @@ class ExpertsConfig:
         )
 
     def has_experts(self, index: int) -> bool:
-        """Return True if the layer of this index has experts, and False if it has a dense MLP."""
+        """Return True if the layer with this index has experts, and False if the MLP is dense."""
         return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Sizes of the recurrent layers of Qwen3.5, with the names of config.json."""
+    """Sizes of the recurrent layers of Qwen3.5, named as in config.json."""
 
     linear_num_key_heads: Size
     linear_num_value_heads: Size
@@ -62,30 +62,31 @@ class RecurrentConfig:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Config of the vision tower, with the names of Qwen2.5-VL and the defaults of transformers."""
+    """Config of the vision tower, named as in Qwen2.5-VL, with the defaults of transformers."""
 
-    depth: Depth = 32  # transformer blocks
+    depth: Depth = 32  # number of transformer blocks
     hidden_size: Size = 3584  # E
     intermediate_size: Size = 3420
     num_heads: Size = 16
     out_hidden_size: Size = 3584  # the decoder's hidden_size
     in_channels: Size = 3
     patch_size: Size = 14  # side of a patch in pixels
-    temporal_patch_size: Size = 2  # frames in one patch; an image is one frame repeated
-    # side, in patches, of the square that is merged into one decoder token
+    temporal_patch_size: Size = 2  # frames in one patch; an image is repeated
+    # side of the square of patches that is merged into one decoder token, in patches
     spatial_merge_size: Size = 2
     # side of an attention window in pixels; None makes each frame one window (Qwen2-VL)
     window_size: Size | None = 112
-    # indices of blocks that attend to the whole frame
+    # indices of blocks in which patches attend to the whole frame
     fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)
     # M-RoPE time positions per second; None uses one position per time step (Qwen2-VL)
     tokens_per_second: Size | None = 4
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
-    # number of learned position embeddings, a square grid that is interpolated to each image's
-    # size; None if the tower has none
+    # number of learned position embeddings, which form a square grid that is interpolated to the
+    # size of each image; None if the tower does not learn positions
     num_position_embeddings: Size | None = None
-    # blocks whose output is also added to the first layers of the decoder (Qwen3-VL's DeepStack)
+    # indices of blocks whose output is also added to the first layers of the decoder (DeepStack in
+    # Qwen3-VL)
     deepstack_visual_indexes: tuple[TokenId, ...] = ()
 
     def __post_init__(self):
@@ -98,7 +99,7 @@ class VisionConfig:
             valid,
             "deepstack_visual_indexes",
             list(blocks),
-            "different blocks of the tower, counted from 0",
+            f"a list of different indices below depth ({self.depth})",
         )
         if self.window_size is not None:
             token_side = self.patch_size * self.spatial_merge_size
@@ -107,16 +108,16 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Return the number of values in a flattened patch, 1176 in the hub's Qwen2.5-VL models.
+        """Return the number of values in a flattened patch: channels x frames x patch_size^2.
 
-        It is channels x frames x patch_size x patch_size.
+        In the Qwen2.5-VL models on the hub the number is 1176.
         """
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
 @dataclass
 class ModelConfig:
-    """Config of a model. Defaults are the values that all Qwen2.5-VL checkpoints have in common."""
+    """Config of a model. The defaults are the values that all Qwen2.5-VL checkpoints share."""
 
     vocab_size: Size
     hidden_size: Size
@@ -130,13 +131,14 @@ class ModelConfig:
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
     # number of rotary frequencies that encode time, height and width
     mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
-    mrope_interleaved: bool = False  # frequencies alternate between the three axes (Qwen3-VL)
+    mrope_interleaved: bool = False  # frequencies alternate between the axes, as in Qwen3-VL
     head_dim: Size = 0  # 0 means hidden_size / num_attention_heads
     attention_bias: bool = True  # whether the projections of queries, keys and values have biases
     qk_norm: bool = False  # whether each head of queries and keys is normalised
     # fraction of head_dim that is rotated
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0
-    # every full_attention_interval-th layer has attention, the others a recurrence (Qwen3.5)
+    # In Qwen3.5 only every full_attention_interval-th layer has attention; the other layers are
+    # recurrent. None means that all layers have attention.
     full_attention_interval: Size | None = None
     # type of each layer; () means that all layers have attention
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
@@ -184,7 +186,7 @@ class ModelConfig:
             width % (4 * vision.num_heads) == 0,
             "vision_config.hidden_size",
             width,
-            "a multiple of 4 x num_heads, for 2-D rotary",
+            "a multiple of 4 x num_heads, for 2-D rotary embeddings",
         )
         width = vision.out_hidden_size
         check_field(
@@ -203,7 +205,7 @@ class ModelConfig:
         )
 
     def _check_layer_types(self, interval: int):
-        """Set layer_types by default, and check them."""
+        """Set layer_types to the default if the list is empty, and check the list."""
         count = self.num_hidden_layers
         if not self.layer_types:
             self.layer_types = tuple(
@@ -221,7 +223,7 @@ class ModelConfig:
     def mrope_axes(self) -> tuple[int, ...]:
         """Return the position axis of each rotary frequency: 0 for time, 1 for height, 2 for width.
 
-        Example: mrope_section (2, 1, 1) gives 0 0 1 2, and interleaved 0 1 2 0.
+        Example: mrope_section (2, 1, 1) gives 0 0 1 2, and 0 1 2 0 with mrope_interleaved.
         """
         section = self.mrope_section
         if self.mrope_interleaved:
@@ -231,11 +233,11 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], where: str = "config.json") -> "ModelConfig":
-        """Parse a config.json, either flat as on the hub or with text_config as in transformers 5.
+        """Parse a config.json, which may be flat as on the hub or nested as in transformers 5.
 
         Args:
             config: the parsed JSON object.
-            where: name of the file in error messages.
+            where: name of the file, for error messages.
         Raises:
             ValueError: a value is invalid or not supported.
         """
@@ -251,11 +253,11 @@ class ModelConfig:
         vision = _section(config, where, "vision_config")
         flat = {**config, **text, "model_type": model_type}
         _check_supported(flat, vision, family, where)
-        flat.pop("mrope_section", None)  # only the value in the rope settings is used
-        if family.experts:  # num_local_experts is the name in transformers 5
+        flat.pop("mrope_section", None)  # only the mrope_section in the rope settings is used
+        if family.experts:  # transformers 5 writes num_local_experts instead
             flat.setdefault("num_experts", flat.pop("num_local_experts", None))
         for name, value in {**family.defaults, **family.experts}.items():
-            if flat.get(name) is None:  # null counts as missing
+            if flat.get(name) is None:  # null is treated as a missing key
                 flat[name] = value
         rope = _rope(flat, where)
         for name in ("rope_theta", "mrope_section", "partial_rotary_factor"):
@@ -263,8 +265,8 @@ class ModelConfig:
                 flat[name] = rope[name]
         dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
         flat["torch_dtype"] = dtype or "float32"
-        # the top level takes precedence, because transformers 5 writes the key's default into
-        # text_config
+        # The value at the top level takes precedence, because transformers 5 always writes the
+        # default value into text_config.
         tied = flat.get("tie_word_embeddings", False)
         flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         flat["vision_config"] = _flat_vision(vision, family, where)
@@ -291,9 +293,9 @@ class ModelConfig:
         return built
 
     def to_dict(self) -> dict:
-        """Return the config.json in the hub's layout.
+        """Return the contents of a config.json in the hub's layout.
 
-        vLLM and every transformers release that supports the family can read it.
+        vLLM and every transformers release that supports the family can read this layout.
         """
         family = FAMILIES[self.model_type]
         text = {}
@@ -322,7 +324,7 @@ class ModelConfig:
         return family.write(config)
 
 
-# keys of a config.json that are not kept in `extra`, because to_dict computes them from fields
+# keys of a config.json that are not copied to `extra`, because to_dict computes their values
 REWRITTEN = {
     "text_config",
     "rope_parameters",
@@ -334,12 +336,12 @@ REWRITTEN = {
 
 
 def without(values: dict, names: Container[str]) -> dict:
-    """Return a copy of a dictionary without some keys."""
+    """Return a copy of a dictionary without the keys in `names`."""
     return {name: value for name, value in values.items() if name not in names}
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the object under the first of these keys that is set; {} if none is set."""
+    """Return the object at the first of these keys that is not empty; {} if all are empty."""
     for name in names:
         section = config.get(name)
         if section:
@@ -349,12 +351,12 @@ def _section(config: dict, where: str, *names: str) -> dict:
 
 
 def _rope(config: dict, where: str) -> dict:
-    """Return the rotary settings, under the key of transformers 5 or that of older releases."""
+    """Return the rotary settings, whose key differs between transformers 5 and older releases."""
     return _section(config, where, "rope_parameters", "rope_scaling")
 
 
 def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
-    """Raise ValueError for settings that are not supported; missing or null ones are accepted."""
+    """Raise ValueError if a setting is not supported. Missing and null settings are accepted."""
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
     supported = {  # key -> (value in the file, supported values ...)
@@ -382,7 +384,7 @@ def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
 
 
 def _flat_vision(vision: dict, family: ModelSpec, where: str) -> dict:
-    """Return the fields of VisionConfig from the vision_config of a config.json."""
+    """Convert the vision_config of a config.json to the fields of VisionConfig."""
     vision = vision | {"in_channels": vision.get("in_chans", vision.get("in_channels", 3))}
     rope = _rope(vision, f"{where}: vision_config")
     if "rope_theta" in rope:

@@ -1,7 +1,7 @@
-"""The vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: decoder and LM head.
+"""Decoder and LM head of the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-The decoder processes a packed sequence of N tokens, and its argument `attention` decides which
-tokens attend to each other. model/families/registry.py defines the vision tower, the layers and the
+The decoder processes a packed sequence of N tokens. Its argument `attention` decides which tokens
+attend to each other. model/families/registry.py defines the vision tower, the layers and the
 norm of each model family. Parameters have the same names as in the checkpoints on the Hugging Face
 hub.
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Sharder(Protocol):
-    """Interface of distributed/fsdp.Sharding, which shards the weights of a model over ranks."""
+    """Interface of Sharding in distributed/fsdp.py, which shards a model's weights over ranks."""
 
     compute_dtype: torch.dtype  # dtype of gathered weights and activations
 
@@ -43,7 +43,7 @@ class Sharder(Protocol):
         ...
 
     def gather(self, model: "Qwen2_5_VL") -> "Qwen2_5_VL":
-        """Gather the weights of a sharded model, and return an unsharded model with them."""
+        """Gather the weights of a sharded model, and return an unsharded model with the weights."""
         ...
 
     def copy(self, model: "Qwen2_5_VL", in_compute_dtype: bool) -> "Qwen2_5_VL":
@@ -76,7 +76,7 @@ class Qwen2_5_VL(nn.Module):
     ) -> Tensor:
         """Compute the hidden states of a packed batch.
 
-        Each prompt, image and video is only computed once, even if several completions use it.
+        Each prompt, image and video is computed only once, even if several completions share it.
 
         Args:
             batch: the batch with N packed tokens.
@@ -106,8 +106,9 @@ def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tenso
         vision_embeds: (M, k * hidden_size) output of the tower, where k > 1 with DeepStack.
         index: (M,) positions of the image tokens in x.
     Returns:
-        A copy of x with the first hidden_size columns of vision_embeds in the rows `index`; and a
-        list of the other k - 1 blocks of columns, for the argument `deep` of TextModel.
+        A copy of x, in which the first hidden_size columns of vision_embeds replace the rows
+        `index`, and a list of the other k - 1 blocks of columns, for the argument `deep` of
+        TextModel.
     """
     first, *deep = vision_embeds.to(x.dtype).split(x.shape[1], dim=-1)
     return x.index_copy(0, index, first), deep
@@ -140,7 +141,7 @@ class TextModel(nn.Module):
             select: (S,) indices of the tokens to return. None returns all N.
             vision_index: (M,) positions of the image tokens in x.
             deep: DeepStack embeddings. deep[i] (M, hidden_size) comes from an inner block of the
-                vision tower, and is added to the image tokens after layer i.
+                vision tower and is added to the image tokens after layer i.
         Returns:
             (S, hidden_size) hidden states of the selected tokens.
         """
@@ -155,7 +156,7 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
 
-    `index` is the index of the layer, and selects the layer's entry in the KV cache.
+    `index` is the index of the layer. It selects the keys and values of the layer in the KV cache.
     """
 
     def __init__(self, config: "ModelConfig", index: int):

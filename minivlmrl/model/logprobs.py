@@ -1,4 +1,4 @@
-"""Log-probabilities of completions. Policy, old policy and reference all use `per_token_logps`."""
+"""Log-probabilities of completions, computed alike for policy, old policy and reference model."""
 
 from torch import Tensor
 
@@ -10,9 +10,9 @@ from minivlmrl.model.packing import GroupBatch
 def plain_per_token_logps(
     model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute per_token_logps by its definition, with all logits in memory.
+    """Compute the results of per_token_logps by their definition, with all logits in memory.
 
-    Only tests and exercise 7 use it.
+    Only tests and exercise 7 use this function.
     """
     logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
     log_probs = logits.log_softmax(-1)
@@ -25,16 +25,16 @@ def per_token_logps(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each completion token given the prompt and earlier tokens.
 
-    Logits are computed block by block, and again in the backward pass, so that the whole
-    (M, vocab_size) tensor never exists. If sampling filters such as top_p removed tokens
-    (batch.sampling_mask), the probabilities are normalised over the remaining tokens.
+    Logits are computed block by block, and computed again in the backward pass, so that the whole
+    tensor of logits (M, vocab_size) never exists. If sampling filters such as top_p removed tokens
+    (batch.sampling_mask), the probabilities are normalised over the remaining vocabulary.
 
     Args:
         batch: packed batch with M completion tokens.
-        temperature: divisor of the logits; pass the sampling temperature of the completions.
+        temperature: divisor of the logits, which should equal the sampling temperature.
     Returns:
-        logps (M,) and entropies (M,) of the distributions, in nats. GroupBatch.pad arranges them
-        as rows.
+        Log-probabilities (M,) of the tokens and entropies (M,) of the distributions, in nats.
+        GroupBatch.pad arranges such values in rows.
     Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding.
     """
     return logps_of_states(model, completion_states(model, batch), batch, temperature)
@@ -48,9 +48,9 @@ def completion_states(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
 def logps_of_states(
     model: Qwen2_5_VL, states: Tensor, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute per_token_logps from the hidden states of completion_states.
+    """Compute the results of per_token_logps from the hidden states of completion_states.
 
-    Callers use it if they also need the hidden states.
+    This function is for callers that also need the hidden states.
     """
     return linear_log_softmax(
         states, model.lm_head.weight, batch.completion_ids, temperature, batch.sampling_mask

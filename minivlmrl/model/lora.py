@@ -47,7 +47,7 @@ def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
     layer_names = []
     for target in options.target:
         layer_names += target_layers(model, target)
-    for name in dict.fromkeys(layer_names):  # removes duplicates
+    for name in dict.fromkeys(layer_names):  # dict.fromkeys removes duplicates
         add_lora(model, name, options.r, options.alpha / options.r)
     if options.quantize:
         quantize_base(model)
@@ -61,7 +61,7 @@ class LoRALinear(ReplacedLinear):
 
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float):
         super().__init__()
-        self.base = base  # quantize_base replaces it by a PackedLinear
+        self.base = base  # quantize_base replaces the base by a PackedLinear
         self.out_features, self.in_features = base.weight.shape
         self.r, self.scaling = r, scaling
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
@@ -188,7 +188,7 @@ def init_adapters(model: Qwen2_5_VL, seed: int):
 
 
 def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
-    """Replace parameters of a model by full tensors, of which a sharded model keeps its own shard.
+    """Replace parameters of a model by full tensors, from which each rank keeps its own shard.
 
     Args:
         weights: full tensors by parameter name. They are converted to the device and the dtype of
@@ -243,7 +243,7 @@ def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
 
 
 def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
-    """Return the part of the model that contains a layer, with its name in adapter.target.
+    """Return the part of the model that contains a layer, under the name in adapter.target.
 
     Args:
         kinds: the additional parts that a model family defines, such as "experts", each with the
@@ -256,7 +256,7 @@ def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float) -> LoRALinear:
-    """Replace a linear layer by a LoRALinear with a zero adapter; an old adapter is discarded."""
+    """Replace a linear layer by a LoRALinear with a zero adapter, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
     assert isinstance(base, nn.Linear | PackedLinear)

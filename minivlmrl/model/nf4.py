@@ -110,7 +110,7 @@ def unpack_nf4(
             packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype
         )
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # value_pairs contains the two float32 values of each possible byte, as one int64. On a CPU,
+    # value_pairs contains, for each possible byte, its two float32 values as one int64. On a CPU,
     # 4096 blocks are unpacked at a time, because they fit into its cache. Unpacking all blocks at
     # once takes 3 times as long.
     piece_blocks = 4096 if packed.is_cpu else len(scales)

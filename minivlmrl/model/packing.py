@@ -1,7 +1,7 @@
 """Pack prompts, their completions and their images into a GroupBatch, the only batch type.
 
-SFT packs a prompt with one completion, GRPO a prompt with G completions, and a prefill a prompt
-without completions.
+SFT packs each prompt with one completion, GRPO packs each prompt with G completions, and a prefill
+packs prompts without completions.
 """
 
 from collections.abc import Sequence
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupBatch:
-    """N tokens packed without padding, with R rows of M completion tokens in total.
+    """A packed sequence of N tokens without padding, with R rows of M completion tokens in total.
 
-    A row is one completion, or all turns of a trajectory together; losses are computed per row.
+    A row is one completion, or all turns of a trajectory. Losses are computed per row.
     """
 
     # (N,) int64, without the last token of each completion, because it predicts no token
     input_ids: Tensor
-    position_ids: Tensor  # (3, N) int64: time, height, width
+    position_ids: Tensor  # (3, N) int64 positions in time, height and width
     pixel_values: Tensor  # (patches, patch_dim) float32, images and videos in order
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) positions of image and video tokens in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
-    # (M,) float32: 1 if the policy generated the token, 0 if a tool or another turn inserted it
+    # (M,) float32, 1 for tokens that the policy generated, 0 for tool output or other turns
     policy_mask: Tensor
-    # (2, K) int64, pairs (completion token, vocabulary id) that the sampling filters kept; (2, 0)
-    # without filters
+    # (2, K) int64, pairs of the index of a completion token and a vocabulary id that the sampling
+    # filters kept for this token; (2, 0) without filters
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
-    # (merged tokens, width) cached embeddings of all images; None if a prompt has none cached
+    # (merged tokens, width) cached embeddings of all images; None if some are not cached
     vision_embeds: Tensor | None = None
 
     def pad(self, per_token: Tensor) -> Tensor:
-        """Arrange values (M,) as rows (R, T), padded on the right with zeros to the longest row."""
+        """Arrange values (M,) in rows (R, T), each padded on the right with zeros."""
         R = len(self.layout.row_lengths)
         T = max(self.layout.row_lengths, default=0)
         padded = per_token.new_zeros(R * T)
@@ -55,7 +55,7 @@ class GroupBatch:
 
     @property
     def completion_mask(self) -> Tensor:
-        """Return (R, T): 1 at tokens that the policy generated, 0 at other tokens and padding."""
+        """Return a mask (R, T), which is 1 for tokens that the policy generated and 0 elsewhere."""
         return self.pad(self.policy_mask)
 
 
@@ -67,24 +67,24 @@ def pack(
 
     Example: a prompt of 3 tokens with completions a of 3 and b of 2 tokens gives N = 6 and M = 5,
         input_ids  p0 p1 p2 | a0 a1 | b0
-        position    0  1  2 |  3  4 |  3     each completion continues at its prompt's end
+        position    0  1  2 |  3  4 |  3     each completion continues where the prompt ends
         predicts         a0   a1 a2   b1     p2 also predicts b0
 
     Args:
         prompts: the B prompts.
         completions: the completions of each prompt; a prompt may have none.
-        config: the model's config, for token ids and image positions.
-        device: the device of all tensors except image_grid_thw.
-        rows: the row of each completion, see GroupLayout.
+        config: config of the model, which determines token ids and image positions.
+        device: device of all tensors in the batch except image_grid_thw.
+        rows: row index of each completion; see GroupLayout.
     Raises:
         ValueError: a completion has no tokens.
     """
     all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
-        raise ValueError("A completion has no tokens. Drop its row or end it with a stop token.")
+        raise ValueError("A completion has no tokens. Drop its row, or end it with a stop token.")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
-    spans = []  # in the order of input_ids
+    spans = []  # Spans in the order of input_ids
     for prompt, group in zip(prompts, completions, strict=True):
         spans += lay_group(prompt, group, config)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
@@ -114,19 +114,19 @@ def pack(
 
 @dataclass
 class Span:
-    """One prompt or completion in the packed sequence, with n tokens."""
+    """A prompt or a completion, with n tokens in the packed sequence."""
 
     ids: Tensor  # (n,)
-    # (n,) ids in which image placeholders are searched: -1 for tokens that the policy generated,
-    # because a generated placeholder token has no image
+    # (n,) ids in which image placeholders are searched. They are -1 for tokens that the policy
+    # generated, because a generated placeholder does not belong to any image.
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
-    pixel_values: Sequence[Tensor] = ()  # patches of its images and videos, (patches, patch_dim)
-    grids: Sequence[Tensor] = ()  # their grids, each (images and videos, 3)
+    pixel_values: Sequence[Tensor] = ()  # patches of the images and videos, (patches, patch_dim)
+    grids: Sequence[Tensor] = ()  # patch grids, each (images and videos, 3)
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig") -> list[Span]:
-    """Make the Spans of a prompt and its completions, each at the positions after the prompt."""
+    """Create the Spans of a prompt and its completions, which continue where the prompt ends."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)
@@ -135,7 +135,7 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig"
     for completion in group:
         span = Span(
             ids=completion.ids[:-1],
-            # an <|image_pad|> that the policy generated has no image
+            # a placeholder <|image_pad|> that the policy generated does not belong to any image
             image_ids=completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
             position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
         )
@@ -151,9 +151,9 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig"
 def join_vision_embeds(
     prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor | None:
-    """Concatenate the cached image embeddings of all prompts; None if some image has none.
+    """Concatenate the cached embeddings of all images, or return None if some are not cached.
 
-    Embeddings are cached when the vision tower is frozen.
+    Embeddings are cached only if the vision tower is frozen.
     """
     embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
     if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):

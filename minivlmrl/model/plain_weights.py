@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# part of a model, as named in recipes -> prefixes of its weights; the first match is used
+# part of a model, as named in recipes -> prefixes of the names of its weights. The first part that
+# matches a name is used.
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
-    "embeddings": ("model.embed_tokens.", "lm_head."),  # the head is often the same matrix
+    "embeddings": ("model.embed_tokens.", "lm_head."),  # the LM head is often tied to the embedding
     "vision": "visual.",
     "language": "model.",
 }
@@ -144,9 +145,9 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return the weights without adapters, as a dictionary plain name -> parameter or layer.
+    """Return the weights without adapters, as a dictionary from plain name to parameter or layer.
 
-    The value is a layer if the weight is quantised.
+    The value is a PackedLinear layer if the weight is quantised, and else a parameter.
     """
     weights: dict[str, Tensor | PackedLinear] = {}
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: M-RoPE for the decoder, 2-D rotary for the vision tower.
+"""Rotary position embeddings: M-RoPE in the decoder, 2-D rotary embeddings in the vision tower.
 
-Dimension letters: N tokens of the packed sequence, P patches, D head_dim, H heads. `config` is
-the ModelConfig of model/config.py, except in `vision_rotary`, where it is the VisionConfig.
+Dimension letters: N tokens of the packed sequence, P patches, D head_dim, H heads. `config` is a
+ModelConfig of model/config.py, except in `vision_rotary`, where `config` is a VisionConfig.
 """
 
 from functools import cache
@@ -22,35 +22,37 @@ def get_rope_index(
 ) -> Tensor:  # fmt: skip
     """Compute the (time, height, width) M-RoPE position of every prompt token.
 
-    A text token has the same position on all three axes, one more than the text token before it.
-    The tokens of an image share one time position; their height and width positions are the row
-    and column in the merged grid. The time steps of a video are spaced in proportion to seconds.
-    Text after an image or video continues one past its largest position on any axis.
+    A text token has the same position on all three axes, which is one more than the position of
+    the previous text token. The tokens of an image share one time position, and their positions in
+    height and width are their row and column in the merged grid. The time steps of a video are
+    spaced in proportion to seconds. Text after an image or a video starts one past the largest
+    position on any axis.
 
     Example: 2 text tokens, an image of 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
         height 0 1 | 2 2 2 3 3 3 | 5
         width  0 1 | 2 3 4 2 3 4 | 5
-    A video of 3 steps, 0.75 s apart, at 2 positions a second, has time floor(step * 1.5): 0, 1, 3.
+    Example: a video has 3 time steps, 0.75 s apart, and 2 positions per second. Its time positions
+    are floor(step * 1.5), so 0, 1 and 3.
 
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and
             width, in the order of the placeholders.
-        second_per_grid_ts: (images and videos,) float32, seconds between time steps. None means
-            1 second.
+        second_per_grid_ts: (images and videos,) float32, seconds between two time steps. None
+            means 1 second.
     Returns:
         position_ids: (3, N) int64.
     Raises:
-        ValueError: the number of placeholders differs from the number that the grids need.
+        ValueError: input_ids have too few or too many placeholders for the grids.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time";
-        transformers 4.49 to 4.51 and vLLM. Later releases of transformers give videos different
-        positions, see docs/numerical_parity.md.
+        transformers 4.49 to 4.51 and vLLM. Later releases of transformers compute other
+        positions for videos; see docs/numerical_parity.md.
     """
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
     merge = config.vision_config.spatial_merge_size
-    pieces = []  # positions of ids[:done]
+    pieces = []  # tensors with the positions of ids[:done]
     done = 0
     position = 0  # position of the next token
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
@@ -60,34 +62,37 @@ def get_rope_index(
             begin += 1
         if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
             raise ValueError(
-                f"input_ids lack the {length} image or video tokens that grid {(t, h, w)} needs "
-                f"at {begin}"
+                f"input_ids lack the {length} image or video tokens that the grid {(t, h, w)} "
+                f"needs at position {begin}. Expand placeholders with the processor of this model."
             )
         pieces.append(_text_positions(position, begin - done))
         position += begin - done
         seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
         grid = _grid_positions(t, h // merge, w // merge, seconds, config.vision_config)
         pieces.append(grid + position)
-        position += int(grid.max()) + 1  # the maximum is taken over all axes
+        position += int(grid.max()) + 1  # the largest position on any axis
         done = begin + length
     if any(token in placeholders for token in ids[done:]):
-        raise ValueError("input_ids have an image or video token that none of the grids needs")
+        raise ValueError(
+            "input_ids have more image or video tokens than the grids need. Pass the grid of every "
+            "image and video."
+        )
     pieces.append(_text_positions(position, len(ids) - done))
     return torch.cat(pieces, dim=1)
 
 
 def _text_positions(first: int, count: int) -> Tensor:
-    """Return consecutive positions from `first`, equal on all axes: (3, count)."""
+    """Return `count` consecutive positions from `first` on, equal on all three axes: (3, count)."""
     return torch.arange(first, first + count).expand(3, -1)
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "VisionConfig") -> Tensor:
-    """Return time, row and column of each merged token, counted from 0: (3, t * rows * cols)."""
+    """Return the time, row and column of each merged token, from 0 on: (3, t * rows * cols)."""
     time = torch.arange(t)
-    # Qwen2-VL has no tokens_per_second, so each time step counts as one position
+    # Qwen2-VL does not have tokens_per_second, so a time step is one position
     if config.tokens_per_second is not None:
-        # computed in float32 because the checkpoints were trained so, and float64 rounds some
-        # products differently
+        # The products are float32, because the checkpoints were trained with float32 products.
+        # float64 products would sometimes be rounded differently.
         time = (time * seconds * config.tokens_per_second).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
     return torch.stack(axes).flatten(1)
@@ -96,12 +101,12 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "Visio
 def text_rotary(
     position_ids: Tensor, config: "ModelConfig", dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of M-RoPE; config.mrope_axes assigns a position axis per frequency.
+    """Compute the cosines and sines of M-RoPE. config.mrope_axes has the axis of each frequency.
 
     Args:
         position_ids: (3, N) int64, from get_rope_index.
     Returns:
-        cos, sin: each (N, 1, D) for apply_rotary, computed in float32 and then cast.
+        cos, sin: arguments of apply_rotary, each (N, 1, D), computed in float32 and cast to dtype.
     """
     axes = _tensor(config.mrope_axes, device=position_ids.device)
     inv_freq = _inverse_frequencies(len(axes), config.rope_theta, position_ids.device)
@@ -116,13 +121,13 @@ def vision_rotary(
     """Compute cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 
     Half of the frequencies rotate by the patch's row, the other half by its column. Patches are in
-    the order of pixel_values: merge blocks in raster order, and the patches of a block in raster
-    order. All frames have the same angles, because the tower's rotary does not encode time.
+    the order of pixel_values: merge blocks are in raster order, and so are the patches of a block.
+    All frames have the same angles, because the tower's rotary embedding does not encode time.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
     Returns:
-        cos, sin: each (P, 1, D) float32 for apply_rotary.
+        cos, sin: arguments of apply_rotary, each (P, 1, D) float32.
     """
     merge = config.spatial_merge_size
     count = config.hidden_size // config.num_heads // 4
@@ -137,7 +142,7 @@ def vision_rotary(
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines (N, 1, D) of angles (N, D/2), for apply_rotary.
+    """Compute cosines and signed sines (N, 1, D) of angles (N, D/2), as apply_rotary needs them.
 
     The first half of the sines is negative, because rotating the pair (a, b) gives
     (a cos - b sin, b cos + a sin).
@@ -148,13 +153,13 @@ def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i+D/2}) of x (N, H, D) by its angle; cos, sin are (N, 1, D)."""
+    """Rotate each pair (x_i, x_{i+D/2}) of x (N, H, D) by an angle; cos and sin are (N, 1, D)."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 @cache
 def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -> Tensor:
-    """Return the rotary frequencies theta^(-i/count), i = 0 to count - 1: (count,) float32.
+    """Return rotary frequencies theta^(-i/count) for i from 0 to count - 1: (count,) float32.
 
     The lowest frequency is about `theta` times lower than the highest.
     """

@@ -29,7 +29,7 @@ def select_trained(model: nn.Module, freeze: Sequence[Part]):
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that the optimizer updates, which are those with requires_grad."""
+    """Return the parameters with requires_grad, which the optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -48,8 +48,8 @@ def is_trained(name: str, freeze: Sequence[Part], adapted: bool) -> bool:
 def trainable_summary(model: nn.Module) -> str:
     """Summarise the trained parameters as a text with one line per part or kind of layer.
 
-    Each line lists the name, the number of layers, the rank of the adapters, the number of trained
-    parameters, and their share of the base model's parameters.
+    Each line contains the name, the number of layers, the rank of adapters, the number of trained
+    parameters, and the share of this number in the base model's parameters.
     """
     kinds = defaultdict(Counter)  # (name, rank) -> number of trained parameters per layer
     for name, parameter in model.named_parameters():
@@ -59,7 +59,8 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)  # the same for all blocks
+            # the index of a block is replaced, so that a layer has the same kind in all blocks
+            kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"
         kinds[kind_name, rank_text][layer_name] += parameter.numel()

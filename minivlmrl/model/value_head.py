@@ -1,4 +1,4 @@
-"""Value models, which output a scalar per token: reward models and the critic of PPO."""
+"""Value models, which compute one number per token: reward models and the critic of PPO."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained
 
-HEAD_FILE = "score.safetensors"  # in the folder of the backbone
+HEAD_FILE = "score.safetensors"  # weights of the head, in the folder of the backbone
 
 
 class ValueModel(nn.Module):
-    """A backbone and a linear head that computes one value from each last hidden state."""
+    """A backbone with a linear head that computes one value from each hidden state."""
 
     def __init__(
         self, backbone: Qwen2_5_VL, freeze: Sequence[Part] = (), weight: Tensor | None = None
@@ -33,14 +33,14 @@ class ValueModel(nn.Module):
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
-        """Compute the values (M,) of the states before each completion token."""
+        """Compute the values (M,) of the hidden states that predict the completion tokens."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
     def score_last_token(self, batch: GroupBatch) -> Tensor:
         """Compute the value (R,) at the last token of each completion.
 
         Args:
-            batch: a batch of pack_with_last_token.
+            batch: a batch from pack_with_last_token.
         """
         return torch.stack([values[-1] for values in self(batch).split(batch.layout.row_lengths)])
 
@@ -52,7 +52,8 @@ def pack_with_last_token(
     """Pack prompts and completions so that the last token of each completion has a hidden state.
 
     `pack` leaves out the last token, because it predicts no token. This function therefore repeats
-    the last token, and the repeated one is left out. With completions a of 3 and b of 2 tokens:
+    the last token, so that `pack` leaves out the repetition. Example: completion a has 3 tokens,
+    and completion b has 2 tokens:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
@@ -68,19 +69,19 @@ def repeat_last_token(completion: Completion) -> Completion:
 
 
 class ValueHead(nn.Linear):
-    """A linear head that casts hidden states to the dtype of its weight, usually float32."""
+    """A linear head that converts hidden states to the dtype of its weight, usually float32."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
 
 
 def value_head(model: Qwen2_5_VL, weight: Tensor | None = None) -> ValueHead:
-    """Make a value head for a model, sharded if the model is sharded.
+    """Create a value head for a model, which is sharded if the model is sharded.
 
-    The head is float32 or wider, even for a bfloat16 model.
+    The head is float32 or wider, even if the model is bfloat16.
 
     Args:
-        weight: (1, hidden_size). None initialises the head with zeros.
+        weight: weight (1, hidden_size) of the head. None initialises the weight with zeros.
     """
     like = model.lm_head.weight
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -98,7 +99,7 @@ def value_head(model: Qwen2_5_VL, weight: Tensor | None = None) -> ValueHead:
 def input_form(model: Qwen2_5_VL, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
     """Return the family, the vocabulary and the patch sizes, which determine a model's inputs.
 
-    Two models for which these are equal can share token ids and image patches.
+    Two models with the same result can share token ids and image patches.
     """
     images = processor.image_processor
     patch_sizes = [getattr(images, name) for name in PATCHES]
@@ -106,26 +107,33 @@ def input_form(model: Qwen2_5_VL, processor: Processor) -> tuple[str, dict[str, 
 
 
 def check_value_model_folder(folder: str | Path):
-    """Raise ValueError if a folder contains no value head."""
+    """Raise ValueError if a folder does not contain a value head."""
     if not (Path(folder) / HEAD_FILE).is_file():
         raise ValueError(
-            f"{folder}: there is no {HEAD_FILE}, the head of a reward model. Train a reward model "
-            "and give its folder."
+            f"{folder} does not contain {HEAD_FILE}, the head of a reward model. Train a reward "
+            "model, and use the checkpoint of that run."
         )
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Load a value model from a folder; `options` are the further arguments of load_model."""
+    """Load a value model from a folder; `options` are the other arguments of load_model."""
     check_value_model_folder(folder)
     return add_saved_head(load_model(folder, *options), folder)
 
 
 def add_saved_head(backbone: Qwen2_5_VL, folder: str | Path) -> ValueModel:
-    """Build a value model from a backbone and the head that is saved in a folder."""
+    """Build a value model from a backbone and the head in a folder.
+
+    Raises:
+        ValueError: the file of the head does not match the backbone.
+    """
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)
     tensors = dict(read_tensors(file))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != {"score.weight": shape}:
-        raise ValueError(f"{file}: it must contain exactly score.weight with shape {shape}")
+        raise ValueError(
+            f"{file} contains {shapes}, but it must contain only score.weight with shape {shape}. "
+            "Use a head that was trained with this backbone."
+        )
     return ValueModel(backbone, weight=tensors["score.weight"])

@@ -1,4 +1,4 @@
-"""The vision tower: encodes image patches and merges each 2 x 2 patches into one decoder token.
+"""The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
 Qwen2_5_VL.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by
 the tower's output. Qwen2.5-VL's tower, in this file, uses window attention, RMSNorm and the same
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Module):
-    """SwiGLU MLP, down(silu(gate(x)) * up(x)), with biases in the tower and none in the decoder."""
+    """SwiGLU MLP: down(silu(gate(x)) * up(x)). The tower uses biases, the decoder does not."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
@@ -42,8 +42,8 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by config.norm
-EPS = 1e-6  # epsilon of the tower's norms
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by value of config.norm
+EPS = 1e-6  # epsilon of the norms in the vision tower
 
 
 def window_order(
@@ -52,8 +52,8 @@ def window_order(
     """Order merged tokens by attention window, so that the tokens of a window are contiguous.
 
     Every frame is tiled from its top left corner by windows of window_size pixels; windows at the
-    right and bottom edges are smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 give two
-    windows, columns 0 to 3 and column 4:
+    right and bottom edges may be smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens
+    give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
     Args:
@@ -93,18 +93,19 @@ def window_order(
 class Layout:
     """Patch order, rotary angles and attention segments of a batch of images in the tower."""
 
-    order: Tensor  # (P,) index in pixel_values of each patch, in window order
-    raster_order: Tensor  # (M,) index in window order of each merged token, in raster order
+    order: Tensor  # (P,) for each patch in window order, its index in pixel_values
+    raster_order: Tensor  # (M,) for each merged token in raster order, its index in window order
     # (P, 1, 1, D) float32, rotary cosines in window order, shared by query, key and all heads
     cos: Tensor
-    sin: Tensor  # (P, 1, 1, D) float32, the matching sines
-    windows: Segments  # segments of patches that attend to each other in most blocks
-    frames: Segments  # attention segments of the blocks in config.fullatt_block_indexes
+    sin: Tensor  # (P, 1, 1, D) float32, rotary sines, in the order of the cosines
+    windows: Segments  # one segment per attention window, for blocks with window attention
+    frames: Segments  # one segment per frame, for blocks in config.fullatt_block_indexes
 
 
-# cached because the policy and the reference model process the same images
+# The layout is cached, because the policy and the reference model process the same images.
 @lru_cache(maxsize=8)
-# inference mode is off because tensors made in it could not be used in training later
+# Inference mode is off, because training also uses the cached layout, and it could not use tensors
+# that were created in inference mode.
 @torch.inference_mode(False)
 def lay_out(
     grids: tuple[tuple[int, int, int], ...], config: "VisionConfig", device: torch.device
@@ -143,29 +144,32 @@ class VisionTransformer(VisionTower):
         self.merger = PatchMerger(config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images and videos of a batch; attention never crosses a pair of frames.
+        """Encode all images and videos of a batch.
+
+        A patch covers two frames of a video, and attends only to patches of the same two frames.
 
         Args:
-            pixel_values: (P, patch_dim) float32, in the order of image.patchify.
+            pixel_values: (P, patch_dim) float32, in the order of patchify in data/image.py.
             image_grid_thw: (images and videos, 3) int64, the number of patches in time, height
                 and width.
         Returns:
-            (M, out_hidden_size) embeddings of the merged tokens, images and videos in order, the
-            tokens of each in raster order.
+            (M, out_hidden_size) embeddings of the merged tokens. Images and videos keep their
+            order, and the tokens of each image or video are in raster order.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = lay_out(grids, self.config, pixel_values.device)
         x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
-            sees_frame = i in self.config.fullatt_block_indexes
-            segments = layout.frames if sees_frame else layout.windows
+            attends_to_frame = i in self.config.fullatt_block_indexes
+            segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # the merger works on each block of patches separately, so the window order does not matter
+        # The merger processes each 2 x 2 block of patches separately. Therefore only its output,
+        # which is smaller than its input, is put back in raster order.
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of flattened patches; checkpoints store its weight as a 3-D convolution."""
+    """Linear projection of flattened patches, whose weight is stored as a 3-D convolution."""
 
     def __init__(self, config: "VisionConfig"):
         super().__init__()
@@ -205,7 +209,7 @@ class VisionAttention(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Normalise each patch, concatenate each 2 x 2 block, and project it with a two-layer MLP."""
+    """Normalise patches, concatenate each 2 x 2 block, and apply an MLP with two layers."""
 
     def __init__(self, config: "VisionConfig"):
         super().__init__()

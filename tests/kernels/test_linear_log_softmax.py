@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_said():
     for wrong in ((hidden, weight[:, 1:], ids), (hidden, weight, ids[1:]), (hidden, weight.half(), ids)):
         with pytest.raises(ValueError, match=r"expects hidden \(M, D\), weight"):
             linear_log_softmax(*wrong, 1.0)
-    with pytest.raises(ValueError, match=r"temperature must be .*, but it is -1"):
+    with pytest.raises(ValueError, match=r"temperature is -1.*, but it must be greater than 0"):
         linear_log_softmax(hidden, weight, ids, -1.0)
 
 

@@ -183,7 +183,7 @@ NO_OTHER += "other mixtures of experts and qwen4_exp are not supported"
     ("use_sliding_window", True, "use_sliding_window is True, but it must be False"),
     ("vision_config.out_hidden_size", 32, "vision_config.out_hidden_size is 32, but it must be hidden_size (64)"),
     ("qwen3_vl/vision_config.num_position_embeddings", 35, "is 35, but it must be a square number"),
-    ("qwen3_vl/vision_config.deepstack_visual_indexes", [1, 4], "it must be different blocks of the tower"),
+    ("qwen3_vl/vision_config.deepstack_visual_indexes", [1, 4], "it must be a list of different indices below depth ("),
     ("qwen3_vl/text_config.rope_scaling", {"mrope_interleaved": False}, "interleaved is False, but it must be True"),
     ("qwen3_5/text_config.layer_types", ["linear_attention"] * 3, "with at least one full_attention"),
     ("qwen3_5/text_config.linear_num_key_heads", 3, "is 3, but it must be a divisor of linear_num_value_heads (4)"),

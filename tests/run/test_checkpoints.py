@@ -484,7 +484,7 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
     before = (copy / "metrics.jsonl").read_bytes()
     with (
         locked(copy, ONE),
-        pytest.raises(ValueError, match=r"another run is writing into .*/copy; wait until it ends, or"),
+        pytest.raises(ValueError, match=r"another run is writing into .*/copy\. Wait until that run ends, or"),
     ):
         resume(recipe, copy, "--resume=never")
     assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2

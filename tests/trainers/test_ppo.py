@@ -134,7 +134,7 @@ def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, st
 
 
 def test_what_is_no_critic_of_this_policy_is_refused(folder, lively, tmp_path, stage):
-    with pytest.raises(ValueError, match=r"/gone: there is no score\.safetensors"):
+    with pytest.raises(ValueError, match=r"/gone does not contain score\.safetensors"):
         stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
     main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")
     path = tmp_path / "one" / "reward_model"

@@ -65,9 +65,9 @@ def test_it_must_be_there_before_its_stage_begins(judge):
             ValueError, match=r"the stage grpo uses the reward reward_model, but there is no reward model yet; set"
         ):
             check_stage_order(run(stages), "grpo")
-    with pytest.raises(ValueError, match="/gone: there is no score"):
+    with pytest.raises(ValueError, match="/gone does not contain score"):
         check_stage_order(run(["grpo"], "/gone"), "grpo")
-    with pytest.raises(ValueError, match=r"checkpoint: there is no score\.safetensors"):
+    with pytest.raises(ValueError, match=r"checkpoint does not contain score\.safetensors"):
         check_stage_order(run(["grpo"], judge.parent / "checkpoint"), "grpo")
 
 

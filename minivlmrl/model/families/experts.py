@@ -1,10 +1,11 @@
-"""Mixtures of experts (MoE) of Qwen3-VL-MoE and Qwen3.5-MoE, which replace the decoder's MLPs.
+"""Mixtures of experts (MoE), which replace the MLPs of the decoder in Qwen3-VL-MoE and Qwen3.5-MoE.
 
-A router selects k of E experts, which are small MLPs, for each token. In memory each expert has
+A router selects k of E experts, which are small MLPs, for each token. In memory, each expert has
 ordinary linear layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Files
-store all experts of a layer in two tensors, which are split when loaded and stacked when saved.
+store all experts of a layer in two tensors. These are split when they are loaded, and stacked again
+when they are saved.
 
-Dimension letters: N tokens, D hidden_size, E experts, k experts per token, I size of an expert.
+Dimension letters: N tokens, D hidden_size, E experts, k experts per token.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py of transformers 5.23.
 """
 
@@ -42,14 +43,14 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Compute (N, D) -> (N, D); each expert runs once, on all of its tokens.
+        """Compute the outputs (N, D) of tokens x (N, D). Each expert runs once, for all its tokens.
 
-        Tokens are only reordered, and never accumulated by index, so that forward and backward
-        need no atomics and are deterministic.
+        Tokens are only reordered, and never accumulated by index. Therefore the forward and the
+        backward pass need no atomic operations and are deterministic.
 
         Args:
-            sum_over_ranks: sums the token counts of experts over ranks, if weights are sharded;
-                see distributed/fsdp.py.
+            sum_over_ranks: function that sums the token counts of experts over ranks, if the
+                weights are sharded; see distributed/fsdp.py.
         """
         logits = self.gate(x)
         probabilities, ids = choose_experts(logits, self.top_k)
@@ -61,11 +62,11 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # an expert with tokens on any rank must run on all ranks, so that all have a gradient
+            # an expert that has tokens on one rank runs on all ranks, so that all have a gradient
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
-            if uses:  # an expert without tokens is not computed, and has no gradient
+            if uses:  # an expert without tokens does not run, and gets no gradient
                 parts.append(expert(tokens))
         per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
@@ -86,7 +87,7 @@ class Experts(nn.Module):
 
 
 def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Select the k likeliest experts of each token from router logits (N, E).
+    """Select the k most probable experts of each token from router logits (N, E).
 
     Returns:
         probabilities (N, E) in float32 or wider, and ids (N, k).
@@ -97,44 +98,45 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def chosen_experts(model: nn.Module) -> Iterator[Callable[[], ChosenExperts]]:
-    """Record the routers' choices in this context.
+    """Record the experts that routers choose inside a `with` block.
 
-    Yields a function that returns, for each layer with experts, the result of choose_experts in
-    the latest forward. In the last layer it has only the selected tokens, see TextModel.
+    The context manager yields a function that returns, for each layer with experts, the result of
+    choose_experts in the latest forward. The last layer processes only the selected tokens, so its
+    result contains only these tokens; see TextModel.
     """
-    kept: dict[int, tuple[Tensor, int]] = {}
+    latest: dict[int, tuple[Tensor, int]] = {}  # layer index -> arguments of choose_experts
 
-    def keep(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
-        # stored by layer, because recomputation in the backward runs the hook again
-        kept[block.index] = logits, block.top_k
+    def record(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
+        # stored by layer, because activation recomputation in the backward pass runs the hook again
+        latest[block.index] = logits, block.top_k
 
     def chosen() -> ChosenExperts:
-        return {layer: choose_experts(*arguments) for layer, arguments in kept.items()}
+        return {layer: choose_experts(*arguments) for layer, arguments in latest.items()}
 
     with ExitStack() as hooks:
         for block in model.modules():
             if isinstance(block, Experts):
-                hooks.enter_context(block.gate.register_forward_hook(partial(keep, block)))
+                hooks.enter_context(block.gate.register_forward_hook(partial(record, block)))
         yield chosen
 
 
 def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
-    """Replace the MLP of a layer by experts, if the config has experts in this layer."""
+    """Replace the MLP of a decoder layer by experts, if the config has experts in this layer."""
     if config.experts is not None and config.experts.has_experts(index):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# tensor of all experts of a layer in a file -> the weights of each expert that it concatenates
+# name of a stacked tensor in a file -> weights of each expert that this tensor contains
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file, with stacked experts split into weights of linear layers.
+    """Yield the tensors of a file. Stacked experts are split into the weights of linear layers.
 
     Args:
-        transposed: stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
+        transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
     Raises:
         ValueError: the shape of a stacked tensor does not match config.json.
     """
@@ -153,9 +155,10 @@ def split_experts(
             tensor = tensor.mT
         if tensor.shape != shape:
             raise ValueError(
-                f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts of "
-                f"config.json have {shape}. Check that no expert is missing or transposed. Use the "
-                "folder's own config.json, or save the model again with save_pretrained."
+                f"{file}: the tensor {name} has shape {tuple(tensor.shape)}, but the {E} experts "
+                f"of config.json have {shape}. Check that no expert is missing or transposed. Use "
+                "the config.json that belongs to this folder, or save the model again with "
+                "save_pretrained."
             )
         for index, expert in enumerate(tensor):
             for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
@@ -164,19 +167,19 @@ def split_experts(
 
 @dataclass
 class StackedExperts:
-    """Weights of all experts of a layer that are one tensor in a file."""
+    """Weights of all experts of a layer, which are a single tensor in a file."""
 
-    experts: list[list[Weight]]  # for each expert, the weights listed in FUSED
+    experts: list[list[Weight]]  # for each expert, the weights that FUSED lists
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Build the stacked tensor; `full` computes each weight."""
+        """Build the stacked tensor; `full` computes the full tensor of each weight."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts in a dictionary by StackedExperts."""
+    """Replace the weights of single experts in a dictionary by StackedExperts, in place."""
     if config.experts is None:
         return
     for name in list(weights):
@@ -191,7 +194,7 @@ def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed
 
 
 def count_over_ranks(model: nn.Module, sum_counts: Callable):
-    """Make all experts of a sharded model sum their token counts over ranks with `sum_counts`."""
+    """Set the function with which the experts of a sharded model sum token counts over ranks."""
     for module in model.modules():
         if isinstance(module, Experts):
             module.forward = partial(module.forward, sum_over_ranks=sum_counts)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, whose modules and config are the defaults of the package."""
+"""Qwen2.5-VL. Its modules and its config are the defaults of the package."""
 
 from minivlmrl.model.families.registry import ROTARY_ONLY, ModelSpec
 

@@ -26,7 +26,7 @@ class QuickGELUMLP(nn.Module):
         return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
-# fields of VisionConfig that the config.json of Qwen2-VL does not have
+# values of VisionConfig that the config.json of Qwen2-VL does not contain
 TOWER = {
     "norm": "layer_norm",
     "window_size": None,
@@ -37,7 +37,7 @@ TOWER = {
 
 @dataclass
 class Tower:
-    """Fields of vision_config whose names differ in Qwen2-VL."""
+    """Fields of the vision_config in config.json whose names differ from those in VisionConfig."""
 
     embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size of VisionConfig
     mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim

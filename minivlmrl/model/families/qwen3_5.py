@@ -1,15 +1,15 @@
-"""Qwen3.5: three of four decoder layers are recurrent, with a state of fixed size and no KV cache.
+"""Qwen3.5, in which three of four decoder layers are recurrent, without a KV cache.
 
-A recurrence has no attention mask that could separate the prompts and completions of a packed
-sequence. Instead `run_recurrent_layer` computes each prompt once and starts each of its completions
-from a copy of the state after the prompt, in training and in decoding. The state of a layer
-consists of its recurrent state and the last inputs of its convolution.
+A recurrent layer has a state of fixed size. It has no attention mask that could separate prompts
+and completions of a packed sequence. Instead, `run_recurrent_layer` computes each prompt once,
+and starts each completion from a copy of the state after the prompt, in training and in decoding.
+This state consists of the recurrent state and the last inputs of the convolution.
 
 Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of
-each head. Norms scale by 1 + weight. The vision tower is that of Qwen3-VL without DeepStack.
+each head. Norms scale by 1 + weight. The vision tower is the tower of Qwen3-VL without DeepStack.
 
-Dimension letters: N tokens of the packed sequence, b rows of T tokens, H heads, V values of a
-head, K elements of a query or key, W channels of the convolution, D head_dim.
+Dimension letters: N tokens of the packed sequence, b rows of T tokens, H heads, V elements of a
+value, K elements of a query or key, W channels of the convolution, D head_dim.
 Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py of transformers.
 """
 
@@ -44,17 +44,18 @@ class CentredRMSNorm(nn.RMSNorm):
 
 
 class Layer(DecoderLayer):
-    """Decoder layer with attention or with a recurrence, as set in config.layer_types."""
+    """Decoder layer with attention or with a recurrence, depending on config.layer_types."""
 
     norm_type = CentredRMSNorm
-    # set in __init__ after the MLP, because random weights are initialised in this order
+    # None, because __init__ creates the attention after the MLP: random weights are initialised in
+    # the order of creation
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
         if config.recurrent is not None and config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(config, config.recurrent, index)
-        else:  # the KV cache has entries only for these layers
+        else:  # only layers with attention have an entry in the KV cache
             key_index = config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(config, key_index)
 
@@ -65,7 +66,7 @@ class Layer(DecoderLayer):
 
 
 class GatedAttention(SelfAttention):
-    """Attention with an output gate, which q_proj also computes, and partial rotary embeddings."""
+    """Attention with partial rotary embeddings, and with an output gate that q_proj computes."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
@@ -91,7 +92,7 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def initial_states(model: Qwen2_5_VL, rows: Tensor) -> list[list[Tensor]]:
-    """Return the initial state of each recurrent layer for rows (b, ...), see initial_state."""
+    """Return the initial state of each recurrent layer for rows (b, ...); see initial_state."""
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     return [layer.initial_state(rows) for layer in layers]
 
@@ -111,7 +112,7 @@ class GatedDeltaNet(nn.Module):
         self.k_dim, self.v_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
-        self.sizes = [key_width, key_width, value_width]  # widths of queries, keys and values
+        self.sizes = [key_width, key_width, value_width]  # total widths of queries, keys and values
         width = sum(self.sizes)  # W
         hidden_size = config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
@@ -135,14 +136,14 @@ class GatedDeltaNet(nn.Module):
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute (N, hidden_size) -> (N, hidden_size); `attention` has the order of the tokens."""
+        """Compute outputs from x, both (N, hidden_size); `attention` has the layout of tokens."""
         inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
         gate = F.silu(self.in_proj_z(x)).view_as(out)
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return the state before the first token, all zeros, for as many rows as (b, ...) has.
+        """Return the state before the first token, which is zero, for each of the rows (b, ...).
 
         Returns:
             The last inputs of the convolution (b, taps - 1, W), and the recurrent states
@@ -159,15 +160,16 @@ class GatedDeltaNet(nn.Module):
 
         Args:
             inputs: outputs of in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
-            layer_state: the state before the tokens, see initial_state. None is the initial state.
+            layer_state: the state before the tokens; see initial_state. None means the initial
+                state.
         Returns:
-            results (b, T, H, V), and the state after the tokens.
+            The results (b, T, H, V), and the state after the tokens.
         """
         qkv, b, a = inputs
         last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
         wide = state.dtype
-        qkv_seen = torch.cat([last_inputs, qkv], dim=1)  # (b, taps - 1 + T, W)
-        mixed = F.conv1d(qkv_seen.mT, self.conv1d.weight, groups=qkv_seen.shape[2]).mT  # (b, T, W)
+        padded = torch.cat([last_inputs, qkv], dim=1)  # (b, taps - 1 + T, W)
+        mixed = F.conv1d(padded.mT, self.conv1d.weight, groups=padded.shape[2]).mT  # (b, T, W)
         q, k, v = F.silu(mixed).to(wide).split(self.sizes, dim=-1)
         q = unit_length(q.unflatten(-1, (self.k_heads, -1)))  # (b, T, key heads, K)
         k = unit_length(k.unflatten(-1, (self.k_heads, -1)))
@@ -175,15 +177,15 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the old value that is replaced
+        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the old value to replace
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
-        return out.to(qkv.dtype), [qkv_seen[:, qkv.shape[1] :], state]
+        return out.to(qkv.dtype), [padded[:, qkv.shape[1] :], state]
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """Normalise vectors on the last axis to length 1."""
+    """Normalise vectors along the last axis to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -193,21 +195,21 @@ def run_recurrent_layer(
     """Run a recurrent layer over a packed sequence, or over the new tokens of a decode step.
 
     Args:
-        attention: its layout has the positions of prompts and completions, and its recurrent_state
-            stores the state of each layer.
+        attention: an object with the layout of prompts and completions, and with recurrent_state,
+            which stores the state of each layer.
         index: index of the layer in attention.recurrent_state.
-        inputs: tensors (N, ...).
-        scan: function (inputs of b rows, each (b, T, ...), state) -> results (b, T, ...), state
-            after the tokens.
+        inputs: tensors (N, ...), the inputs of `scan` for all tokens.
+        scan: function (inputs (b, T, ...) of b rows, state) -> results (b, T, ...), state after the
+            tokens.
     Returns:
-        results (N, ...).
+        The results (N, ...).
     """
     if isinstance(attention, DecodeAttention):
         return _decode_recurrent_layer(attention, index, inputs, scan)
     layout = attention.layout
     results = []
     states = []
-    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # pairs, one for each prompt length
+    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # (prompts, completions) by length
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]  # each (b, T, ...)
         completions = [completion_block[:, 0] for _, completion_block in pairs]
@@ -220,7 +222,7 @@ def run_recurrent_layer(
     if attention.keep_keys:  # store the states for decoding, in the order of the prompts
         order = layout.inverse[layout.last_index].argsort().argsort()
         attention.recurrent_state[index] = [
-            torch.cat(kept)[order] for kept in zip(*states, strict=True)
+            torch.cat(parts)[order] for parts in zip(*states, strict=True)
         ]
     return Reorder.apply(torch.cat(results), layout.inverse)
 
@@ -231,16 +233,17 @@ def _decode_recurrent_layer(
     """Run a recurrent layer over the new tokens of each row, and update the stored states."""
     results = []
     for rows, tokens in attention.spans:
-        state = [kept[rows] for kept in attention.recurrent_state[index]]
+        state = [stored[rows] for stored in attention.recurrent_state[index]]
         row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
         out, state_after = scan(row_inputs, state)
-        for kept, changed in zip(state, state_after, strict=True):
-            kept.copy_(changed)  # in place, because a CUDA graph reads this address
+        for stored, changed in zip(state, state_after, strict=True):
+            stored.copy_(changed)  # in place, because a CUDA graph reads this address
         results.append(out.flatten(0, 1))
     return torch.cat(results)
 
 
-# fields that config.json does not have, and transformers' defaults of fields that it may omit
+# TOWER has values that config.json does not contain. LAYERS and TEXT_DEFAULTS are defaults of
+# transformers for keys that config.json may omit.
 NO_DEEPSTACK = {"deepstack_visual_indexes": ()}
 TOWER = qwen3_vl.TOWER | NO_DEEPSTACK
 LAYERS = {
@@ -268,7 +271,7 @@ TEXT_DEFAULTS = {
 
 
 def write_config(config: dict) -> dict:
-    """Convert a flat config to the nested config.json of the hub."""
+    """Convert a flat config to a nested config.json, as on the hub."""
     config = qwen3_vl.write_config(config)
     text = config["text_config"]
     text["layer_types"] = list(text["layer_types"])
@@ -290,9 +293,8 @@ SPECS = {
         defaults=TEXT_DEFAULTS,
         read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | NO_DEEPSTACK,
         write=write_config,
-        unused_prefixes=(
-            "mtp.",
-        ),  # the multi-token prediction layer, which predicts the token after next
+        # the layer for multi-token prediction, which predicts the token after the next one
+        unused_prefixes=("mtp.",),
         initial_states=initial_states,
         in_vllm=False,
         model=partial(QWEN3_VL.model, layer_type=Layer),

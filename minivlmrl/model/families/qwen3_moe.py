@@ -18,7 +18,7 @@ from minivlmrl.model.families.registry import ModelSpec, Routing
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.model.families.routes import join_routes, watch_routes
 
-# keys about experts in the config.json of each family, with the defaults of transformers
+# keys of each family's config.json that describe experts, with the defaults of transformers
 QWEN3_VL = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
@@ -50,13 +50,13 @@ class RecurrentExpertsLayer(qwen3_5.Layer):
         place_experts(self, config, index)
 
 
-# names of layers that adapter.target: experts selects, the experts and their routers
+# pattern of the layers that adapter.target: experts selects, which are experts and routers
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 ROUTING = Routing(chosen_experts, RouterLog, watch_routes, join_routes)
 
 
 def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
-    """Return the ModelSpec of a family's MoE variant, from the ModelSpec of the dense family."""
+    """Return a copy of the ModelSpec of a dense family, changed for the MoE variant."""
     return replace(
         spec,
         transposed_experts=transposed,
@@ -86,7 +86,7 @@ SPECS = {
         DENSE_QWEN3_5,
         transposed=False,
         architecture="Qwen3_5MoeForConditionalGeneration",
-        text={**DENSE_QWEN3_5.text, "intermediate_size": 1},  # no layer is dense
+        text={**DENSE_QWEN3_5.text, "intermediate_size": 1},  # not used by any layer
         experts=QWEN3_5,
         model=partial(DENSE_QWEN3_VL.model, layer_type=RecurrentExpertsLayer),
     ),

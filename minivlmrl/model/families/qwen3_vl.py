@@ -1,9 +1,9 @@
-"""Qwen3-VL: its vision tower, and the parsing of its configuration files.
+"""The vision tower of Qwen3-VL, and the parsing of its configuration files.
 
-The tower has learned position embeddings besides the 2-D rotary embedding, and no windows. With
-DeepStack the outputs of some inner blocks are also merged and added to the first layers of the
-decoder. The decoder is that of decoder.py with normalised queries and keys, no biases and
-interleaved M-RoPE.
+The tower has learned position embeddings in addition to the 2-D rotary embedding, and does not use
+windows. With DeepStack, the outputs of some inner blocks are also merged, and added to the image
+tokens after the first layers of the decoder. The decoder in decoder.py is used with normalised
+queries and keys, without biases, and with interleaved M-RoPE.
 
 Dimension letters: P patches of all images together, E hidden_size, M merged tokens (P / 4).
 Source: Qwen3-VL report; modeling_qwen3_vl.py of transformers.
@@ -40,7 +40,8 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 class Merger(nn.Module):
     """Merge 2 x 2 patches into one token.
 
-    With norm_all_patches=True, in DeepStack, the norm covers all four patches; otherwise each patch.
+    In DeepStack, norm_all_patches is True, and the four patches are normalised together. Otherwise
+    each patch is normalised separately.
     """
 
     def __init__(self, config: VisionConfig, norm_all_patches: bool):
@@ -56,14 +57,14 @@ class Merger(nn.Module):
 
 
 class Qwen3VisionTransformer(VisionTower):
-    """Vision tower with DeepStack: some inner blocks also produce inputs for decoder layers."""
+    """Vision tower with DeepStack, in which inner blocks also compute inputs for decoder layers."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
         self.patch_embed.proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
-        count = config.num_position_embeddings  # nn.Embedding raises an error if it is None
+        count = config.num_position_embeddings  # if count is None, nn.Embedding raises an error
         self.pos_embed = nn.Embedding(count, config.hidden_size)  # pyright: ignore[reportArgumentType]
         self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
         self.merger = Merger(config, norm_all_patches=False)
@@ -73,14 +74,14 @@ class Qwen3VisionTransformer(VisionTower):
         )
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images of a batch; the arguments are those of VisionTransformer.forward.
+        """Encode all images of a batch, with the same arguments as VisionTransformer.forward.
 
         Returns:
-            (M, (1 + deep) * out_hidden_size): the token embeddings, and after them the DeepStack
-            embeddings for the first `deep` decoder layers.
+            (M, (1 + k) * out_hidden_size): the embeddings of the tokens, followed by the DeepStack
+            embeddings for the first k decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
-        # without windows the layout has raster order
+        # in raster order, because this tower does not use windows
         layout = lay_out(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
         x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
@@ -94,12 +95,13 @@ class Qwen3VisionTransformer(VisionTower):
         return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
-        """Interpolate the learned square of position embeddings bilinearly to a grid of patches.
+        """Interpolate the learned position embeddings bilinearly to a grid of h x w patches.
 
-        The corners of the square are aligned with the corners of the image.
+        The learned embeddings form a square, whose corners are aligned with the image's corners.
 
         Returns:
-            (t * h * w, E), in the order of pixel_values.
+            Position embeddings (t * h * w, E), in the order of pixel_values. All t time steps have
+            the same embeddings.
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -107,7 +109,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # the patches of a merged token are contiguous
+        # reordered, so that the patches of a merged token are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -115,17 +117,18 @@ class Qwen3VisionTransformer(VisionTower):
 def interpolation_weights(count: int, side: int) -> Tensor:
     """Compute the weights of linear interpolation from `side` to `count` points on one axis.
 
-    Example: from 2 to 3 points the weights are (1, 0), (.5, .5), (0, 1).
+    Example: from 2 to 3 points, the weights are (1, 0), (.5, .5) and (0, 1).
 
     Returns:
-        (count, side) float64.
+        Weights (count, side) in float64.
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
     return (1 - distances).clamp(min=0)
 
 
-# fields that config.json does not have, and transformers' defaults of fields that it may omit
+# TOWER and TEXT are values that config.json does not contain. TEXT_DEFAULTS and VISION_DEFAULTS are
+# defaults of transformers for keys that config.json may omit.
 TOWER = qwen2_vl.TOWER
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {
@@ -154,7 +157,7 @@ TOP_LEVEL = (
     "eos_token_id",
     "torch_dtype",
 )
-# defaults of a preprocessor_config.json; images have 64 to 16,384 tokens of 32 x 32 pixels
+# defaults for preprocessor_config.json; an image has 64 to 16,384 tokens of 32 x 32 pixels
 IMAGES = {
     "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3,
@@ -164,7 +167,7 @@ IMAGES = {
 
 
 def write_config(config: dict) -> dict:
-    """Convert a flat config to the nested config.json that transformers from 4.57 on can read."""
+    """Convert a flat config to the nested config.json of transformers 4.57 and later."""
     text = dict(config)
     mrope_section = text.pop("rope_scaling")["mrope_section"]
     vision = dict(text.pop("vision_config"))
@@ -185,7 +188,7 @@ def write_config(config: dict) -> dict:
 
 @dataclass
 class Videos:
-    """Video preprocessing: all frames share one pixel budget, and each time step has a timestamp.
+    """Video preprocessing, in which frames share a pixel budget and time steps have timestamps.
 
     Source: Qwen3VLVideoProcessor and Qwen3VLProcessor of transformers 5.23.
     """
@@ -195,9 +198,10 @@ class Videos:
     longest_edge: Count = 768 * 32 * 32
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
-        """Compute the (height, width) of resized frames within the pixel budget.
+        """Compute the (height, width) to which the frames are resized within the pixel budget.
 
-        The options min_pixels and max_pixels apply to one frame, total_pixels to all frames.
+        The options min_pixels and max_pixels apply to one frame, and total_pixels applies to all
+        frames together.
         """
         factor = images.factor
         depth = images.temporal_patch_size
@@ -206,8 +210,9 @@ class Videos:
         min_area = options.get("min_pixels", 0) * nframes or min(self.shortest_edge, max_area)
         if nframes < depth or max_area < min_area:
             raise ValueError(
-                f"A video of {nframes} frame(s) cannot be resized to {min_area} to {max_area} "
-                f"pixels in total. Use at least {depth} frames and a larger max_pixels."
+                f"A video of {nframes} frame(s) cannot be resized to a total area between "
+                f"{min_area} and {max_area} pixels. Use at least {depth} frames and a larger "
+                "max_pixels."
             )
         growth = max(1.0, factor / height, factor / width)
         sides = [int(side * growth) for side in (height, width)]
@@ -227,18 +232,19 @@ class Videos:
         return rounded
 
     def lay_out(self, pieces: list[str], grids: list[Grid], times: list):
-        """Split each video into one image per time step, each after the text of its timestamp.
+        """Split each video into one image per time step, and insert a timestamp before each image.
 
-        Example: for two steps <|video_pad|> becomes <0.3 seconds><|vision_start|><|video_pad|>
-        <|vision_end|><1.3 seconds>..., between the template's <|vision_start|> and <|vision_end|>,
-        as in transformers from 5.10 on.
+        Example: with two time steps, <|video_pad|> becomes
+            <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
+        between the template's <|vision_start|> and <|vision_end|>, as in transformers since 5.10.
 
         Args:
-            pieces: text, control tokens and placeholders of the prompt.
+            pieces: texts, control tokens and placeholders of the prompt.
             grids: patch grid (t, h, w) of each image and video.
-            times: 0.0 for an image; for a video the list of its timestamps in seconds.
+            times: 0.0 for each image, and a list of timestamps in seconds for each video.
         Returns:
-            The new pieces; a grid (1, h, w) for each step; and 1.0 for each step, 0.0 for an image.
+            The new pieces, the new grids, and the seconds between time steps. Each time step has a
+            grid (1, h, w) and 1.0 second; each image has its old grid and 0.0 seconds.
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])
@@ -261,7 +267,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# the only supported values of these settings of a video processor
+# settings of a video processor, with the only values that are supported
 VIDEO_FIXED = {
     **FIXED,
     "fps": 2,
@@ -274,7 +280,7 @@ VIDEO_FIXED = {
 
 
 def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
-    """Parse a video_preprocessor_config.json; patch settings must equal those of images.
+    """Parse a video_preprocessor_config.json, whose patch settings must equal those of images.
 
     Raises:
         ValueError: a setting has an unsupported value.
@@ -287,7 +293,7 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 
 
 def write_videos(images: ImageProcessor) -> dict:
-    """Return the contents of video_preprocessor_config.json."""
+    """Return the contents of video_preprocessor_config.json for these image settings."""
     return {
         "video_processor_type": "Qwen3VLVideoProcessor",
         "size": vars(images.videos),

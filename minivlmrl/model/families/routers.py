@@ -26,13 +26,12 @@ class Gatherer(Protocol):
 def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Compute the load-balancing loss of routers.
 
-    It is E times the sum over experts of (choices / tokens) times (mean probability).
-
-    It equals k if all experts are chosen equally often, and is larger if routers prefer a few.
+    The loss is E times the sum over experts of (choices / tokens) x (mean probability). It equals k
+    if all experts are chosen equally often, and is larger if the routers prefer a few experts.
 
     Args:
-        chosen: probabilities (tokens, E) and chosen ids (tokens, k) of each layer, see
-            choose_experts. Means are taken over the tokens of all layers together.
+        chosen: probabilities (tokens, E) and chosen ids (tokens, k) of each layer; see
+            choose_experts. The tokens of all layers are averaged together.
     Source: Switch Transformer (arXiv 2101.03961), eq. 4 to 6; equals transformers 5.23's
         load_balancing_loss_func.
     """
@@ -48,20 +47,21 @@ class RouterLog:
     def __init__(self, config: ModelConfig, world: Gatherer):
         self.config = config
         self.world = world
-        # counts (2, layers, E) of each micro-batch since the last `take`
+        # token counts (2, layers, E) of each micro-batch since the last call of `take`
         self.counts: list[Tensor] = []
 
     def watch(self, model: nn.Module) -> AbstractContextManager[Callable[[], ChosenExperts]]:
-        """Return a context manager that records the experts chosen in each forward.
+        """Return a context manager that records which experts are chosen in each forward.
 
-        It yields a function that returns the choices of the latest forward, see chosen_experts.
+        The context manager yields a function that returns the experts of the latest forward; see
+        chosen_experts.
         """
         return chosen_experts(model)
 
     def differing_routes(
         self, group: GroupBatch, chosen: ChosenExperts, decoder: TextModel, sampler_routes: Tensor
     ) -> Tensor:
-        """Return (M,) with 1 for each token whose experts in training and in sampling differ."""
+        """Return (M,): 1 for tokens whose experts differ between training and sampling, else 0."""
         routes = routes_of(chosen, decoder, group.layout.predict_index)
         return (routes != sampler_routes.to(routes.device)).float()
 
@@ -70,7 +70,7 @@ class RouterLog:
 
         Args:
             group: the micro-batch.
-            chosen: the result of chosen_experts for its forward.
+            chosen: the result of chosen_experts for the forward of the micro-batch.
         """
         experts = self.config.experts
         assert experts is not None
@@ -92,8 +92,8 @@ class RouterLog:
         """Sum the token counts since the last call over all ranks, and reset them.
 
         Returns:
-            {"experts/tokens": (2, layers, E)}, the counts of text tokens and of image tokens; {} if
-            nothing was counted.
+            {"experts/tokens": (2, layers, E)}, the counts of text tokens and of image tokens, or
+            {} if no tokens were counted.
         """
         if not self.counts:
             return {}

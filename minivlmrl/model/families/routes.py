@@ -1,7 +1,7 @@
-"""Record the experts of each token in sampling, to check that training uses the same experts.
+"""Record the experts of each token during sampling, to check that training uses the same experts.
 
-The route of a token is the set of its experts in all layers. It is stored as a hash, the sum of one
-random integer per expert, so that equal sets have equal routes in any order.
+The route of a token is the set of its experts in all layers. A route is stored as a hash: the sum
+of one random integer per expert, so that the order of the experts does not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) 
 
     Args:
         chosen: the result of chosen_experts for this forward.
-        select: (n,) indices of the tokens that the last layer computed. None means all tokens.
+        select: (n,) indices of the tokens that the last layer processed. None means all tokens.
     """
     routes = []
     for layer, (probabilities, ids) in chosen.items():
@@ -42,14 +42,14 @@ def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) 
 def watch_routes(
     model: Qwen2_5_VL, sample_token: Callable[[Tensor, Tensor, Tensor], T], route_buffer: Tensor
 ) -> Iterator[Callable[[Tensor, Tensor, Tensor], T]]:
-    """Yield a token sampler that also records the route of the position that predicts each token.
+    """Yield a token sampler that also records each token's route at the predicting position.
 
     Args:
-        model: the model that samples.
-        choose: the token sampler that is called, see generate.TokenSampler.
-        kept: (completions, maximum tokens) int64, the buffer to which routes are written.
+        model: the model that generates.
+        sample_token: the token sampler to extend; see generate.TokenSampler.
+        route_buffer: (completions, maximum tokens) int64, to which the routes are written.
     """
-    latest = route_buffer.new_zeros(0)  # (n,) routes of the last forward, one per prompt or per row
+    latest = route_buffer.new_zeros(0)  # (n,) routes in the last forward, of each prompt or row
 
     def after_forward(decoder: TextModel, arguments: tuple, states: Tensor):
         nonlocal latest
@@ -62,7 +62,7 @@ def watch_routes(
             latest = routes
 
     def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
-        # each prompt is computed once, so its route is repeated for all its completions
+        # a prompt is computed only once, so its route is repeated for all completions
         repeats = len(rows) // len(latest)
         route_buffer[rows.cpu(), counts.cpu()] = latest.repeat_interleave(repeats).cpu()
         return sample_token(logits, rows, counts)
@@ -72,7 +72,7 @@ def watch_routes(
 
 
 def join_routes(completions: Sequence[Completion]) -> Tensor | None:
-    """Concatenate the routes of completions to (M,); None if the sampler did not record them."""
+    """Concatenate the routes (M,) of completions, or return None if they were not recorded."""
     routes = []
     for completion in completions:
         if completion.routes is None:

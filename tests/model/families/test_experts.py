@@ -137,7 +137,7 @@ def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
 
 
 LAYER = "model.language_model.layers.0.mlp.experts"
-SAYS = r"model\.safetensors: tensor model\.layers\.0\.mlp\.experts\.{} has shape {}, but the 5 experts of config"
+SAYS = r"model\.safetensors: the tensor model\.layers\.0\.mlp\.experts\.{} has shape {}, but the 5 experts of config"
 
 
 @pytest.mark.parametrize(
