@@ -88,7 +88,7 @@ def test_valid_and_inside(numbers, valid, inside):
 def test_extent_of_each_space():
     assert [extent(space, (640, 480), (308, 224)) for space in SPACES] == [(640, 480), (308, 224), (1000, 1000), (1, 1)]
     with pytest.raises(
-        ValueError, match="unknown coordinate space 'pixels' of boxes; it must be one of original, resized, thousandths"
+        ValueError, match="the coordinate space of a box is 'pixels', but it must be one of original, resized, thousandths"
     ):
         extent("pixels", (640, 480), (308, 224))
 
