@@ -86,7 +86,7 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
     rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
     assert stage_lengths(config, {"grpo": rows}) == {"grpo": 2}
-    said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
+    said = r"2 selected out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
     with pytest.raises(
