@@ -168,7 +168,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
             continue
         if kind in row_media:
             raise ValueError(
-                f"the row has both columns {kind!r} and {name!r}; remove one of these columns"
+                f"the row has both columns {kind!r} and {name!r}; use only one of them"
             )
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in the column `video` is a list of frames
