@@ -102,14 +102,14 @@ def test_every_declared_bound_and_choice_holds(write, path, wrong):
 
 @pytest.mark.parametrize("content", ["seed: [1", "seed: 2024-13-45", "seed: " + "[" * 2000])
 def test_a_recipe_that_is_no_yaml_is_named(write, content):
-    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: the text is not valid YAML"):
         load_config(write(content))
 
 
 @pytest.mark.parametrize("content", ["sft: {max_steps: 1}\nsft: {}", "sft:\n  max_steps: 1\n  max_steps: 2"])
 def test_a_key_that_is_there_twice_is_refused(write, content):
     """YAML takes the last one."""
-    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML \(the key '(sft|max_steps)' occurs twice\n"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: the text is not valid YAML \(the key '(sft|max_steps)' occurs twice\n"):
         load_config(write(content))
 
 

@@ -132,7 +132,7 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
     assert match([near], [near], iou) == [(0, 0)]
     assert match([far, near], [near], iou) == [(1, 0)]
     assert match([near], [far, near], iou) == [(0, 1)]
-    with pytest.raises(ValueError, match=r"needs scipy: pip install .*\[boxes\]"):
+    with pytest.raises(ValueError, match=r"needs scipy; run pip install .*\[boxes\]"):
         match([near, far], [far, near], iou)
 
 

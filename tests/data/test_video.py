@@ -199,7 +199,7 @@ def test_a_file_without_pictures_is_named(tmp_path, av):
 
 def test_without_pyav_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    message = r"^a\.mp4: reading video files requires PyAV: pip install 'minivlmrl\[video\]'$"
+    message = r"^a\.mp4: reading video files requires PyAV; run pip install 'minivlmrl\[video\]'$"
     with pytest.raises(ValueError, match=message):
         load_video("a.mp4")
 
