@@ -72,8 +72,8 @@ def test_a_flag_needs_no_value(recipe):
     ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
     ("--seed.x=1", "command line: seed is"),
     ("--grpo=1", "grpo is 1, but it must be an object with names and values"),
-    ("seed=1", "'seed=1': an override has the form --section.name=value"),
-    ("other.yaml", "'other.yaml': an override has the form"),
+    ("seed=1", "'seed=1': an override must have the form --section.name=value"),
+    ("other.yaml", "'other.yaml': an override must have the form"),
 ])  # fmt: skip
 def test_a_bad_override_is_named(recipe, override, message):
     with pytest.raises(ValueError) as error:
@@ -266,7 +266,7 @@ def test_a_stage_of_a_file_that_is_refused(again, override, message):
 
 def test_a_missing_recipe_is_named(tmp_path):
     for path in (tmp_path / "gone.yaml", tmp_path):
-        with pytest.raises(ValueError, match="no such recipe"):
+        with pytest.raises(ValueError, match="this recipe does not exist"):
             load_config(path)
 
 
