@@ -46,7 +46,7 @@ def save(folder: Path, text: str):
 def saved(folder: Path) -> str:
     """Return the text of the checkpoint that find_folder finds, after checking that it is complete."""
     between = not folder.exists()
-    message = "checkpoint: the last save was killed, so .*checkpoint.replaced is read"
+    message = "checkpoint does not exist, because saving it was interrupted; .*checkpoint.replaced, is used"
     with pytest.warns(UserWarning, match=message) if between else nullcontext():
         found = find_folder(folder)
     assert sorted(file.name for file in found.iterdir()) == WRITTEN

@@ -1,7 +1,7 @@
-"""Load code that a recipe names: "name", "file.py:name" or "package.module:name".
+"""Load code that a recipe names as "name", "file.py:name" or "package.module:name".
 
-Options may follow: "name(option=1)" is the object `name` with that option bound. `call_user_code`
-calls the loaded function and reports the line at which it fails.
+Options may follow a name: "name(option=1)" is the object `name` with this option bound.
+`call_user_code` calls the loaded function and reports the line at which the function fails.
 """
 
 import ast
@@ -25,10 +25,11 @@ from minivlmrl.config.parsing import check_field, did_you_mean, error_context, r
 
 @functools.cache
 def load_name(target: str) -> Any:
-    """Import the object "package.module:name", or run a file and return its object "file.py:name".
+    """Load the object that a text such as "package.module:name" or "file.py:name" names.
 
     Raises:
-        ValueError: loading failed for any reason, because the file of a user may raise any error.
+        ValueError: loading failed. Every error is converted, because a user's file may raise any
+            error.
     """
     file, _, name = target.rpartition(":")
     names = ()
@@ -50,7 +51,11 @@ def _load_module(file: str) -> ModuleType:
 
 
 def _source_file(path: str) -> str:
-    """Find a file in the working directory, or among our own files, such as recipes/answers.py."""
+    """Find a file in the working directory, or else in the folder that contains `recipes`.
+
+    For example, recipes/answers.py is found from every working directory. A path that is found
+    nowhere is returned unchanged.
+    """
     for folder in (Path(), recipes_folder().parent):
         if (folder / path).is_file():
             return os.path.abspath(folder / path)
@@ -58,7 +63,7 @@ def _source_file(path: str) -> str:
 
 
 def recipes_folder() -> Path:
-    """Return the folder of our recipes: beside the package in a clone, inside it in a wheel."""
+    """Return the folder `recipes`: beside the package in a clone, inside the package in a wheel."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else package.parent / "recipes"
@@ -66,8 +71,13 @@ def recipes_folder() -> Path:
 
 @functools.cache
 def run_file(path: str) -> ModuleType:
-    """Run a file once as a module, which pickle and inspect find by the same name on every rank."""
-    module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))  # a dot would mean a package
+    """Run a file once as a module, and return the module.
+
+    The name of the module is derived from the path, so that pickle and inspect find the module by
+    the same name on every rank.
+    """
+    # without dots, because a dot in the name of a module separates packages
+    module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
     exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
@@ -75,7 +85,7 @@ def run_file(path: str) -> ModuleType:
 
 
 def split_options(text: str) -> tuple[str, str]:
-    """Split "name(option=value)" into its name and its options: ("name", "option=value")."""
+    """Split "name(option=value)" into the name and the options, ("name", "option=value")."""
     name_and_options = re.fullmatch(r"((?:.*?:)?\w+)\((.*)\)", text, re.DOTALL)
     return (name_and_options[1], name_and_options[2]) if name_and_options else (text, "")
 
@@ -88,9 +98,10 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
     Args:
         kind: kind of the object for error messages, such as "reward".
-        table: name -> object, or the "package.module:name" of an object.
+        text: name of the object, with or without options.
+        table: {name: object, or the "package.module:name" of an object}.
     Raises:
-        ValueError: there is no such object, or the options are not of the form name=value.
+        ValueError: there is no object of this name, or the options are not of the form name=value.
     """
     name, options = split_options(text)
     target = table.get(name, name)
@@ -114,15 +125,19 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
         return target, bound_options
     except (SyntaxError, ValueError) as error:
         raise ValueError(
-            f"{kind} {text}: its options must have the form name=value, name=value"
+            f"{kind} {text}: the options must have the form name=value, name=value"
         ) from error
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class that an item of `stages` names, by table or as "file.py:Class".
+    """Return the trainer class that an item of `stages` names.
 
-    Only the name of the stage and the dataclass of its options are checked, because the base class
-    of all trainers is in a higher layer, see trainers/registry.py.
+    Only the name of the stage and the dataclass of its options are checked. The base class is not
+    checked, because it is in a higher layer, see trainers/registry.py.
+
+    Args:
+        stage: a name in the table, or "file.py:Class".
+        table: {name: "package.module:Class"}.
 
     Raises:
         ValueError: there is no such class, or the class has no stage name or no options.
@@ -143,7 +158,8 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     """Bind values to parameters that have a default, and check the bounds of Annotated parameters.
 
     Raises:
-        ValueError: `function` is not callable, has no such parameter, or the value is not valid.
+        ValueError: `function` is not callable, has no parameter with a default of this name, or the
+            value is not within the bounds.
     """
     if not callable(function):
         raise ValueError(f"expected a function or a class, but found {function!r:.60}")
@@ -163,10 +179,12 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
 
 
 def raised(function: Callable, error: BaseException, names: Iterable[str]) -> str:
-    """Describe an error of a function with its line: "raised KeyError: 'x' in file.py:12".
+    """Describe an error that a function raised, such as "raised KeyError: 'x' in file.py:12".
 
     Args:
-        names: names of the arguments, to suggest one for a KeyError.
+        function: function that raised the error.
+        error: the error, with its traceback.
+        names: names of the arguments, from which a similar name is suggested for a KeyError.
     """
     file = None
     with suppress(TypeError, OSError):  # an object that is not written in Python has no file
@@ -182,7 +200,11 @@ def raised(function: Callable, error: BaseException, names: Iterable[str]) -> st
 
 
 def call_user_code(name: str, function: Callable, /, *arguments, **options):
-    """Call a function or class of a user; any error becomes a ValueError that names the line."""
+    """Call a function or class of a user, and return the result.
+
+    Raises:
+        ValueError: the call raised any error. The message begins with `name` and contains the line.
+    """
     try:
         return function(*arguments, **options)
     except (Exception, SystemExit) as error:

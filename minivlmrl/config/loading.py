@@ -29,7 +29,8 @@ from minivlmrl.config.renames import translate_options
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG
 
-# options besides the weights that change an answer, and that no file of a Hugging Face folder stores
+# options, apart from the weights, that change an answer and that no file of a Hugging Face folder
+# contains
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -50,15 +51,17 @@ TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are te
 def load_config(
     recipe: str | Path, overrides: Sequence[str] = (), asked_for: Sequence[str] | None = None
 ) -> RunConfig:
-    """Load a recipe: a YAML file with the fields of RunConfig and the sections of custom stages.
+    """Load a recipe, which is a YAML file with fields of RunConfig and sections of custom stages.
 
     Args:
+        recipe: path of the recipe, or the name of a recipe in the folder `recipes`.
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; values are parsed as YAML.
-        asked_for: for a recipe of unknown origin, the overrides that the user typed: code runs only
-            if one of them names it. None means that the user chose the recipe and all of its code
-            may run.
+        asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the
+            recipe runs only if one of these overrides names the code. None means that the user
+            chose the recipe, so that all of its code may run.
     Raises:
-        ValueError: the recipe is not valid, or names code that may not run; no code has run then.
+        ValueError: the recipe is not valid, or names code that may not run. In the second case no
+            code has been run.
     """
     path = _find_recipe(recipe)
     with error_context(recipe):
@@ -81,9 +84,8 @@ def load_config(
         unused_sections = [name for name in values if name not in vars(config_class())]
         values = {name: value for name, value in values.items() if name not in unused_sections}
     if asked_for is None:
-        _build_run(
-            config_class, values, recipe
-        )  # an error in the recipe itself is reported with its name
+        # built without overrides first, so that an error in the recipe is reported with its name
+        _build_run(config_class, values, recipe)
     hints = {option.path: option.hint for option in options_of(config_class)}
     for override in overrides:
         values = _apply(override, values, hints)
@@ -102,7 +104,13 @@ def _build_run(
     where: str | Path,
     change_text: ChangeText | None = None,
 ) -> RunConfig:
-    """Build a config, and check rules that need imports, which the option classes avoid (ValueError)."""
+    """Build a config, and check the rules that the dataclasses of options cannot check themselves.
+
+    The dataclasses do not check these rules, because they avoid imports of other modules.
+
+    Raises:
+        ValueError: the config breaks a rule.
+    """
     config = build(config_class, values, str(where), change_text=change_text)
     with error_context(where):
         for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
@@ -119,16 +127,20 @@ def _build_run(
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    """Find a recipe by its path, or one of our recipes by its name; raise ValueError if there is none."""
+    """Find a recipe by its path, or by its name in the folder `recipes`.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
     for path in (Path(recipe), recipes_folder() / recipe):
         if path.is_file():
             return path
     names = [file.name for file in path.parent.glob("*.yaml")]
-    raise ValueError(f"{recipe}: no such recipe{did_you_mean(path.name, names)}")
+    raise ValueError(f"{recipe}: this recipe does not exist{did_you_mean(path.name, names)}")
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read the field `stages`, because it decides which other sections exist."""
+    """Read only the field `stages`, because this field determines which sections exist."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
@@ -143,8 +155,8 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
         name = algorithm.stage
         if name in sections or name in dir(RunConfig()):
             raise ValueError(
-                f"stages: {algorithm.__name__}.stage is {name!r}, but a section of this name exists; "
-                "choose another name"
+                f"stages: {algorithm.__name__}.stage is {name!r}, but a section of this name "
+                "exists already; choose another name"
             )
         sections[name] = algorithm.config_type
     fields = [(name, cls, field(default_factory=cls)) for name, cls in sections.items()]
@@ -155,12 +167,14 @@ def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequenc
     """Raise ValueError if a recipe of unknown origin names code that the user did not name.
 
     Args:
+        recipe: path of the recipe, for the error message.
         code: names of code in the recipe.
-        overrides: overrides on the command line; code that they name may run.
+        overrides: overrides on the command line. Code that is named in an override may run.
     """
     for text in code:
         name, options = split_options(text)
-        # Names without a colon are our own. A text in options could be a URL, a file or a name of code.
+        # A name without a colon belongs to minivlmrl. A quoted text in the options is not harmless,
+        # because it could be a URL, a file or a name of code.
         is_harmless = ":" not in name and not re.search("['\"]", options)
         spellings = {text, text.removeprefix(os.path.join(os.getcwd(), ""))}
         if not is_harmless and not any(_is_in(overrides, spelling) for spelling in spellings):
@@ -171,20 +185,21 @@ def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequenc
 
 
 def _is_in(overrides: Sequence[str], text: str) -> bool:
-    """Return whether an override contains the exact name of a file or of code."""
+    """Return True if an override contains the exact name of a file or of code."""
     pattern = rf"(?<![\w./-]){re.escape(text)}(?!\w)"
     return any(re.search(pattern, override) for override in overrides)
 
 
 class Resolver:
-    """Makes the paths of a recipe absolute, by their types, and collects the names of code.
+    """Makes the paths of a recipe absolute and collects the names of code.
 
-    Repository ids, and paths that do not exist, are not changed.
+    The type of a field determines which folder its path is relative to. Repository ids, and paths
+    that do not exist, are not changed.
 
     Args:
         beside: folder of the recipe.
-        overrides: overrides on the command line. A file that they name is searched first in the
-            working directory and then beside the recipe.
+        overrides: overrides on the command line. A file that is named in an override is searched
+            first in the working directory and then beside the recipe.
     """
 
     def __init__(self, beside: Path, overrides: Sequence[str]):
@@ -207,7 +222,9 @@ class Resolver:
         """Make the path in "file.py:name" absolute.
 
         Args:
-            short: remove the working directory from the path, because metrics have this name.
+            text: name of code.
+            short: True removes the working directory from the path, because the name of a reward is
+                also the name of its metrics.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
@@ -220,7 +237,7 @@ class Resolver:
         return path + name
 
     def _find(self, file: str) -> str:
-        """Find a file beside the recipe, in the working directory, or among our recipes."""
+        """Find a file beside the recipe, in the working directory, or in the folder `recipes`."""
         folders = [self.beside, Path()]
         if _is_in(self.overrides, file):
             folders = [Path(), self.beside]
@@ -236,12 +253,15 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
         separator = "="
         text = "true"
     if not override.startswith("--") or not separator:
-        raise ValueError(f"{override!r}: an override has the form --section.name=value")
+        raise ValueError(f"{override!r}: an override must have the form --section.name=value")
     return _replace(values, path.split("."), _override_value(text, path, hint))
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse the value of an override as YAML; a text field keeps text that is not valid YAML."""
+    """Parse the value of an override as YAML.
+
+    For a text field, a value that is not valid YAML, or not a text in YAML, is used as it is.
+    """
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     with (
         suppress(ValueError)
@@ -255,7 +275,7 @@ def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return the resolved config as a recipe that repeats the run."""
+    """Return the config, with all defaults, as the text of a recipe that repeats the run."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
@@ -276,7 +296,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def nested(flat_values: dict[str, Plain]) -> dict[str, Plain]:
-    """Return options by section, the inverse of `flat`: {"grpo": {"beta": 0.1}}."""
+    """Return options by section: {"grpo.beta": 0.1} -> {"grpo": {"beta": 0.1}}."""
     values: dict[str, Plain] = {}
     for path, value in flat_values.items():
         *sections, name = path.split(".")
@@ -288,7 +308,7 @@ def nested(flat_values: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the content of minivlmrl.yaml: the options that change how a model answers."""
+    """Return the content of minivlmrl.yaml, which has the options that change a model's answers."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -298,7 +318,7 @@ def inference_yaml(config: RunConfig) -> str:
 
 
 def _replace(values, path: list[str], value):
-    """Return `values` with a new value at `path`; missing sections are created."""
+    """Return a copy of `values` with a new value at `path`; missing sections are created."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

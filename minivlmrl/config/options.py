@@ -2,8 +2,8 @@
 
 A recipe is a YAML file with the fields of RunConfig. On the command line, `--grpo.beta=0.04` sets
 one option, and `python train.py --help grpo` prints the comments of this file.
-config/validation.py rejects options that have no effect with the other options of the recipe. A
-stage in your own file declares its section in that file.
+config/validation.py rejects options that have no effect because of other options of the recipe. The
+section of a stage in your own file is declared in the same file.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class ModelOptions:
 
 @dataclass
 class LoRAOptions:
-    """LoRA adapters; the weights of the base model are frozen when there are any."""
+    """LoRA adapters. With adapters, the weights of the base model are frozen."""
 
     # PEFT folder whose adapters are trained further; r, alpha and target must match that folder
     path: FilePath | None = None
@@ -93,12 +93,14 @@ class ImageOptions:
     # bounds of the area of an image, or of one frame of a video
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
-    resized_height: Whole | None = None  # fixed size in place of the size of the file
+    resized_height: Whole | None = None  # fixed size that replaces the size of the file
     resized_width: Whole | None = None
 
     def __post_init__(self):
         if (self.resized_height is None) != (self.resized_width is None):
-            raise ValueError("resized_height and resized_width must be given together")
+            raise ValueError(
+                "resized_height and resized_width must be given together; set both or neither"
+            )
 
 
 @dataclass
@@ -106,11 +108,12 @@ class VideoOptions(ImageOptions):
     """Size and selection of the frames of a video, see data/video.py."""
 
     total_pixels: Whole | None = None  # upper bound of the total area of all frames
-    fps: Annotated[float, "(0, 1e15)"] | None = None
-    nframes: Whole | None = None
+    fps: Annotated[float, "(0, 1e15)"] | None = None  # sampled frames per second
+    nframes: Whole | None = None  # number of sampled frames, in place of fps
+    # bounds of the number of frames that fps samples
     min_frames: Whole | None = None
     max_frames: Whole | None = None
-    # first and last second that frames are taken from
+    # first and last second of the part of the video that is sampled
     video_start: Annotated[float, "[0, 1e15)"] | None = None
     video_end: Annotated[float, "[0, 1e15)"] | None = None
 
@@ -130,10 +133,11 @@ class RowOptions:
     # library whose filter resizes images: pil, or torch as transformers' fast processor does; None
     # follows the processor settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
-    # options of all images that set none in their row, such as {resized_height: 384,
-    # resized_width: 384}: see ImageOptions
+    # options of all images whose row gives no options, such as {resized_height: 384,
+    # resized_width: 384}; see ImageOptions
     image: dict = field(default_factory=dict)
-    # options of all videos that set none in their row, such as {fps: 1}: see VideoOptions
+    # options of all videos whose row does not give the same option, such as {fps: 1}; see
+    # VideoOptions
     video: dict = field(default_factory=dict)
 
 
@@ -142,7 +146,7 @@ class FileOptions:
     """One file of data.train."""
 
     file: FilePath  # see data/row_files.py
-    # how often one epoch contains each row; with 0.5 an epoch contains every second row
+    # number of times that an epoch contains each row; with 0.5 it contains every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
     # folder that relative image paths start from; None is data.image_root
@@ -164,14 +168,17 @@ class DataOptions(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)  # files by stage: {sft: rows.jsonl}
     # held-out rows: problem or prompt, image(s), and solution, or chosen and rejected
     eval_file: FilePath | None = None
-    # training rows with more prompt tokens are left out; None keeps all rows
+    # maximum number of tokens in a prompt; training rows with longer prompts are left out. None
+    # keeps all rows
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
-    eval_rows: Annotated[int, ">= 0"] = 256  # largest number of rows to evaluate; 0 evaluates none
-    # evaluate with gray images and with the images of other rows too, see docs/metrics.md
+    eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
+    # also evaluate with gray images and with the images of other rows, see docs/metrics.md
     eval_without_images: bool = False
-    # bounds of the area of an image; None follows the processor settings in the model folder
+    # lower bound of the area of an image in pixels; None follows the processor settings in the
+    # model folder
     min_pixels: MinPixels | None = None
-    max_pixels: Count | None = None  # upper bound of the area
+    # upper bound of the area of an image in pixels; None follows the processor settings
+    max_pixels: Count | None = None
     # threads that prepare prompts while a step computes; 0 prepares them between steps
     image_workers: Annotated[int, "[0, 64]"] = 2
     skip_unreadable: bool = False  # skip training rows whose image cannot be read, and count them
@@ -179,9 +186,10 @@ class DataOptions(RowOptions):
     chat_template_kwargs: dict = field(default_factory=dict)
     # units of the coordinates in answers; None follows the convention of the model family
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
-    # part of a completion that is the answer: inside <answer> tags, all of it, or its last line
+    # part of a completion that is the answer: the text in <answer> tags, the whole text, or the
+    # last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards of the evaluation; the first one decides which weights are best
+    # rewards of the evaluation; the first reward determines which weights are best
     eval_rewards: list[RewardName] = field(
         default_factory=lambda: [RewardName("accuracy"), RewardName("format")]
     )
@@ -198,21 +206,23 @@ class DataOptions(RowOptions):
             )
         if "reward_model" in self.eval_rewards:
             raise ValueError(
-                "eval_rewards: reward_model can only score training rows; remove it from the list"
+                "eval_rewards contains reward_model, which can only score training rows; remove "
+                "reward_model from the list"
             )
 
 
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# Filters that remove tokens, with the value at which a filter removes none. A filter that is not
-# in this table is never applied, because `truncates` and the validation of options read it.
+# {option of a filter that removes tokens: value at which the filter removes no tokens}. A filter
+# that is not in this table is never applied, because `truncates` and the validation of options read
+# the table.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass
 class SamplingOptions:
-    """How completions are sampled and where they end."""
+    """Options of how completions are sampled, and of where completions end."""
 
     temperature: Annotated[float, "[0, inf)"] = (
         1.0  # divides the logits; 0 takes the most likely token
@@ -220,7 +230,7 @@ class SamplingOptions:
     max_new_tokens: Annotated[int, ">= 1"] = 256  # longest completion, in tokens
     # ids of tokens that end a completion; None means <|im_end|> and <|endoftext|>
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
-    # keep only the k most likely tokens (ties with the k-th stay); 0 keeps all tokens
+    # keep only the k most likely tokens, and tokens that are as likely as the k-th; 0 keeps all
     top_k: Annotated[int, ">= 0"] = 0
     # keep only the most likely tokens whose probabilities together reach this value
     top_p: Annotated[float, "(0, 1]"] = 1.0
@@ -229,12 +239,13 @@ class SamplingOptions:
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
     # a completion ends with the token that completes one of these texts
     stop_strings: list[str] = field(default_factory=list)
-    # largest number of tokens of prompts and (full-length) completions in one sampling batch; None
-    # samples all prompts in one batch
+    # maximum number of tokens of prompts and completions in one sampling batch, where completions
+    # count with their full length; None samples all prompts in one batch
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
-    # environment whose tools a completion may call: file.py:NAME, see docs/tools.md
+    # environment whose tools a completion may call, as file.py:NAME, see docs/tools.md
     environment: Code | None = None
-    # number of latest rounds whose images each turn sees, see docs/agents.md; None shows all rounds
+    # number of newest rounds whose images the prompt of each turn contains, see docs/agents.md;
+    # None includes all rounds
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
     # model that computes the logits of rollouts: the policy (native), vLLM (docs/vllm.md), or a
@@ -256,25 +267,26 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """Whether a filter removes tokens; training then normalises over the remaining tokens."""
+        """True if a filter removes tokens; training then normalises over the remaining tokens."""
         return self.temperature > 0 and any(
             getattr(self, name) != off for name, off in NO_TRUNCATION.items()
         )
 
     @property
     def filtered(self) -> bool:
-        """Whether sampling applies a filter of generation/filters.py."""
+        """True if sampling applies a filter of generation/filters.py."""
         return self.truncates or self.repetition_penalty != 1
 
 
 @dataclass
 class RolloutOptions:
-    """Checks and memory use of sampling during training."""
+    """Options of checks and memory use of sampling during training."""
 
-    # largest difference, in nats, between the log-probabilities of sampler and trainer for a token;
-    # in 16 bits the root mean square over all tokens may be a tenth of this value
+    # largest allowed difference, in nats, between the log-probabilities of sampler and trainer for
+    # a token. In 16 bits, the root mean square over all tokens may be at most a tenth of this value
     max_logp_mismatch: Annotated[float, "> 0"] = 1.0
-    gather_weights: bool = True  # False gathers the weights for a rollout layer by layer
+    # gather all weights before a rollout; False gathers the weights layer by layer in each forward
+    gather_weights: bool = True
 
 
 # ------------------------------------------------------------------------------ optimizer and ranks
@@ -295,7 +307,7 @@ class OptimizerOptions:
 class ShardingOptions:
     """Sharding of weights, gradients and optimizer state over the ranks with FSDP2."""
 
-    enabled: bool = False  # False keeps a full copy on each rank
+    enabled: bool = False  # False keeps a full copy of the model on each rank
     # number of full copies of the model; with one copy per node, weights are gathered within nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
@@ -320,7 +332,7 @@ class TrainingOptions:
     router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, reason) for options of this section without effect.
+        """Yield (option, reason) for options of this section that have no effect.
 
         config/validation.py rejects such an option if its value is not the default. The section of
         a stage in your own file can extend this method, here for an option `warmdown`:
@@ -385,13 +397,14 @@ class GRPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (the group)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # most tokens per forward and backward pass, where a prompt counts once; a group may be split.
-    # None sets no limit
+    # maximum number of tokens per forward and backward pass, where a prompt counts once; a group
+    # may be split. None sets no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    # dynamic sampling: resample groups with equal rewards, up to this many batches; 1 keeps them
+    # dynamic sampling: resample groups with equal rewards, up to this many batches; 1 disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # std that divides advantages
+    # rewards whose standard deviation divides the advantages
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     # normalise the weighted sum of the rewards, or each reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
@@ -402,7 +415,7 @@ class GRPOOptions(TrainingOptions):
     # exclude truncated completions from the loss (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
-    # loss, see grpo_loss; or your own function with the signature of grpo_loss: file.py:name
+    # loss, see grpo_loss; or your own function with the signature of grpo_loss, as file.py:name
     loss_type: (
         Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code
     ) = "dapo"
@@ -428,7 +441,7 @@ class GRPOOptions(TrainingOptions):
     )  # bounds of the ratio
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # refuses NaN too
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # the test also rejects NaN
             raise ValueError(
                 f"epsilon_low is {self.epsilon_low}, but it must be from 0 to epsilon_high, "
                 f"which is {self.epsilon_high}"
@@ -442,7 +455,8 @@ class PPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 1"] = 1  # completions per prompt
     num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    # most tokens per forward and backward pass, where a prompt counts once; None sets no limit
+    # maximum number of tokens per forward and backward pass, where a prompt counts once; None sets
+    # no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # clips the ratio to 1 +- cliprange, and a value to its old value +- cliprange
     cliprange: Annotated[float, ">= 0"] = 0.2
@@ -457,7 +471,7 @@ class PPOOptions(TrainingOptions):
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae
 
-    # names that GRPO has for these options
+    # names that GRPO uses for these options, so that code for both stages can read them
     steps_per_generation = property(lambda self: self.num_mini_batches)
     num_iterations = property(lambda self: self.num_ppo_epochs)
     beta = property(lambda self: self.kl_coef)
@@ -477,27 +491,28 @@ class RunConfig:
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
     num_threads: Annotated[int, "[1, 4096]"] | None = None  # CPU threads per rank
-    # minutes between saved training states, from which `resume` continues; one more is saved after
-    # each stage
+    # minutes between saved training states, from which `resume` continues; a state is also saved
+    # after each stage
     checkpoint_minutes: Annotated[float, ">= 0"] = 10.0
-    # also save a state every N steps; if both options are 0, only a signal such as SIGTERM does
+    # also save a state every N steps; if this and checkpoint_minutes are 0, a state is saved only
+    # after a signal such as SIGTERM
     checkpoint_steps: Annotated[int, ">= 0"] = 0
-    # "auto" continues from the newest state in output_dir, if there is one; the folder of a state
-    # continues from it; "never" deletes the states in output_dir and starts again
+    # "auto" continues from the newest state in output_dir, if output_dir has a state; the path of a
+    # state continues from this state; "never" deletes the states in output_dir and starts again
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
     # also write the weights to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries of completions.jsonl
-    # minutes between updates of report.html; 0 writes it only at the end of the run
+    # minutes between updates of report.html; 0 writes the report only at the end of the run
     report_minutes: Annotated[float, ">= 0"] = 1.0
     # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in
     # best/
     best_metric: str | None = None
-    # trackers that receive the metrics too, or your own function: file.py:name, called with
-    # (config, steps, closing), which returns log(values, steps)
+    # trackers that also receive the metrics, or your own function as file.py:name, which is called
+    # with (config, steps, closing) and returns log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    # refuse to start a model that, by `minivlmrl memory`, does not fit the memory of its GPUs
+    # do not start if the model does not fit the memory of the GPUs, according to `minivlmrl memory`
     check_memory: bool = True
     timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for other ranks
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -532,10 +547,10 @@ class RunConfig:
 
     @property
     def stage_names(self) -> list[str]:
-        """Names of the stages as in their sections, such as kto for recipes/kto.py:KTO."""
+        """Names of the sections of the stages, such as kto for recipes/kto.py:KTO."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP2 holds the weights, because of sharding or a separate compute dtype."""
+        """True if FSDP2 holds the weights, because of sharding or a separate compute dtype."""
         return self.sharding.enabled or self.model.compute_dtype is not None

@@ -1,9 +1,9 @@
 """Read values of recipes and config files by the type hints of a dataclass.
 
 `Reader` walks over a value together with its type hint, checks and converts the value, and lets the
-caller change texts that name files or code. `build` uses a Reader to make a dataclass from the
-values of a file, and `read_value` reads a single value. `options_of` lists the fields of a dataclass, for
-overrides and for --help.
+caller change texts that name files or code. `build` uses a Reader to create a dataclass from the
+values of a file, and `read_value` reads a single value. `options_of` lists the fields of a
+dataclass, for overrides and for --help.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
 ChangeText = Callable[[TypeHint, str], str]
-# option of TRL or transformers -> name of our option
+# {option of TRL or transformers: name of the same option in minivlmrl}
 TRL_ALIASES = {
     "lr": "STAGE.learning_rate",
     "num_train_epochs": "max_epochs",
@@ -79,11 +79,16 @@ def parse_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"not YAML ({error})") from error
+        raise ValueError(f"the text is not valid YAML ({error})") from error
 
 
 def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Parse JSON with `decode`. NaN and Infinity, which Python and pandas write, become None.
+    """Parse JSON. NaN and Infinity, which are not JSON but are written by Python, become None.
+
+    Args:
+        text: JSON, in UTF-8 if it is bytes.
+        decode: function that parses the text; its result is returned.
+        arguments: further arguments of `decode`.
 
     Raises:
         ValueError: the text is not JSON, is nested too deep, or has half of a surrogate pair.
@@ -98,7 +103,11 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 
 def read_json(path: Path) -> dict:
-    """Read a file with one JSON object; raise ValueError if it is missing or not an object."""
+    """Read a JSON file that contains one object.
+
+    Raises:
+        ValueError: the file is missing, or does not contain a JSON object.
+    """
     if not path.is_file():
         raise ValueError(
             f"{path}: this file is missing; every folder of a model, run or state must have it"
@@ -113,12 +122,12 @@ def read_json(path: Path) -> dict:
 
 
 def json_text(content, **options) -> str:
-    """Write standard JSON; numbers that are not finite become null."""
+    """Convert a value to standard JSON, in which NaN and infinite numbers become null."""
     return json.dumps(_DECODER.decode(json.dumps(content)), **options)
 
 
 def shortened(error: str | Exception) -> str:
-    """Shorten quoted texts in an error to 80 characters, because they may be images in base64."""
+    """Shorten long quoted texts in an error message, because such texts may be images in base64."""
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
@@ -140,7 +149,8 @@ def _invalid(name: str, value: Any, expected: str) -> ValueError:
 class error_context(AbstractContextManager):
     """Prefix errors raised in the block with the file, row or field concerned."""
 
-    # a class, because it is faster than a generator and 200,000 rows enter several contexts each
+    # A class is faster than a generator with @contextmanager, which matters because each of 200,000
+    # rows enters several contexts.
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -151,11 +161,16 @@ class error_context(AbstractContextManager):
 
 @contextmanager
 def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Name the extra to install if an import in the block fails."""
+    """Convert an ImportError in the block to a ValueError that explains which extra to install.
+
+    Args:
+        name: extra of minivlmrl, such as "video".
+        needed: beginning of the error message, such as "reading video files requires PyAV".
+    """
     try:
         yield
     except ImportError as error:
-        raise ValueError(f"{needed}: pip install 'minivlmrl[{name}]'") from error
+        raise ValueError(f"{needed}; run pip install 'minivlmrl[{name}]'") from error
 
 
 def build(
@@ -169,8 +184,10 @@ def build(
     """Build a dataclass from the values of a file; every key, type and bound is checked.
 
     Args:
-        where, prefix: file and section for error messages, such as "recipe.yaml: grpo.beta is -1.0,
-            it must be 0 or more".
+        cls: dataclass to build.
+        values: values of the file.
+        where: name of the file, for error messages.
+        prefix: path of the section in the file with a dot at the end, for error messages.
         json, change_text: see Reader.
     """
     with error_context(where):
@@ -183,7 +200,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check the values of a file as `build` does; return those that are not None."""
+    """Check the values of a file as `build` does, and return the values that are not None."""
     if not values:
         return {}
     checked = vars(build(cls, values, where))
@@ -207,11 +224,11 @@ class Reader:
     Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
 
     Args:
-        json: True for files that programs write. Unknown keys are ignored, text is not converted.
-            A recipe may have "1e-4" (which YAML reads as text) for a float, and a single text for a
-            list of texts.
-        change_text: function of (type, text), called for each key or value with a type of
-            config/types.py; its result replaces the text.
+        json: True for JSON files, which programs write. Then unknown keys are ignored and texts are
+            not converted. False for recipes, in which a float may be written as "1e-4" (which YAML
+            reads as text), and a list of one text as a text.
+        change_text: function that is called with (type, text) for each key or value whose type is
+            a text type of config/types.py. Its result replaces the text.
     """
 
     def __init__(self, json: bool, change_text: ChangeText | None = None):
@@ -235,7 +252,7 @@ class Reader:
             valid = any(
                 type(value) is type(choice) and value == choice for choice in typing.get_args(hint)
             )
-            if not valid:  # type_text is slow for a million valid values
+            if not valid:  # type_text is only computed for an error, because it is slow
                 check_field(valid, name, value, type_text(hint))
             return value
         if origin is dict:
@@ -250,7 +267,7 @@ class Reader:
         return self._changed(hint, value)
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
-        """Read a dataclass; `name` is "" for the whole file."""
+        """Read a dataclass from a section of a file; `name` is "" for the whole file."""
         check_field(
             isinstance(values, dict), name or "the file", values, "an object with names and values"
         )
@@ -276,11 +293,11 @@ class Reader:
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
-        if len(choices) == 1:  # its error message is more specific
+        if len(choices) == 1:  # the error message of a single type is more specific
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
-                continue  # a Literal in the union lists the names that need no file
+                continue  # a name without a file must be in the Literal of the union
             with suppress(ValueError):
                 return self.read(choice, value, name)
         raise _invalid(name, value, f"of type {type_text(hint)}")
@@ -311,19 +328,26 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain) -> Plain:
-        """Apply change_text to a text with a type of config/types.py, and to no other value."""
+        """Apply change_text to a value whose type is a text type of config/types.py.
+
+        Other values are returned unchanged.
+        """
         if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
             return self.change_text(hint, value)
         return value
 
 
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
-    """Suggest a name for an unknown key: its new name, our name for TRL's, or a similar name."""
+    """Suggest what to write instead of an unknown key.
+
+    The suggestion is the new name of a renamed option, the option that corresponds to an option of
+    TRL, the place of an option that is in another section, or a similar name.
+    """
     if prefix + key in RENAMED_OPTIONS:
-        return f"since 0.4.0 it is called {RENAMED_OPTIONS[prefix + key]}"
+        return f"since 0.4.0 this option is called {RENAMED_OPTIONS[prefix + key]}"
     alias = TRL_ALIASES.get(key)
     if alias:
-        return f"here it is {alias}"
+        return f"here this option is {alias}"
     paths = [option.path for option in options_of(root)]
     for words in ([key], key.split("_")):
         elsewhere = []
@@ -331,7 +355,7 @@ def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
             if key in (path, path.replace(".", "_")) or path.split(".")[-1] in words:
                 elsewhere.append(path.replace(".", ": "))
         if elsewhere:
-            return f"here it is {' or '.join(elsewhere)}"
+            return f"here this option is {' or '.join(elsewhere)}"
     names = [field.name for field in dataclasses.fields(section)]
     return did_you_mean(key, names, prefix, count=3, cutoff=0.0).removeprefix("; ")
 
@@ -342,9 +366,11 @@ def did_you_mean(
     """Return the end of a message about an unknown name: "; did you mean shapes?", or "".
 
     Args:
-        prefix: section of `names`, with a dot at the end.
-        count: largest number of suggestions.
-        cutoff: smallest similarity, from 0 to 1 (difflib's ratio).
+        name: the unknown name.
+        names: the known names.
+        prefix: path of the section of `names`, with a dot at the end.
+        count: maximum number of suggestions.
+        cutoff: minimum similarity of a suggestion, from 0 to 1 (difflib's ratio).
     """
     nearest = difflib.get_close_matches(name, names, count, cutoff)
     if not nearest:
@@ -372,7 +398,7 @@ class Option:
 
     @property
     def comment(self) -> str:
-        """The comment on the field in the source code, or ""."""
+        """Comment on the field in the source code, or ""."""
         return _field_comments(self.declared_in).get(self.name, "")
 
 
@@ -405,13 +431,13 @@ def _field_comments(cls: type) -> dict[str, str]:
             name = field_line[1]
             comments[name] = " ".join([*above, trailing]).strip()
             above = []
-        elif name and trailing:  # the default takes several lines
+        elif name and trailing:  # a comment in a default that has several lines
             comments[name] = f"{comments[name]} {trailing}".strip()
     return comments
 
 
 def type_text(hint: TypeHint) -> str:
-    """Describe a type hint in words: "int, 1 or more", "'k1' or 'k3'", "float or null"."""
+    """Describe a type hint in words, such as "int, 1 or more" or "'k1' or 'k3'"."""
     if hint is Code:
         return "file.py:name"
     hint = getattr(hint, "__supertype__", hint)  # NewType
@@ -431,7 +457,10 @@ def type_text(hint: TypeHint) -> str:
 
 
 def within_bounds(number: float, bounds: str) -> bool:
-    """Test a number against ">= 1", "> 0" or an interval "(0, 1]"; "; advice" may follow."""
+    """Return True if a number is within bounds such as ">= 1", "> 0" or "(0, 1]".
+
+    Text after "; " in `bounds` is advice for error messages and is ignored here.
+    """
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
         low = float(interval.strip(">= "))
@@ -443,7 +472,7 @@ def within_bounds(number: float, bounds: str) -> bool:
 
 
 def bounds_text(bounds: str) -> str:
-    """Describe bounds in words: "1 or more", "over 0 (.inf does not clip)"."""
+    """Describe bounds in words, such as "1 or more" or "over 0 (.inf does not clip)"."""
     interval, _, advice = bounds.partition("; ")
     number = interval.strip(">= ")
     words = f"in {interval}"

@@ -1,8 +1,8 @@
 """Names of options and evaluation metrics that version 0.4.0 changed.
 
-An old name in a recipe or on the command line is rejected with the new name. Files that minivlmrl 0.3
-wrote (config.yaml of a run, minivlmrl.yaml beside weights, the state of a run) are still read: their
-names are translated, and a note on stderr says so.
+An old name in a recipe or on the command line is an error, whose message contains the new name.
+Files that minivlmrl 0.3 wrote (config.yaml of a run, minivlmrl.yaml beside weights, the state of a
+run) can still be read. Old names in these files are translated, and a note is printed to stderr.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from minivlmrl.config.types import Plain
 
-# old option -> new option, both with their sections
+# {old option: new option}, both with their sections
 RENAMED_OPTIONS = {
     "state_minutes": "checkpoint_minutes",
     "state_steps": "checkpoint_steps",
@@ -27,7 +27,7 @@ RENAMED_OPTIONS = {
 
 
 def is_from_0_3(options: dict[str, Plain]) -> bool:
-    """Whether nested options have a name or a value that only minivlmrl 0.3 used."""
+    """Return True if nested options have a name or a value that only minivlmrl 0.3 used."""
     sampling = options.get("sampling")
     has_old_engine = isinstance(sampling, dict) and sampling.get("engine") == "own"
     for path in RENAMED_OPTIONS:
@@ -39,11 +39,12 @@ def is_from_0_3(options: dict[str, Plain]) -> bool:
 
 
 def translate_options(options: dict[str, Plain], file: Path) -> dict[str, Plain]:
-    """Return the options of a file in which minivlmrl 0.3 stored them under their new names.
+    """Translate the options in a file of minivlmrl 0.3 to their new names.
 
     Args:
-        options: by section, {"data": {"answer": "tags"}}; options of 0.4 are returned unchanged.
-        file: path for the note on stderr.
+        options: nested options of the file, such as {"data": {"answer": "tags"}}. Options of 0.4
+            are returned unchanged.
+        file: path of the file, for the note on stderr.
     """
     if not is_from_0_3(options):
         return options
@@ -89,7 +90,8 @@ def rename_metric(name: str, rewards: list[str]) -> str:
     """Translate the name of an evaluation metric of 0.3; other names are returned unchanged.
 
     Args:
-        rewards: names of data.eval_rewards.
+        name: name of the metric, such as "sampled".
+        rewards: names in data.eval_rewards.
     """
     first = rewards[0]
     renamed = {

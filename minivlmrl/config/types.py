@@ -1,7 +1,8 @@
 """Types of options: texts that name files or code, and numbers with bounds.
 
-config/parsing.py reads a value by its type. For example, Annotated[int, ">= 1"] is checked against
-its bound, and the type of a path decides which folder the path is relative to.
+config/parsing.py reads a value according to its type. For example, a value of the type
+Annotated[int, ">= 1"] is checked against the bound, and the type of a path determines which folder
+the path is relative to.
 """
 
 from typing import Annotated, Any, Literal, NewType
@@ -15,7 +16,7 @@ Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative 
 RewardName = NewType("RewardName", str)  # name of a reward, or Code: see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-# parts of a model, see PARTS in model/plain_weights.py; vision is the tower without its merger
+# parts of a model, see PARTS in model/plain_weights.py; vision is the vision tower without merger
 Part = Literal["vision", "merger", "language", "embeddings"]
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]

@@ -1,9 +1,9 @@
-"""Reject options that have no effect beside the other options of a recipe, before the run starts.
+"""Reject options that have no effect in combination with other options, before the run starts.
 
-Each function below checks one section: it yields (option, reason) for every option that has no
-effect with the other options as they are. `check_effects` raises an error for the first of them
-whose value is not its default. A section of a stage, also of one in your own file, checks options
-of its own in a method, see `TrainingOptions.without_effect`.
+Each function below checks one section, and yields (option, reason) for every option that has no
+effect because of the values of other options. `check_effects` raises an error for the first such
+option whose value is not the default. The section of a stage, also of a stage in your own file, can
+check its own options in a method, see `TrainingOptions.without_effect`.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,14 @@ WithoutEffect = Iterator[tuple[str, str]]  # option ("grpo.beta"), and why it ha
 
 
 def check_effects(run: RunConfig, has_reference: bool):
-    """Raise ValueError if an option is set that has no effect beside the other options.
+    """Raise ValueError if an option is set that has no effect because of other options.
 
-    Options of stages that the recipe does not name are not checked here: run/setup.py prints a note
-    about these.
+    Options of stages that the recipe does not name are not checked here, because run/setup.py
+    prints a note about these options.
 
     Args:
-        has_reference: whether a stage of the recipe keeps a reference model.
+        run: config of the run.
+        has_reference: True if a stage of the recipe has a reference model in memory.
     """
     unnamed = unnamed_stages(run)
     with error_context(run.recipe or "recipe"):
@@ -33,14 +34,14 @@ def check_effects(run: RunConfig, has_reference: bool):
 
 
 def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
-    """Return whether an option, "beta" or "grpo.beta", differs from its default."""
+    """Return True if an option, such as "beta" or "grpo.beta", differs from its default."""
     path, _, name = option.rpartition(".")
     section = attrgetter(path)(config) if path else config
     return getattr(section, name) != getattr(type(section)(), name)
 
 
 def unnamed_stages(run: RunConfig) -> list[str]:
-    """List the sections of stages that `stages` does not name."""
+    """Return the names of the sections of stages that are not in `stages`."""
     unnamed = []
     for name, section in vars(run).items():
         if isinstance(section, TrainingOptions) and name not in run.stage_names:
@@ -49,7 +50,10 @@ def unnamed_stages(run: RunConfig) -> list[str]:
 
 
 def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect:
-    """Yield every option that has no effect beside the other options, set or not, and the reason."""
+    """Yield every option that has no effect because of other options, and the reason.
+
+    Options whose value is the default are yielded, too.
+    """
     yield from check_data(run)
     yield from check_adapter(run)
     yield from check_sharding(run)
@@ -70,14 +74,14 @@ def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect
 
 
 def check_data(run: RunConfig) -> WithoutEffect:
-    """Check options of rows: those of files with a task, and those of an evaluation without rows."""
+    """Check options of files if there is a task, and options of an evaluation without rows."""
     if not (run.data.eval_file or run.data.task):
         evaluation = ("data.eval_rows", "data.eval_without_images", "data.eval_rewards")
         for option in ("eval_steps", "best_metric", *evaluation):
             yield option, "there are no rows to evaluate unless data.eval_file or data.task is set"
     if run.data.task:
         for name in ("image_root", "columns", "skip_unreadable", "eval_file"):
-            yield f"data.{name}", "data.task makes all rows itself, so that no file is read"
+            yield f"data.{name}", "data.task generates all rows, so no file is read"
 
 
 def check_adapter(run: RunConfig) -> WithoutEffect:
@@ -112,14 +116,14 @@ def check_reference(run: RunConfig, has_reference: bool) -> WithoutEffect:
         for name in ("path", "sync_ref_model", "num_shared_layers"):
             yield (
                 f"reference.{name}",
-                "no stage of this recipe keeps a reference model: grpo needs beta > 0, and dpo "
-                "needs neither reference_free nor precompute_ref_log_probs",
+                "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, "
+                "and dpo only without reference_free and precompute_ref_log_probs",
             )
     if not run.reference.sync_ref_model:
         for name in ("ref_model_mixup_alpha", "ref_model_sync_steps"):
             yield (
                 f"reference.{name}",
-                "the reference model does not move unless reference.sync_ref_model is true",
+                "the reference model does not change unless reference.sync_ref_model is true",
             )
     if run.reference.num_shared_layers is None:
         reason = "no layers are shared unless reference.num_shared_layers is set"
@@ -136,8 +140,8 @@ def check_dpo(run: RunConfig) -> WithoutEffect:
         yield (
             "dpo.precompute_ref_log_probs",
             "log-probabilities of a reference can be computed in advance only if the reference is "
-            "the policy at the start of the stage; this is not so with dpo.reference_free, "
-            "reference.path or reference.sync_ref_model",
+            "the policy at the start of the stage, which is not the case with "
+            "dpo.reference_free, reference.path or reference.sync_ref_model",
         )
     if run.dpo.loss_type == ["sft"]:
         yield "dpo.f_divergence_type", "the loss sft is the same for every divergence"
@@ -149,9 +153,10 @@ def check_dpo(run: RunConfig) -> WithoutEffect:
 
 
 def _on_policy(grpo: GRPOOptions) -> bool:
-    """Return whether the policy never moves between a rollout and the last step on that rollout.
+    """Return True if each rollout is used for only one optimizer step.
 
-    Then all ratios of policies are 1.
+    In this case the policy of the step is the policy that sampled the rollout, so all ratios of
+    policies are 1.
     """
     return grpo.num_iterations * grpo.steps_per_generation == 1
 
@@ -159,7 +164,8 @@ def _on_policy(grpo: GRPOOptions) -> bool:
 def check_grpo_clipping(grpo: GRPOOptions) -> WithoutEffect:
     """Check the bounds and the level of the ratio of policies.
 
-    A loss from a file is given the whole section, so any of these options may have an effect.
+    With a loss from a file, every option may have an effect, because the loss receives the whole
+    section.
     """
     if ":" in grpo.loss_type:
         return
@@ -210,7 +216,7 @@ def check_grpo_rewards(grpo: GRPOOptions) -> WithoutEffect:
             yield option, "loss_type rloo computes leave-one-out advantages instead"
     if grpo.multi_objective_aggregation == "normalize_then_sum":
         for option in ("grpo.scale_rewards", "grpo.soft_punish_cache"):
-            yield option, "only multi_objective_aggregation sum_then_normalize uses it"
+            yield option, "only multi_objective_aggregation sum_then_normalize uses this option"
 
 
 def check_grpo_corrections(grpo: GRPOOptions) -> WithoutEffect:
@@ -243,6 +249,6 @@ def check_sampling(run: RunConfig) -> WithoutEffect:
     if sampling.environment is None:
         yield "sampling.history", "completions have only one turn unless environment is set"
     if sampling.engine == "vllm":
-        yield "sampling.cuda_graph", "engine vllm decides itself when to use CUDA graphs"
+        yield "sampling.cuda_graph", "engine vllm itself chooses when to use CUDA graphs"
     if sampling.engine == "native":  # an engine from a file may use the options of vLLM too
         yield "sampling.vllm", "these options are read only with engine vllm"

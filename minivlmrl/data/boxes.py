@@ -34,7 +34,7 @@ FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return the width and height of a whole image in a coordinate space.
+    """Return the width and height of the whole image in the units of a coordinate space.
 
     Args:
         space: "original" (pixels of the file), "resized" (pixels of the model's input image, as in
@@ -44,7 +44,7 @@ def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> t
     """
     if space not in SPACES:
         raise ValueError(
-            f"unknown coordinate space {space!r} of boxes; it must be one of {', '.join(SPACES)}"
+            f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(SPACES)}"
         )
     extents = {
         "original": original,
@@ -60,8 +60,9 @@ def box_columns(
 ) -> dict[str, list]:
     """Compute the columns image_sizes and answer_extents that box rewards receive.
 
-    The extent of an answer is the row's column answer_extent. Without this column, it follows from
-    the row's column box_space, or from the box_space of the processor.
+    The extent of an answer is the width and height of the image in the units of the answer's boxes.
+    A row can give this extent in its column answer_extent. Otherwise the extent is computed from
+    the coordinate space in the row's column box_space, or else in the processor's box_space.
 
     Args:
         rows: one row per prompt.
@@ -81,7 +82,8 @@ def box_columns(
         answer_extent = None
         if row.images:
             _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-            # LazyImages knows the size, because the prompt was computed from the image
+            # LazyImages recorded the size when the prompt was computed, so the image is not loaded
+            # again
             image_size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
             box_space = row.columns.get("box_space") or processor.box_space
             resized_size = width * patch_size, height * patch_size
@@ -95,7 +97,7 @@ def box_columns(
 
 @dataclass(frozen=True)
 class Box:
-    """A bounding box, and the (width, height) of its image in the same units (`extent`)."""
+    """A bounding box with its `extent`, the (width, height) of the image in the same units."""
 
     x1: float
     y1: float
@@ -104,9 +106,12 @@ class Box:
     extent: tuple[float, float]
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """Convert the box to another extent; integer coordinates are rounded only once.
+        """Scale the box to another extent of the same image.
 
-        Example: (10, 10, 20, 20) of the extent (100, 50) is (20, 40, 40, 80) of (200, 200).
+        Only the division rounds integer coordinates, because their product is exact.
+
+        Example: scaled from the extent (100, 50) to the extent (200, 200), the box
+        (10, 10, 20, 20) becomes (20, 40, 40, 80).
         """
         if extent == self.extent:
             return self
@@ -149,9 +154,11 @@ def iou(a: Box, b: Box) -> float:
 def giou(a: Box, b: Box) -> float:
     """Compute the generalised IoU, -1 to 1; -1 if a box is invalid.
 
-    It is the IoU minus the empty fraction of the smallest box around both.
+    The generalised IoU is the IoU minus a penalty: the fraction of the smallest box around both
+    boxes that neither box covers.
 
-    Example: (0, 0, 1, 1) and (2, 0, 3, 1) leave 1/3 of the box around them empty: 0 - 1/3.
+    Example: the boxes (0, 0, 1, 1) and (2, 0, 3, 1) do not overlap, and leave 1/3 of the box around
+    them empty, so the result is 0 - 1/3.
     Source: Rezatofighi et al. 2019, algorithm 1 (arXiv 1902.09630); torchvision's
         generalized_box_iou.
     """
@@ -166,8 +173,12 @@ def giou(a: Box, b: Box) -> float:
 
 
 def _areas(a: Box, b: Box) -> tuple[float, float]:
-    """Compute intersection and union, in an order that keeps union >= intersection."""
-    assert a.extent == b.extent, "the boxes have different extents, convert one with to()"
+    """Compute the areas of the intersection and the union.
+
+    The order of the additions ensures that rounding never makes the union smaller than the
+    intersection.
+    """
+    assert a.extent == b.extent, "the boxes have different extents; convert one box with Box.to"
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
@@ -179,16 +190,17 @@ def match(
 ) -> list[tuple[int, int]]:
     """Match predicted to true boxes one to one, so that the sum of similarities is maximal.
 
-    Example: the first box has the IoUs 0.6 and 0.5, the second 0.5 and 0. The matches are (0, 1)
-    and (1, 0), with a sum of 1.0.
+    Example: the first predicted box has the IoUs 0.6 and 0.5 with the two true boxes, the second
+    predicted box has 0.5 and 0. The matches are (0, 1) and (1, 0), with a sum of 1.0.
 
     Args:
         predicted: predicted boxes.
         truth: true boxes.
-        similarity: function of a predicted and a true box.
+        similarity: function that computes the similarity of a predicted and a true box.
 
     Returns:
-        (index in predicted, index in truth) of each match; as many as the shorter list has boxes.
+        (index in predicted, index in truth) of each match. There are as many matches as boxes in
+        the shorter list.
     """
     if not predicted or not truth:
         return []
@@ -205,12 +217,12 @@ def match(
 
 
 def says_none(text: str) -> bool:
-    """Return True if an answer denies that the object exists: [], None or No such object."""
+    """Return True if an answer says that there is no object: [], None or No such object."""
     return unfenced(text).casefold() in ("[]", "none", "no such object")
 
 
 def unfenced(text: str) -> str:
-    """Remove a code fence around a text, and a final full stop."""
+    """Return a text without the code fence around it and without a final full stop."""
     fenced = FENCED.fullmatch(text.strip())
     return (fenced[1] if fenced else text).strip().removesuffix(".")
 
@@ -229,23 +241,24 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     The text may be in a code fence or end with a full stop.
 
     Returns:
-        (x1, y1, x2, y2) of each box, finite numbers. Corners can be out of order or outside of the
-        image, see Box.valid. The list is empty if the text contains other words, which could negate
-        the box ("not [1, 2, 5, 6]"), or a group of numbers that is not a box.
+        (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or
+        outside of the image, see Box.valid and Box.inside. The list is empty if the text contains
+        other words, because they could negate the box ("not [1, 2, 5, 6]"), or if a group of
+        numbers is not a box.
 
-    Source: cookbook of Qwen2.5-VL, for "bbox_2d".
+    Source: the key "bbox_2d" is from the cookbook of Qwen2.5-VL.
     """
     return parse(text, KEYS, 4, GROUPS)
 
 
 def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list[tuple]:
-    """Parse groups of `count` numbers from JSON or plain text; [] if any group is invalid.
+    """Parse groups of `count` numbers from JSON or plain text; return [] if a group is invalid.
 
     Args:
         text: text to parse, see parse_boxes.
         keys: keys of a JSON object that can hold the numbers.
         count: numbers per group.
-        plain: pattern of the plain-text format.
+        plain: pattern that matches a whole text in the plain-text format.
     """
     text = unfenced(QWEN2.sub(" ", text))
     try:

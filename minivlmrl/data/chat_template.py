@@ -14,15 +14,15 @@ START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Either token ends a completion: <|im_end|> ends a turn, <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders of an image and a video. Code compares with `is`, because text may be spelled the
-# same.
+# Placeholders of an image and of a video. Compare pieces with these objects by `is`, because
+# ordinary text can consist of the same characters.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def render(messages: list[dict]) -> list[str]:
-    r"""Render the messages of a prompt, up to where the assistant answers.
+    r"""Render the messages of a prompt, followed by the header of the assistant's answer.
 
     Example: one user message with an image and "What?" gives, joined,
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
@@ -30,12 +30,13 @@ def render(messages: list[dict]) -> list[str]:
     Processor.encode then repeats the id of <|image_pad|>, once for each token of the image.
 
     Args:
-        messages: see messages.py. The default system message is added in front, unless the first
-            message is a system message.
+        messages: see data/messages.py. If the first message is not a system message, the default
+            system message is inserted before it.
     Returns:
-        Pieces in order. Each control token is a Control (the objects IMAGE and VIDEO themselves),
-        and neighbouring text is joined to one str. So text that spells a control token stays text,
-        and text is tokenized as a whole, as transformers does.
+        The pieces of the prompt in order. Each control token is a Control, so that text with the
+        same characters stays text. Placeholders are the objects IMAGE and VIDEO themselves.
+        Neighbouring texts are joined to one str, because transformers also tokenizes the text
+        between two control tokens as a whole.
     Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
@@ -47,7 +48,7 @@ def render(messages: list[dict]) -> list[str]:
 def as_jinja(name: str = "qwen2_5_vl") -> str:
     """Load this template as Jinja source, for saved folders that have no chat template.
 
-    transformers needs the source; this module renders without Jinja.
+    Only transformers needs the source, because this module renders messages without Jinja.
     """
     return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
 
@@ -55,16 +56,22 @@ def as_jinja(name: str = "qwen2_5_vl") -> str:
 def layout_turn(message: dict) -> list[str]:
     """Render one message as pieces.
 
-    ValueError if the message has tool_calls, which this template cannot render, or a part that is
-    neither text, image nor video.
+    Raises:
+        ValueError: the message has tool_calls, which this template cannot render, or has no
+            content, or has a part that is neither text, image nor video.
     """
     if message.get("content") is None or message.get("tool_calls"):
-        raise ValueError(f"a message needs content and no tool_calls: {message!r:.80}")
+        raise ValueError(
+            "this chat template can only render messages that have content and no tool_calls, but "
+            f"a message is {message!r:.80}"
+        )
     pieces = []
     for part in content_parts(message):
         kind = part_kind(part)
         if kind is None:
-            raise ValueError(f"a part is not text, image or video: {part!r:.80}")
+            raise ValueError(
+                f"a part of a message must be text, an image or a video, but it is {part!r:.80}"
+            )
         if kind == "text":
             pieces.append(part["text"])
         else:
@@ -82,8 +89,8 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
     Returns:
         Pieces as in `render`, each with a flag. The flag is True if the assistant writes the piece:
-        the text of an assistant turn, or the <|im_end|> that closes it. Generation stops after the
-        last piece.
+        the text of an assistant turn, or the <|im_end|> that closes this turn. Generation stops
+        after the last piece.
     """
     flagged = []
     for turn in turns:
@@ -104,7 +111,11 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighbouring texts with equal flags, so that no token is only partly the assistant's."""
+    """Join neighbouring texts with equal flags.
+
+    Texts with different flags stay separate, so that each token is either entirely written by the
+    assistant or not at all.
+    """
     joined_pieces = []
     filled_pieces = [pair for pair in pieces if pair[0]]
     for is_written, run in groupby(filled_pieces, key=lambda pair: pair[1]):

@@ -22,8 +22,8 @@ DOWNLOADED = [
     "LICENSE*",
     "NOTICE*",
 ]
-# branches of a data set: its own files, then the hub's conversion of a public data set to parquet,
-# which is called "partial-train" if it was cut at 5 GB
+# branches of a data set: None is the branch with the original files. The other branch has the files
+# that the hub has converted to parquet; splits of more than 5 GB are called "partial-train" there.
 BRANCHES = None, "refs/convert/parquet"
 
 
@@ -32,7 +32,8 @@ def find_folder(name: str | Path) -> Path:
 
     Args:
         name: a folder, or the id of a repository on the hub, for example
-            "Qwen/Qwen2.5-VL-3B-Instruct" or "NAME@branch". An existing folder has priority.
+            "Qwen/Qwen2.5-VL-3B-Instruct" or "OWNER/NAME@BRANCH". A folder of this name has
+            priority.
 
     Raises:
         ValueError: there is no such folder, and the model cannot be downloaded.
@@ -43,36 +44,43 @@ def find_folder(name: str | Path) -> Path:
     replaced = Path(f"{folder.resolve()}.replaced")
     if isdir(replaced):
         warnings.warn(
-            f"{folder}: the last save was killed, so {replaced} is read instead", stacklevel=2
+            f"{folder} does not exist, because saving it was interrupted; the folder before the "
+            f"save, {replaced}, is used instead",
+            stacklevel=2,
         )
         return replaced
     repository = REPOSITORY.fullmatch(str(name))
     if not repository or (isdir(folder.parent) and not repository["revision"]):
         raise ValueError(
-            f"{name}: no such folder. A model is a Hugging Face folder or the id of a repository. "
-            f"If the first part of the id is also a local folder, write {name}@main."
+            f"{name}: this folder does not exist. A model must be a folder in the Hugging Face "
+            "format or the id of a repository. If the first part of the id is also the name of a "
+            f"local folder, write {name}@main."
         )
-    with hub_errors(f"{name}: no such folder, not completely in the Hugging Face cache"):
+    with hub_errors(f"{name}: there is no such folder, no complete copy in the Hugging Face cache"):
         return _snapshot(repository["id"], repository["revision"])
 
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Turn every exception into a ValueError, as huggingface_hub's network libraries differ."""
+    """Convert every exception in the block to a ValueError whose message begins with `name`.
+
+    Every exception, because releases of huggingface_hub use different network libraries, each with
+    its own exceptions.
+    """
     try:
         yield
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name}, and the download failed ({reason}). Check the name and the network, or "
-            "download it on another machine and use its folder."
+            "download the repository on another machine and use its folder."
         ) from error
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
-    """Return the cached folder of a repository, after a download if it is incomplete.
+    """Return the cached folder of a model repository, and download missing files.
 
-    Parallel processes wait for each other's downloads.
+    If several processes download the same file, one process downloads and the others wait.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -84,27 +92,30 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
         allow_patterns=DOWNLOADED,
         ignore_patterns="*/*",  # skip files in subfolders
     )
-    # the cache may lack the repository, or hold only files that another program has downloaded
+    # The cache may lack the repository, or lack some files because another program downloaded only
+    # a part of the repository.
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         weight_files(cached)
         image_settings(cached)
         if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
             return cached
-    # this request has a timeout, while the download could wait forever
+    # This request fails after a timeout if the hub cannot be reached. The download could wait
+    # forever.
     HfApi().model_info(repo_id, revision=revision, timeout=NETWORK_SECONDS)
     return Path(download())
 
 
 def find_split(name: str) -> list[Path] | None:
-    """Return the parquet files of a split of a data set, downloaded if necessary.
+    """Return the parquet files of a split of a data set, and download the files if necessary.
 
     Args:
         name: "OWNER/NAME@SPLIT", or "OWNER/NAME" for the split train.
 
     Returns:
-        The files, or None if the name is a local path: it has no @, and its first part is a local
-        folder or it has a suffix such as .jsonl.
+        The files, or None if the name is a local path. A name is a local path if it is not of the
+        above form, or if it has no @ and either its first part is a local folder or it ends with a
+        suffix such as .jsonl.
 
     Raises:
         ValueError: the data set or the split does not exist, or the download failed.
@@ -119,9 +130,9 @@ def find_split(name: str) -> list[Path] | None:
     repo_id = repository["id"]
     split = repository["revision"] or "train"
     all_splits = set()
-    with hub_errors(f"{name}: no such file or data set of the hub"):
+    with hub_errors(f"{name}: no such file or data set of the hub was found"):
         for cached, branch in product((True, False), BRANCHES):
-            # the cache may lack the data set, or the hub the branch
+            # the cache may lack the data set, and the hub may lack the branch
             with suppress(LocalEntryNotFoundError, RevisionNotFoundError):
                 names = _parquet_files(repo_id, branch, split, cached)
                 splits = {file: split_of(file) for file in names}
@@ -132,13 +143,20 @@ def find_split(name: str) -> list[Path] | None:
                     return [folder / file for file in files]
         names = ", ".join(f"{repo_id}@{other}" for other in sorted(all_splits))
         raise ValueError(
-            f"the split {split} does not exist or is ambiguous; splits: "
-            f"{names or 'none, because there are no parquet files'}"
+            f"the split {split} does not exist or is ambiguous; the data set has the splits "
+            f"{names or '(none, because it has no parquet files)'}"
         )
 
 
 def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -> list[str]:
-    """List the parquet files of a branch; in the cache, only paths that contain `split`."""
+    """List the parquet files of a branch.
+
+    Args:
+        repo_id: id of the data set.
+        branch: a member of BRANCHES.
+        split: name of a split. From the cache, only paths that contain this name are listed.
+        cached: True lists files in the cache, False asks the hub.
+    """
     from huggingface_hub import HfApi
 
     if cached:
@@ -149,12 +167,14 @@ def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -
         names = [file.rfilename for file in info.siblings or ()]
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"its file {name!r} would be written outside of the cache folder")
+            raise ValueError(
+                f"the data set has a file {name!r}, which would be written outside of the cache"
+            )
     return sorted(name for name in names if name.endswith(".parquet"))
 
 
 def _download(repo_id: str, branch: str | None, patterns: list[str] | str, cached: bool) -> Path:
-    """Download files of a data set, or only look them up if `cached`; return their folder."""
+    """Download files of a data set, or only find them in the cache; return their folder."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(

@@ -58,7 +58,8 @@ TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list 
 class FileDataset(FileRows):
     """The rows of a file or dataset folder.
 
-    All rows are validated when the dataset is created, and each row is read again when it is used.
+    All rows are validated when the dataset is created. Each row is read again from the file when
+    the row is used.
 
     Args:
         path: file or folder of the rows.
@@ -87,7 +88,8 @@ class FileDataset(FileRows):
         if not self.size:
             raise ValueError(f"{path} has no rows; add at least one row or choose another file")
         self.folder = Path(self.options.image_root or self.source.folder)
-        self.counts = Counter()  # {(images, videos) of a row: number of such rows}
+        # {(number of images, number of videos): number of rows with these numbers}
+        self.counts = Counter()
         # for each row, a hash of its prompt and of the sizes of its image and video files
         self.prompt_hashes = []
         self.columns = ()
@@ -100,13 +102,17 @@ class FileDataset(FileRows):
         if missing_files:
             raise ValueError(
                 f"{path}: {len(missing_files)} image or video file(s) of the rows are missing in "
-                f"{self.folder}, for example {', '.join(missing_files[:5])}. Set data.image_root to "
-                "the folder that contains the files."
+                f"{self.folder}, for example {', '.join(missing_files[:5])}. Set data.image_root "
+                "to the folder that contains the files."
             )
         self.columns = sorted(column_names)
 
     def _count(self, row: Row, media: list[Media]) -> list[str]:
-        """Count the images and videos of a row and hash its prompt; return its missing files."""
+        """Add a row to `counts` and `prompt_hashes`.
+
+        Returns:
+            The image and video files of the row that are missing.
+        """
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
             files = list(files_of(media + answer_images, str(self.folder)))
@@ -195,12 +201,17 @@ def load_media(media: list[Media], folder: Path) -> tuple[Sequence, Sequence]:
 
 
 def check_inside(folder: Path, files: list[tuple[str | bytes, str]]):
-    """Raise ValueError if a file of a downloaded row is outside of the data set's folder."""
+    """Raise ValueError if a file is outside of the folder of a downloaded data set.
+
+    Args:
+        folder: folder of the data set.
+        files: pairs of source and path, as files_of yields them.
+    """
     for source, path in files:
         if path and not Path(normpath(path)).is_relative_to(normpath(folder)):
             raise ValueError(
-                f"the file {source!r} is outside of the folder {folder}. A data set from the hub "
-                "may only use its own files."
+                f"the file {source!r} is outside of the folder {folder}, but rows of a data set "
+                "from the hub may only use files in the folder of the data set"
             )
 
 
@@ -223,7 +234,7 @@ def read_row(
         required: columns that the row must have; "problem" stands for any prompt column.
         options: options for all rows of the file.
     """
-    # A NaN is dropped, because pandas writes NaN for a missing value.
+    # NaN, which differs from itself, is dropped, because pandas writes NaN for a missing value.
     file_columns = {name: value for name, value in columns.items() if value == value}
     columns = to_columns(file_columns, options.columns)
     check_columns(columns, required)
@@ -242,8 +253,8 @@ def read_row(
     try:
         messages, media, answers = read_conversation(columns, row_media, options)
     finally:
-        # also after an error, because a column with an unknown name explains an <image> tag that
-        # has no image
+        # This check also runs after an error about an <image> tag without an image, because a
+        # column with an unknown name is a better explanation of this error.
         if not media and not any(row_media.values()):
             check_unread(columns)
     for name in required:
@@ -275,13 +286,14 @@ def read_conversation(
         row: {column: value}; a value of None counts as missing. The following columns are read. A
             list of turns is a list of messages, as in chat_template.render.
             problem: the text of the question, which is inserted into prompt_template.
-            prompt: the same, or a list of turns, whose last user turn has the question.
+            prompt: the text of the question, or a list of turns, whose last user turn has the
+                question.
             messages: a conversation. The turns before the first assistant turn are the prompt, and
                 the remaining turns are the completion.
             completion, chosen, rejected: an answer, which is a text or a list of turns that begins
                 and ends with an assistant turn. If the row has no prompt, `chosen` and `rejected`
-                are whole conversations, and the turns that both begin with are the prompt (TRL's
-                implicit prompt).
+                are whole conversations, and their common first turns are the prompt (TRL's implicit
+                prompt).
         row_media: {"image" or "video": media from the columns of the row}.
         options: options for all rows of the file.
 
@@ -336,7 +348,10 @@ def _check_answer(turns: list[dict]):
 
 
 def _shows_images(turns: list[dict]) -> bool:
-    """Return True if an answer has an image; <image> in text of the assistant is ordinary text."""
+    """Return True if an answer has an image or video part, or a tag such as <image>.
+
+    Tags in assistant turns do not count, because they are ordinary text there.
+    """
     for turn in turns:
         if turn["role"] != "assistant" and MARK.search(text_of(turn)):
             return True
@@ -355,7 +370,7 @@ def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[
         raise ValueError(
             "a video after the first assistant turn is not supported; move it into the prompt"
         )
-    # The media are in the order of the parts, so the last ones belong to the answer.
+    # The last media belong to the answer, because the media are in the order of the parts.
     for part in reversed(shown_parts):
         part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
     return conversation[: -len(turns)], media, answer
@@ -406,20 +421,24 @@ def _split_columns(row_texts: dict, row: dict) -> tuple[str, str | list[dict], d
 
 
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:
-    """Return the turns that `chosen` and `rejected` both begin with, and the rest as answers."""
+    """Split the conversations `chosen` and `rejected` after the turns that both begin with.
+
+    Returns:
+        The common first turns, which are the prompt, and {column: answer} with the other turns.
+    """
     chosen = answers.get("chosen")
     rejected = answers.get("rejected")
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         chosen = rejected = []
-    num_shared = 0  # number of turns at the beginning that are equal in both
+    num_shared = 0  # number of first turns that are equal in `chosen` and `rejected`
     for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False):
         if chosen_turn != rejected_turn:
             break
         num_shared += 1
     if num_shared == 0:
         raise ValueError(
-            f"column 'problem' is missing; the row has {columns}. Rename the column of the question "
-            "with data.columns: {YOURS: problem}, set the same question for all rows with "
+            f"column 'problem' is missing; the row has {columns}. Rename the column of the "
+            "question with data.columns: {YOURS: problem}, set the same question for all rows with "
             "data.prompt_template: 'What is it?', or use the columns of another format: "
             f"{', '.join(QUESTION_FORMATS)}."
         )

@@ -1,8 +1,9 @@
 """Render conversations with the Jinja chat template of a model's folder.
 
-The result has the same form as that of chat_template.render, which is used instead if the template
-is the one that Qwen publishes with Qwen2-VL and Qwen2.5-VL. Qwen3-VL's template equals
-chat_template.render without the default system message, except for conversations with tools.
+The result is a list of pieces, as in chat_template.render. For the published template of Qwen2-VL
+and Qwen2.5-VL, chat_template.render is used instead of Jinja. The template of Qwen3-VL gives the
+same result as chat_template.render without the default system message, except for conversations
+with tools.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ FILES = (
     "chat_template.jinja",
     "tokenizer_config.json",
 )
-# sha256 of Qwen's template for Qwen2-VL and Qwen2.5-VL, and of TRL's copy with {% generation %}
+# sha256 of Qwen's template for Qwen2-VL and Qwen2.5-VL, and of TRL's variant with {% generation %}
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
@@ -65,11 +66,14 @@ DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags
 
 
 class ChatTemplate:
-    """A Jinja chat template. Conversations whose text spells a control token raise ValueError.
+    """A Jinja chat template.
+
+    Rendering raises ValueError if a text of the conversation contains a control token, because the
+    rendered text does not show which control tokens the template wrote.
 
     Args:
         text: text of the template.
-        source: name of its file, for error messages.
+        source: name of the template's file, for error messages.
         special_tokens: control tokens that the template may write, see Tokenizer.special_tokens.
         token_names: {name: value} of variables that the template may read, such as eos_token.
     """
@@ -78,8 +82,8 @@ class ChatTemplate:
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        # The longest first, as a token can begin with another one. Single characters are skipped,
-        # because they occur in ordinary text.
+        # Longer tokens are first in the pattern, because a token can begin with a shorter token.
+        # Tokens of a single character are skipped, because they occur in ordinary text.
         control_names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
         control_names = sorted(control_names, key=len, reverse=True)
         controls = {name: Control(name) for name in control_names}
@@ -97,9 +101,11 @@ class ChatTemplate:
     def from_folder(
         cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
     ) -> "ChatTemplate | None":
-        """Load the template of a folder from the first of FILES that has one.
+        """Load the chat template of a folder, from the first file in FILES that has a template.
 
-        Returns None if there is no template or if chat_template.render equals it.
+        Returns:
+            The template, or None if there is no template or chat_template.render gives the same
+            result.
         """
         token_names = {}
         config_file = Path(folder) / "tokenizer_config.json"
@@ -135,8 +141,8 @@ class ChatTemplate:
         message_kinds = [part_kind(part) for part in shown_parts_of(messages)]
         if shown_kinds != message_kinds:
             raise self._error(
-                f"it renders the images and videos {shown_kinds}, but the messages contain "
-                f"{message_kinds}"
+                f"the template renders the images and videos {shown_kinds}, but the messages "
+                f"contain {message_kinds}; use a template that renders all images and videos"
             )
         return pieces
 
@@ -150,10 +156,11 @@ class ChatTemplate:
             turns: turns of the completion.
 
         Returns:
-            (piece of text, True if the assistant wrote the piece) of each piece.
+            Pairs of a piece of text and a flag, which is True if the assistant writes the piece.
 
         Raises:
-            ValueError: the template ends turns in another way than Qwen's.
+            ValueError: the template does not end assistant turns with <|im_end|> and a line break,
+                or renders a turn differently if more turns follow.
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
@@ -170,31 +177,37 @@ class ChatTemplate:
             turn_end = self._length(text, conversation[: turn_number + 1], False)
             if not text[start:turn_end].endswith(f"{END}\n"):
                 raise self._error(
-                    f"SFT and pairs need a template that ends an assistant turn with {END} and a "
-                    "line break, as Qwen's does; replace it with the chat_template.jinja of the "
-                    "original Qwen model"
+                    "SFT and training on pairs require a template that ends an assistant turn with "
+                    f"{END} and a line break; replace the template with the chat_template.jinja of "
+                    "the original Qwen model"
                 )
-            end = turn_end - 1  # the model does not write the line break
+            end = turn_end - 1  # without the line break, which the model does not write
             flagged += [(piece, True) for piece in self._cut(text[start:end])]
         return join_flagged(flagged)
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return the length of the first messages after rendering, a prefix of text."""
+        """Return the length of the rendered first messages of a conversation.
+
+        Args:
+            text: the rendered conversation, which must begin with the rendered first messages.
+            messages: the first messages.
+            add_generation_prompt: whether the generation prompt follows the messages.
+        """
         beginning = self._lay_out(messages, add_generation_prompt)
         if not text.startswith(beginning):
             raise self._error(
-                f"it renders the first {len(messages)} messages differently if more messages "
-                "follow, so the answer cannot be located; use a template that only appends, or "
-                "remove the thoughts if the prompt has none"
+                f"the template renders the first {len(messages)} messages differently if more "
+                "messages follow, so the answer cannot be located; use a template that only "
+                "appends text for further messages, or remove the thoughts from the answer if the "
+                "prompt has none"
             )
         return len(beginning)
 
     @cached_property
     def opened(self) -> str:
-        """Return the unclosed thought, such as "<think>\\n", that the generation prompt ends with.
+        """Return the unclosed thought that ends the generation prompt, such as "<think>\\n", or "".
 
-        It belongs to the assistant's turn, although the model does not generate it. The result is
-        "" if there is no such thought.
+        This thought belongs to the assistant's turn, although the model does not generate it.
         """
         messages = [{"role": "user", "content": "?"}]
         prompt = self._lay_out(messages, True).removeprefix(self._lay_out(messages, False))
@@ -202,10 +215,15 @@ class ChatTemplate:
         return tag + thought if tag and "</think>" not in thought else ""
 
     def declaring(self, tools: list[dict]) -> "ChatTemplate":
-        """Return a copy that renders `tools` in prompts, or raise ValueError if it cannot."""
+        """Return a copy of the template that declares `tools` in prompts.
+
+        Raises:
+            ValueError: the template has no place for tools.
+        """
         if "in tools" not in self.text:
             raise self._error(
-                "it cannot render tools; set declare_tools = False in the class of the environment"
+                "the template cannot render tools; set declare_tools = False in the class of the "
+                "environment"
             )
         template = copy(self)
         template.tools = tools
@@ -219,22 +237,24 @@ class ChatTemplate:
             used_kinds.add("tool_call")
         for kind, spelled in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
             if kind in used_kinds and spelled not in self.text:
-                raise self._error(f"it cannot render {kind}s; use a template that does")
+                raise self._error(
+                    f"the template cannot render {kind}s; use another template"
+                )
         messages = _as_json(messages)
         if "reasoning_content" in self.text and "split('</think>')" not in self.text:
             # Qwen3.8's template would write an empty thought before a thought in the text
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
-        joined = "".join(
-            map(text_of, messages)
-        )  # checked joined too, because a template may join and strip parts
+        # The joined texts are searched too, because a template may join and strip the texts, so
+        # that a control token can arise from several texts.
+        joined = "".join(map(text_of, messages))
         for text in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
             control = self.control.search(text)
             if control:
                 raise self._error(
                     f"a text of the conversation contains the control token {control[0]}; remove "
-                    "it, or use Qwen's template, which renders it as ordinary text"
+                    "the token, or use Qwen's template, which renders the token as ordinary text"
                 )
         return messages
 
@@ -249,9 +269,9 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, which can raise any exception
             if messages and messages[0]["role"] == "system":
-                self._lay_out(
-                    messages[1:], add_generation_prompt
-                )  # raises its own error if the system message is not the reason
+                # rendering without the system message raises an error of its own if the system
+                # message is not the reason
+                self._lay_out(messages[1:], add_generation_prompt)
                 raise self._error(
                     f"the template does not support system messages ({error}); remove "
                     "data.system_prompt, or the system turns of the rows"
@@ -265,7 +285,9 @@ class ChatTemplate:
     def _error(self, reason: str | Exception) -> ValueError:
         if isinstance(reason, Exception):
             line = getattr(reason, "lineno", "?")  # syntax errors have a line number
-            reason = f"fails in line {line}: {type(reason).__name__}: {reason}".partition("\n")[0]
+            reason = (
+                f"the template fails in line {line}: {type(reason).__name__}: {reason}"
+            ).partition("\n")[0]
         return ValueError(f"{self.source}: chat template: {reason}")
 
 
@@ -273,8 +295,8 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     """Return a copy of a template that renders with the given variables.
 
     Args:
-        template: template; None is chat_template.render.
-        values: option data.chat_template_kwargs, such as {"enable_thinking": False}.
+        template: template to copy; None stands for chat_template.render.
+        values: value of data.chat_template_kwargs, such as {"enable_thinking": False}.
 
     Raises:
         ValueError: the template does not use a variable.
@@ -310,7 +332,7 @@ def _needs_jinja(messages: list[dict]) -> bool:
     if "system" in roles[1:]:
         raise ValueError(
             "chat template: Qwen3-VL's template ignores a system message after the first turn; "
-            "move it to the start, or change its role to user"
+            "move the message to the start, or change its role to user"
         )
     for message in messages:
         if message["role"] not in ("system", "user", "assistant") or message.get("tool_calls"):
@@ -343,7 +365,11 @@ def _parse_arguments(messages: list[dict]):
 
 
 def _as_json(value: Plain) -> Plain:
-    """Copy a value with JSON types only, as methods of other objects would escape the sandbox."""
+    """Copy a value so that the copy only has JSON types.
+
+    Objects of other types are replaced by the name of their type, because a template could escape
+    the sandbox through their methods.
+    """
     if isinstance(value, dict):
         return {key: _as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -352,7 +378,7 @@ def _as_json(value: Plain) -> Plain:
 
 
 def _template_in(path: Path) -> str | None:
-    """Return the text of the template in one of FILES, or None."""
+    """Return the text of the template in a file of the folder, or None if it has no template."""
     if not path.is_file():
         return None
     if path.suffix == ".jinja":
@@ -369,11 +395,11 @@ def _template_in(path: Path) -> str | None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Build the Jinja sandbox of apply_chat_template: whitespace rules, functions, {% break %}.
+    """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    The sandbox blocks access to Python internals and files, and range() over more than 100,000
-    items. It does not limit time or memory ({{ 'x' * 10**9 }}), so trust a template only as far as
-    its author.
+    Whitespace rules, functions and {% break %} are the same. The sandbox blocks access to Python
+    internals and files, and range() over more than 100,000 items. The sandbox does not limit time
+    or memory (for example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
     """
 
     def fail(message: str):
@@ -382,7 +408,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
     )
-    # replaced, because jinja2's own filter escapes <, > and & for HTML
+    # The filter tojson is replaced, because jinja2's filter escapes <, > and & for HTML.
     sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     sandbox.globals["raise_exception"] = fail
     return sandbox

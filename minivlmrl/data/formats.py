@@ -34,9 +34,9 @@ SPEAKERS = {  # {name of a speaker in the formats of other projects: role}
     "tool_response": "tool",
     "function": "tool",
 }
-# Columns may have the names of these video options, because other data sets use such columns.
+# names of video options that a column may also have, because data sets use columns of these names
 COMMON_VIDEO_COLUMNS = {"fps", "min_frames", "max_frames"}
-# {name that no column may have: what the user has to do, as the end of the message "it must be"}
+# {name that no column may have: end of the error message after "it must be"}
 RESERVED = {
     **dict.fromkeys(
         REWARD_ARGUMENTS - {"images"},
@@ -91,7 +91,7 @@ def check_columns(columns: dict, required: Sequence[str]):
     Args:
         columns: {column: value}; columns whose value is None are ignored.
         required: columns that every row must have. The column `label` is validated only if it is
-            one of them, because other data sets may use this name for another purpose.
+            a required column, because data sets may use this name for another purpose.
     """
     for name, value in columns.items():
         if value is None:
@@ -141,7 +141,7 @@ def _read_conversations(row: dict) -> dict:
     check_field(isinstance(raw_turns, list), "column 'conversations'", raw_turns, "a list of turns")
     turns = _system_turns(row) + [_read_turn(turn, number) for number, turn in enumerate(raw_turns)]
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    # all turns belong to the prompt if the last one is not an answer
+    # all turns belong to the prompt if the last turn is not an answer
     if not answers or turns[-1]["role"] != "assistant":
         return {"messages": None, "prompt": turns}
     solution = answers[0]
@@ -158,8 +158,9 @@ def _read_conversations(row: dict) -> dict:
 def _with_rejected(turns: list[dict], row: dict) -> dict:
     """Return the columns of a conversation that ends with an answer.
 
-    These are the column `messages`, or, for rows with ms-swift's column `rejected_response`, the
-    columns `prompt`, `chosen` (the answer) and `rejected` (that column).
+    The result is the column `messages`. For rows with ms-swift's column `rejected_response`, the
+    result is instead the columns `prompt`, `chosen` (the answer) and `rejected` (the value of
+    `rejected_response`).
     """
     if row.get("rejected_response") is None:
         return {"messages": turns}
@@ -178,7 +179,7 @@ def _read_turn(turn: dict, number: int) -> dict:
     value = turn.get("value", turn.get("content"))
     if type(value) in (int, float):  # answers in VLM-R1's data can be numbers
         value = str(value)
-    if speaker in ("function_call", "tool_call"):  # converted to Qwen's format of tool calls
+    if speaker in ("function_call", "tool_call"):  # a tool call is written in Qwen's format
         value = str(value)
         with error_context(f"turn {number}: tool call"):
             call = parse_json(value)
@@ -198,7 +199,10 @@ def _system_turns(row: dict) -> list[dict]:
 
 
 def _read_messages(row: dict) -> dict:
-    """Read `messages`, which are only a prompt unless an assistant turn is last, as in ms-swift."""
+    """Read `messages`; if the last turn is not an assistant turn, all turns are the prompt.
+
+    ms-swift uses the same rule.
+    """
     messages = row["messages"]
     is_list_of_turns = isinstance(messages, list) and all(
         isinstance(turn, dict) for turn in messages

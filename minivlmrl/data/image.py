@@ -5,9 +5,9 @@ identical, bit for bit, to the patches of transformers' image processors.
 
 Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56, multiples of 28, and
 cut into a grid of 8 x 4 patches, whose 3 colours x 2 equal frames x 14 x 14 values are normalised.
-Each block of 2 x 2 patches becomes one token: `num_tokens` counts 8 of them, Processor.encode
+Each block of 2 x 2 patches becomes one token, so `num_tokens` returns 8. Processor.encode therefore
 repeats the placeholder <|image_pad|> 8 times in the prompt (data/processor.py), and the vision
-tower computes the embedding of each placeholder from its four patches (model/vision.py).
+tower computes the embedding of each placeholder from four patches (model/vision.py).
 """
 
 import math
@@ -36,9 +36,11 @@ def load_image(file: str | Path | Image) -> Image:
 
 
 def to_rgb(image: Image) -> Image:
-    """Convert any PIL image to RGB; transparent pixels become white."""
+    """Convert any PIL image to RGB, on a white background if the image is transparent."""
     if 0 in image.size:
-        raise ValueError(f"image of {image.width} x {image.height} pixels has nothing to show")
+        raise ValueError(
+            f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1"
+        )
     if image.has_transparency_data:
         white = PIL.Image.new("RGBA", image.size, "white")
         image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
@@ -50,25 +52,27 @@ def smart_resize(
 ) -> tuple[int, int]:
     """Compute the size that an image is resized to.
 
-    Height and width become multiples of `factor`, with almost the same aspect ratio, and with an
-    area between min_pixels and max_pixels.
+    The new height and width are multiples of `factor`. The aspect ratio stays almost the same, and
+    the area is between min_pixels and max_pixels.
 
-    Example: height 1092 and width 1568 with factor 28 and max_pixels 1003520 gives 812 x 1176.
+    Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become height 812 and
+    width 1176.
     Returns:
         New height and new width in pixels.
     Raises:
         ValueError: the aspect ratio is over 200, or max_pixels is smaller than min_pixels or than
             one block of factor x factor pixels.
-    Source: transformers' smart_resize of Qwen2-VL, which rounds half to even, as Python's round.
+    Source: transformers' smart_resize of Qwen2-VL. Both round half to even, as Python's round does.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
-            f"image of {width} x {height} pixels: its aspect ratio is over 200; crop or drop it"
+            f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
+            "crop or remove the image"
         )
     if max_pixels < max(min_pixels, factor**2):
         raise ValueError(
-            f"max_pixels {max_pixels} must be at least min_pixels {min_pixels}, and one token of "
-            f"{factor} x {factor} pixels; give both bounds"
+            f"max_pixels is {max_pixels}, but it must be at least min_pixels, which is "
+            f"{min_pixels}, and at least one token of {factor} x {factor} pixels; set both bounds"
         )
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
@@ -89,8 +93,8 @@ def patchify(
     """Cut frames into patches, in the order that the vision tower expects.
 
     Args:
-        frames (T, 3, H, W): H and W are multiples of patch_size * merge_size. The last frame is
-            repeated until T is a multiple of temporal_patch_size. For example, an image is one
+        frames: (T, 3, H, W), where H and W are multiples of patch_size * merge_size. The last frame
+            is repeated until T is a multiple of temporal_patch_size. For example, an image is one
             frame, which is repeated once because temporal_patch_size is 2.
     Returns:
         patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w).
@@ -118,8 +122,10 @@ def resize_frames(
     """Resize RGB frames with Pillow's bicubic filter, and normalise each colour channel.
 
     Args:
+        frames: RGB images of the same size.
         height, width: new size in pixels.
-        mean, std: (3, 1), mean and standard deviation per channel, for values between 0 and 1.
+        mean, std: (3, 1), mean and standard deviation per channel of pixel values that are scaled
+            to the range from 0 to 1.
     Returns:
         (T, 3, height, width) float32.
     """
@@ -170,16 +176,21 @@ class ImageProcessor:
     merge_size: int = 2
     min_pixels: int = 56 * 56  # bounds of an image's area after resizing
     max_pixels: int = 28 * 28 * 16384
-    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's, for RGB in 0..1
+    # mean and standard deviation of CLIP, for colours from 0 to 1
+    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    # function that resizes and normalises frames; data/image_settings.py has another with torch
+    # function that resizes and normalises frames; data/image_settings.py has a variant in torch
     resize: Callable[..., np.ndarray] = resize_frames
-    # video rules of Qwen3-VL and later, see model/families/qwen3_vl.py; None uses data/video.py
+    # video rules of Qwen3-VL and later, see model/families/qwen3_vl.py; None uses the rules in
+    # data/video.py
     videos: VideoRules | None = None
 
     @property
     def factor(self) -> int:
-        """Side in pixels of the square block of patches that becomes one token: 28 by default."""
+        """Side length in pixels of the square block of patches that becomes one token.
+
+        The default is 14 * 2 = 28.
+        """
         return self.patch_size * self.merge_size
 
     @property
@@ -195,9 +206,10 @@ class ImageProcessor:
         """Resize an image, normalise its colours and cut it into patches.
 
         Args:
+            image: image of any mode and size.
             options: options for this image only. min_pixels and max_pixels replace the processor's
-                bounds. resized_height and resized_width give the new size, which is then rounded
-                to multiples of `factor` within the processor's bounds.
+                bounds. resized_height and resized_width replace the size of the image before
+                smart_resize rounds it to multiples of `factor` within the processor's bounds.
         Returns:
             pixel_values (patches, patch_dim) float32, and image_grid_thw (t, h, w), see patchify.
         """

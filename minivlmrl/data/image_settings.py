@@ -1,4 +1,4 @@
-"""Convert a preprocessor_config.json to an ImageProcessor, and back."""
+"""Convert a preprocessor_config.json to an ImageProcessor, and an ImageProcessor to such a file."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ def torch_resize_frames(
 ) -> np.ndarray:
     """Resize and normalise RGB frames like image.resize_frames, but with torch's kernel.
 
-    The results equal those of transformers' torchvision processor bit for bit. Checkpoints were
-    trained with Pillow's filter, which is the default; docs/numerical_parity.md lists the
-    differences.
+    The results are identical, bit for bit, to the results of transformers' torchvision processor.
+    Pillow's filter is the default, because checkpoints were trained with it.
+    docs/numerical_parity.md lists the differences.
     """
     size = (height, width)
     resized = []
@@ -28,27 +28,30 @@ def torch_resize_frames(
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # 255 with transformers' rounding, folded into mean and std
+    # 255 with the rounding of transformers, which multiplies mean and std by this number
+    scale = np.float32(1 / (1 / 255))
     grey_levels = np.arange(256, dtype=np.float32)
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}  # by data.resize_backend
+# {value of data.resize_backend: function that resizes and normalises frames}
+RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Count = Annotated[int, ">= 1"]
-# patches of the largest allowed image take 2 GB while they are computed
+# upper bound, because patches of 2**25 pixels take 2 GB while they are computed
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # bounded, because float32 divides by it
-# Only the name with Fast resizes with torch here. In transformers 5 the plain name does so too, if
-# torchvision is installed.
+Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
+# Here only the type that ends with Fast resizes with torch. In transformers 5 the type without a
+# suffix also resizes with torch if torchvision is installed.
 ProcessorType = Literal[
     "Qwen2VLImageProcessor",
     "Qwen2VLImageProcessorPil",
     "Qwen2VLImageProcessorFast",
     "Qwen2_5_VLImageProcessor",
 ]
-# settings that change pixels and support only one value; saved folders contain these values
+# values of settings that change pixels; other values are not supported, and saved folders contain
+# these values
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -57,13 +60,16 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# settings with the same name in ImageProcessor
+# settings that have the same name in ImageProcessor
 SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
 class Size:
-    """Bounds of an image's area in pixels, with new and old names; other fields must be null."""
+    """Bounds of the area of an image in pixels, under new and old names.
+
+    The fields from `height` on must be null, because other kinds of sizes are not supported.
+    """
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -77,7 +83,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """Fields of a preprocessor_config.json that are read; null counts as missing."""
+    """Fields of preprocessor_config.json that are read; a field that is null counts as missing."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -106,8 +112,8 @@ def read_image_processor(
     Args:
         content: parsed content of the file.
         where: name of the file, for error messages.
-        min_pixels, max_pixels: bounds that override those of the file. If neither has a bound, the
-            default of transformers' class is used.
+        min_pixels, max_pixels: bounds of the area of an image, which override the bounds of the
+            file. A bound that neither gives is the default of transformers' class.
 
     Raises:
         ValueError: a field has an unsupported value.
@@ -122,14 +128,14 @@ def read_image_processor(
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # raises an error if the bounds exclude every image
+        # smart_resize raises ValueError if the bounds exclude images of every size
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return {name: value} of image_mean, image_std and the patch sizes."""
+    """Return {name: value} of image_mean, image_std, patch sizes and merge_size."""
     return {name: getattr(holder, name) for name in SAME_NAMES}
 
 

@@ -13,8 +13,9 @@ from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
-MAX_SKIPPED = 100  # number of consecutive unreadable rows that end a run
-# number of rows of the next draw that threads prepare: 1.5 GB of patches at a megapixel per image
+MAX_SKIPPED = 100  # number of consecutive unreadable rows after which a run ends with an error
+# maximum number of rows of the next draw that threads prepare; with one megapixel per image, their
+# patches take 1.5 GB
 MAX_AHEAD = 64
 
 
@@ -27,7 +28,7 @@ class Ranks(Protocol):
 
 
 class Stage(Protocol):
-    """Attributes of a trainer that decide which rows it trains on."""
+    """Attributes of a trainer that determine the rows of its rollouts."""
 
     run: RunConfig
     config: TrainingOptions
@@ -41,7 +42,7 @@ class Stage(Protocol):
 
 @dataclass
 class PreparedRow(Row):
-    """A row whose prompt a thread has already computed."""
+    """A row whose prompt has already been computed by a thread."""
 
     prepared_prompt: Prompt | None = None
 
@@ -51,16 +52,18 @@ class PreparedRow(Row):
 
 
 class Batches(Iterator[list[Row]]):
-    """Endless draws of this rank's rows; every pass over the dataset has a new order.
+    """Endless iterator over the draws of this rank; a draw is the list of rows of one rollout.
 
-    A draw has the prompts of `trainer.steps_per_rollout` optimizer steps, one step after the other.
-    Each row gets a key, "seed/stage/draw/position", which decides all random numbers of the row, so
-    that any number of ranks samples the same completions. Threads prepare the prompts of the next
-    draw; an error of a row is raised in the draw that has the row.
+    A draw has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other.
+    Every pass over the dataset has a new order. Each row gets a key, "seed/stage/draw/position",
+    which seeds all random numbers of the row, so that any number of ranks samples the same
+    completions. Threads prepare the prompts of the next draw in advance. An error in a row is
+    raised only when the draw with this row is returned.
 
     Args:
+        dataset: rows of the stage.
         trainer: trainer of the stage.
-        draws: number of draws before a resume.
+        draws: number of draws that a resumed run has already used.
     """
 
     def __init__(self, dataset: Dataset, trainer: Stage, draws: int = 0):
@@ -70,12 +73,12 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        self.skipped: set[int] = set()  # indices of the unreadable rows that this rank left out
+        self.skipped: set[int] = set()  # indices of the unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.config.prompts_per_step
         draw_size = self.step_size * trainer.steps_per_rollout
         self.numbers = shuffled(len(dataset), draw_size, seed, skip=draws * draw_size)
-        # One CPU thread each, because threads of their own would slow all workers down.
+        # PyTorch uses one CPU thread per worker, because more threads would slow all workers down.
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(
             num_workers, initializer=torch.set_num_threads, initargs=(1,)
@@ -101,22 +104,22 @@ class Batches(Iterator[list[Row]]):
         self.ahead = self.submit(self.next_draw[: self.max_ahead])
         try:
             rows = [self.report_skipped(*future.result()) for future in futures]
-        except BaseException:  # The process ends, so it does not wait for the other images.
+        except BaseException:  # The process ends, so there is no reason to wait for other rows.
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
         self.draws += 1
         return rows
 
     def submit(self, draw: list[tuple[int, str]]) -> list[Future]:
-        """Let threads prepare the prompts of a part of a draw."""
+        """Start to prepare the prompts of some rows of a draw in threads."""
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
-        """Compute the prompt of a row, or of the next readable row.
+        """Compute the prompt of a row, or of the next readable row if data.skip_unreadable is set.
 
         Returns:
-            The row, None if too many rows in sequence are unreadable; and the error of each
-            unreadable row, by its index.
+            The row, or None if MAX_SKIPPED consecutive rows are unreadable; and
+            {index of an unreadable row: its error}.
         """
         failures = {}
         for distance in range(MAX_SKIPPED):
@@ -133,7 +136,7 @@ class Batches(Iterator[list[Row]]):
         return None, failures
 
     def row(self, index: int, key: str = "") -> Row:
-        """Prepare one row outside of a draw; without a key if nothing is sampled for it."""
+        """Prepare one row that is in no draw. The key is only needed to sample completions."""
         return self.report_skipped(*self.prepare(index, key))
 
     def report_skipped(self, row: Row | None, failures: dict[int, ValueError]) -> Row:
@@ -142,19 +145,28 @@ class Batches(Iterator[list[Row]]):
             if number not in self.skipped:
                 self.skipped.add(number)
                 warnings.warn(
-                    f"{failure}; skipped this row, {len(self.skipped)} so far", stacklevel=2
+                    f"{failure}; this row is skipped; {len(self.skipped)} so far", stacklevel=2
                 )
         if row is None:
             last_failure = list(failures.values())[-1]
             raise ValueError(
-                f"Gave up after {MAX_SKIPPED} consecutive unreadable rows (data.skip_unreadable); "
-                f"last error: {last_failure}"
+                f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and "
+                "data.skip_unreadable does not skip so many rows. Correct the rows. The last error "
+                "was: "
+                f"{last_failure}"
             )
         return row
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
-    """Yield lists of `per_draw` row indices, after the first `skip`; each pass has a new order."""
+    """Yield lists of row indices, where each pass over the dataset has a new order.
+
+    Args:
+        size: number of rows of the dataset.
+        per_draw: number of indices in each list.
+        seed: seed of the orders.
+        skip: number of indices to omit at the beginning.
+    """
     if size == 0:
         raise ValueError("the dataset has no rows to train on")
     generator = torch.Generator().manual_seed(seed)

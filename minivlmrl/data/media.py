@@ -1,4 +1,4 @@
-"""Read the images and videos of a row: their sources, their options, and their places in messages."""
+"""Read the images and videos of a row, and assign them to parts of the messages."""
 
 import base64
 import contextlib
@@ -42,17 +42,17 @@ SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 # options that select the frames of a video file
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-# Image formats that are not allowed, because of their side effects in Pillow: it runs Ghostscript
+# Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript
 # for EPS, opens the files that an IPTC file names, and calls functions of Windows for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Larger images are not decoded, because a file of a few kilobytes can claim any size. This is also
-# Pillow's own limit; such an image takes half a GiB as RGB.
+# Larger images are not decoded, because a file of a few kilobytes can declare any size. This is
+# also Pillow's own limit; an image of this size takes half a GiB as RGB.
 MAX_IMAGE_PIXELS = 178_956_970
 
 Source = str | Path | bytes
 
-# Ignore Pillow's warning, which is emitted above half of the limit. The filter is set only once,
-# because all threads share the filters.
+# Ignore Pillow's warning about images that are larger than half of the limit. The filter is set
+# only once, on import, because all threads share the filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
 
@@ -108,8 +108,8 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
         return f"{len(source)} bytes", io.BytesIO(source)
     if not isinstance(source, str | Path):
         raise ValueError(
-            "the source of an image or video must be a path, a data URI or bytes, but it is of type "
-            f"{type(source).__name__}"
+            "the source of an image or video must be a path, a data URI or bytes, but it is of "
+            f"type {type(source).__name__}"
         )
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
@@ -120,7 +120,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
                 raise ValueError(
                     "a data URI must begin with a header such as data:image/png;base64,"
                 )
-            # validated here, because urllib's handler skips invalid characters
+            # decoded here instead of by urllib, because urllib ignores invalid characters
             with error_context("the data is not valid base64"):
                 return name, io.BytesIO(base64.b64decode("".join(data.split()), validate=True))
         if text.startswith(("http://", "https://")):
@@ -183,16 +183,17 @@ def place_media(
     """Assign each image and video of a row to a part of the messages.
 
     Each file is assigned to the next image or video part that has no source. If the messages have
-    no such parts, the file replaces the next tag <image> or <video> in the texts. Without tags, it
-    is inserted before the text of the first user turn.
+    no image or video parts, the file replaces the next tag <image> or <video> in the texts. Without
+    such tags, the file is inserted before the text of the first user turn.
 
     Args:
         turns: messages of the prompt and, if the answer contains images, of the answer.
         row_media: {"image" or "video": media from the columns of the row}. Options in a part of
             the messages override the options in a column.
-        options: options for all rows. The image options apply only to images that do not set any
-            option themselves. Each video option applies to the videos that do not set it, but
-            options that select frames are ignored for lists of frames and for videos with nframes.
+        options: options for all rows. The image options apply only to images that have no options
+            of their own. Each video option applies to the videos that do not set the same option,
+            but options that select frames are ignored for lists of frames and for videos with
+            nframes.
 
     Returns:
         The messages with one part per image and video, and the media in the order of these parts.
@@ -233,7 +234,7 @@ def _with_common(item: Media, options: dict, common_options: dict) -> dict:
     """Add the options for all rows to the options of one image or video, see place_media."""
     if item.kind == "image":
         return options or common_options
-    if isinstance(item.source, list) or "nframes" in options:  # the frames are fixed already
+    if isinstance(item.source, list) or "nframes" in options:  # the number of frames is given
         common_options = _without(common_options)
     return common_options | options
 
@@ -244,7 +245,7 @@ def media_options(options: RowOptions) -> dict[str, dict]:
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Validate the options of an image or video, and return those that are not None."""
+    """Validate the options of an image or video, and return the options that are not None."""
     return check_values(OPTIONS[kind], options, f"options of the {kind}")
 
 
@@ -267,7 +268,10 @@ def check_unread(columns: dict):
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path) of each image, video and frame; the path of bytes or a data URI is ""."""
+    """Yield (source, path) of each image, video and frame.
+
+    The path is "" if the source is bytes or a data URI.
+    """
     for item in media:
         for source in item.source if isinstance(item.source, list) else [item.source]:
             if isinstance(source, bytes) or source.startswith("data:"):
@@ -286,14 +290,17 @@ def _checked_kind(part: dict) -> str:
 
 
 def _sources(part: dict, kind: str) -> list:
-    """Return the sources in an entry of a column or in a message part; more than 1 is an error."""
+    """Return the sources in an entry of a column or in a message part, under the keys in SOURCES.
+
+    A valid entry or part has at most one source.
+    """
     return [part[name] for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: Plain, kind: str) -> Media:
     """Parse an entry of a column, or a message part, into its source and options."""
     if isinstance(entry, str):
-        # files of MMBench contain base64 data without a header
+        # data files of MMBench contain base64 text without the header of a data URI
         is_base64 = kind == "image" and re.match(BASE64, entry)
         return Media(kind, f"data:;base64,{entry}" if is_base64 else entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
@@ -314,10 +321,13 @@ def _media(entry: Plain, kind: str) -> Media:
 
 
 def _source_in(source: dict) -> Plain:
-    """Return the source in Hugging Face's {"bytes": ..., "path": ...} or OpenAI's {"url": ...}."""
+    """Return the source in a dict, which is {"bytes": ..., "path": ...} or {"url": ...}.
+
+    Hugging Face's datasets use the first form, and messages of OpenAI use the second form.
+    """
     content = source.get("bytes")
     if content is not None:
-        # in a JSON file, the bytes are base64 text
+        # in a JSON file, the bytes are written as base64 text
         return f"data:;base64,{content}" if isinstance(content, str) else content
     return source.get("path" if "bytes" in source else "url")
 

@@ -2,7 +2,8 @@
 
 A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content
 is text or a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A
-message of the assistant may have "tool_calls" instead of content. A turn is a message.
+message of the assistant may have "tool_calls" instead of content. "Turn" is another word for a
+message.
 """
 
 import re
@@ -11,15 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 MARK = re.compile("<(image|video)>")  # tag in a text that an image or video replaces
 KINDS = ("image", "video")
 MAX_MEDIA = 1000  # maximum number of images and videos in a row
-# maximum number of characters in a message, which the library `tokenizers` encodes in a second; it
-# fails on ten million characters
+# Maximum number of characters in a message. The library `tokenizers` encodes this number of
+# characters in a second, but fails on ten million characters.
 MAX_TEXT = 2**20
 
 
 def content_parts(message: dict) -> list[dict]:
     """Return the content of a message as a list of parts.
 
-    A content that is a text becomes a single part, and a missing content an empty list.
+    If the content is a text, the list has a single part. If the content is missing, the list is
+    empty.
     """
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -36,15 +38,15 @@ def part_kind(part: dict) -> str | None:
     if not isinstance(part, dict):
         return None
     kind = part.get("type")
-    for shown in KINDS:
-        url = part.get(f"{shown}_url")
-        if kind == shown or part.get(shown) is not None or url is not None:
-            return shown
+    for media_kind in KINDS:
+        url = part.get(f"{media_kind}_url")
+        if kind == media_kind or part.get(media_kind) is not None or url is not None:
+            return media_kind
     return "text" if kind in (None, "text") and isinstance(part.get("text"), str) else None
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a text to a list of one turn with the given role; return a list of turns unchanged."""
+    """Convert a text to a list of one turn with the given role; return other lists unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
@@ -61,7 +63,7 @@ def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
 
 
 def text_of(message: dict) -> str:
-    """Return the joined text of a message, without its images and videos."""
+    """Return the text of a message: all its text parts joined, without images and videos."""
     return "".join(part.get("text") or "" for part in parts_of([message]))
 
 
@@ -79,7 +81,7 @@ def conversation(
     Args:
         problem: text of the question.
         media: number of images and of videos in the prompt, such as {"image": 2, "video": 1}.
-        prompt_template: text in which the question replaces {problem}.
+        prompt_template: text that contains {problem}, which is replaced by the question.
         system_prompt: text of a system message that is put first; None adds no message.
     """
     turns = as_turns(problem, "user")
@@ -187,8 +189,8 @@ def check_ends(turns: list[dict]):
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
         raise ValueError(
-            f"the turns of an answer must begin and end with an assistant turn, but their roles are "
-            f"{roles}"
+            f"the turns of an answer must begin and end with an assistant turn, but their roles "
+            f"are {roles}"
         )
 
 
@@ -197,8 +199,8 @@ def check_messages(messages: list[dict]):
     for number, message in enumerate(messages):
         if not _has_fields(message):
             raise ValueError(
-                f"message {number} must have a role, and content that is a text or a list of parts, "
-                f"but it is {message!r:.80}"
+                f"message {number} must have a role, and content that is a text or a list of "
+                f"parts, but it is {message!r:.80}"
             )
         for part in content_parts(message):
             if part_kind(part) is None:

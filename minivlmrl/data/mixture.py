@@ -16,14 +16,18 @@ from minivlmrl.data.rows import Row
 
 
 class RowSelection(FileRows):
-    """Rows of one or more datasets, in the order of `picks`: (index of the dataset, of the row)."""
+    """Rows that were selected from one or more datasets.
+
+    `picks` lists the selected rows in order, each as (index of the dataset, index of the row).
+    """
 
     def __init__(self, parts: Sequence[FileRows], picks: list[tuple[int, int]]):
         self.parts = parts
         self.picks = picks
         if not picks:
             raise ValueError(
-                "data: no rows are left, check data.file, sampling and data.max_prompt_tokens"
+                "data: no rows remain in the dataset; check data.train_file, sampling and "
+                "data.max_prompt_tokens"
             )
 
     def __len__(self) -> int:
@@ -35,7 +39,7 @@ class RowSelection(FileRows):
 
     def describe(self) -> str:
         total_rows = sum(map(len, self.parts))
-        return f"{len(self)} picked out of {total_rows} in {len(self.parts)} file(s)"
+        return f"{len(self)} selected out of {total_rows} in {len(self.parts)} file(s)"
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
         part, row = self.picks[index]
@@ -88,8 +92,8 @@ def sample(strategy: str, total_rows: int) -> list[int]:
     match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
     if not match:
         raise ValueError(
-            f"sampling is {strategy!r}, but it must be all, first:N, end:N or random:N, with "
-            "N or N%"
+            f"sampling is {strategy!r}, but it must be all, first:N, end:N or random:N, where N "
+            "is a number such as 10 or a percentage such as 10%"
         )
     name, size_text, percent = match.groups(default="")
     num_rows = int(size_text or total_rows)
@@ -104,7 +108,7 @@ def sample(strategy: str, total_rows: int) -> list[int]:
 
 @dataclass
 class _Dataset:
-    """One entry of VLM-R1's YAML."""
+    """One dataset in a YAML file of VLM-R1."""
 
     json_path: str
     sampling_strategy: str = "all"
@@ -112,11 +116,15 @@ class _Dataset:
 
 @dataclass
 class _Mix:
-    datasets: list[_Dataset]
+    datasets: list[_Dataset]  # all keys of a YAML file of VLM-R1
 
 
 def read_mix(path: Path) -> list[FileOptions]:
-    """Read the YAML of VLM-R1. Paths start from the current folder, or from the YAML's folder."""
+    """Read a YAML file in which VLM-R1 lists datasets.
+
+    Relative paths of datasets start from the current folder, or from the folder of the YAML file if
+    the current folder has no such file.
+    """
     with error_context(path):
         yaml_values = parse_yaml(path.read_bytes())
     files = []

@@ -44,9 +44,8 @@ class Processor:
     image_processor: ImageProcessor
     # chat template of the model's folder; None uses Qwen's template in chat_template.py
     template: "ChatTemplate | None" = None
-    answer_format: str = (
-        "tags"  # where a completion has its answer, see find_answer in rewards/text.py
-    )
+    # place of the answer within a completion, see find_answer in rewards/text.py
+    answer_format: str = "tags"
     box_space: str = "resized"  # units of the boxes in an answer, see data/boxes.py
     tools: Sequence[str] = ()  # names of the tools that completions may call, see agents/
 
@@ -61,11 +60,12 @@ class Processor:
         images: Sequence[PIL.Image.Image] = (),
         videos: "Sequence[Video | VideoFile]" = (),
     ) -> Prompt:
-        """Render and tokenize a prompt: all messages up to the point where the assistant answers.
+        """Render and tokenize a prompt, and compute the patches of its images and videos.
 
         Args:
-            messages: see messages.py. An image or video part may have options, which are passed to
-                ImageProcessor or Video.patches, such as {"type": "image", "max_pixels": 200704}.
+            messages: see data/messages.py. An image or video part may have options, such as
+                {"type": "image", "max_pixels": 200704}, which are passed to ImageProcessor or
+                Video.patches.
             images: one image for each image part, in order.
             videos: one video for each video part, in order.
         """
@@ -78,15 +78,17 @@ class Processor:
                 patches, grid = self.image_processor(item, **options)
                 time = 0.0
             else:
-                # `time`: seconds per temporal patch; for Qwen3-VL the timestamps of all of them
+                # `time` is the duration of a temporal patch in seconds, or for Qwen3-VL the list of
+                # timestamps of all temporal patches.
                 patches, grid, time = item.patches(self.image_processor, **options)
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # Qwen3-VL renders each temporal patch as an image, after its timestamp as text.
+        # Qwen3-VL renders each temporal patch of a video as an image that follows its timestamp.
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
-        no_patches = torch.zeros(0, self.image_processor.patch_dim)  # torch.cat needs a tensor
+        # torch.cat needs at least one tensor, also if the prompt has no images
+        no_patches = torch.zeros(0, self.image_processor.patch_dim)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
             pixel_values=torch.cat([no_patches, *pixel_values]),
@@ -107,7 +109,8 @@ class Processor:
         ids = []
         for piece in pieces:
             piece_ids = self.tokenizer.encode(piece)  # a Control has one id
-            if piece is IMAGE or piece is VIDEO:  # not ==, because text may spell the same
+            # `is` instead of ==, because ordinary text can consist of the same characters
+            if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
@@ -122,7 +125,8 @@ class Processor:
     def decode_assistant_turn(self, completion: Completion) -> str:
         """Decode the tokens that the policy wrote, without tool results.
 
-        If the prompt already opens a thought ("<think>"), the text begins with that opening.
+        If the chat template ends the prompt with an opening tag such as "<think>", the text begins
+        with this tag.
         """
         opened = self.template.opened if self.template else ""
         return opened + self.decode(completion.ids[completion.policy_mask])
@@ -131,12 +135,18 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield the image or video of each image or video part, with the options of that part."""
+    """Yield the image or video of each message part that stands for one, with the part's options.
+
+    Images and videos are assigned to the parts in order.
+
+    Raises:
+        ValueError: the number of images or videos differs from the number of their parts.
+    """
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
     remaining_images, remaining_videos = iter(images), iter(videos)
-    # a generator, so that only one decoded image is in memory
+    # This function is a generator, so that only one decoded image is in memory at a time.
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}
         yield next(remaining_images if kind == "image" else remaining_videos), options
@@ -145,15 +155,16 @@ def shown_parts(
 def encode_completion(
     processor: Processor, messages: list[dict], completion: str | list[dict]
 ) -> Completion:
-    """Tokenize a given answer to a prompt, and mark the tokens that the model has to write.
+    """Tokenize a demonstrated answer, and mark the tokens that the model has to learn to write.
 
     The tokens are the text followed by <|im_end|>. An answer of several turns also has the tokens
-    between these turns. Only the text of the assistant is marked in Completion.policy_mask. The model
-    reads other turns, and images in any turn, but no loss is computed on their tokens.
+    between these turns. Completion.policy_mask is True only for tokens of assistant turns. The
+    other turns, and images in any turn, are context on which no loss is computed.
 
     Args:
-        messages: the prompt, see messages.py.
-        completion: text, or turns that begin and end with an assistant turn.
+        processor: processor of the model.
+        messages: the prompt, see data/messages.py.
+        completion: a text, or turns that begin and end with an assistant turn.
     """
     turns = as_turns(completion)
     check_ends(turns)
@@ -170,7 +181,9 @@ def encode_completion(
     for image, options in shown_parts(turns, images, ()):
         pictures.append((image, *processor.image_processor(image, **options)))
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
-        raise ValueError("the chat template cannot render an image in the answer; use one that can")
+        raise ValueError(
+            "the chat template cannot render an image in the answer; use a model whose template can"
+        )
     grids = [grid for *_, grid in pictures]
     encoded_pieces = processor.encode([piece for piece, _ in pieces], grids)
     ids = []
@@ -183,10 +196,10 @@ def encode_completion(
 
 
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
-    """Merge tool results into the assistant turn, if the call was written in tags.
+    """Merge tool results into the assistant turn if the tool was called in tags.
 
-    For example, a call <search>cats</search> is followed by <result>...</result> in the same turn.
-    Environments insert tool results in the same way.
+    For example, the result of the call <search>cats</search> is inserted after the call, as
+    <result>...</result> in the same turn. Environments insert tool results in the same way.
     """
     joined = []
     is_answered = False  # the last joined turn ends with the result of a tool
@@ -215,11 +228,13 @@ def _as_result(part: dict) -> dict:
 def mark_tool_results(
     pieces: list[tuple[str, bool]], tools: Sequence[str]
 ) -> list[tuple[str, bool]]:
-    """Flag the text <result>...</result> after a tool call in tags as not written by the assistant.
+    """Set the flag of a tool result to False, because the assistant did not write the result.
+
+    A tool result is the text <result>...</result> after a tool call in tags.
 
     Args:
-        pieces: (text, flag), as render_completion returns them.
-        tools: names of the tags of tools.
+        pieces: pairs of a text and a flag, as render_completion returns them.
+        tools: names of the tools, which are also the names of their tags.
     """
     tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
     answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)

@@ -90,7 +90,7 @@ class Lines:
     `texts` contains one pair per row: its line number and its text.
     """
 
-    # True for a data set from the hub, whose rows may not use files outside of its own folder
+    # True for a data set from the hub, whose rows may only use files inside of its folder
     is_downloaded = False
 
     def __init__(self, path: Path):
@@ -130,8 +130,8 @@ class Lines:
             start = next_start
         if content[start:].strip() != "]":
             raise ValueError(
-                f"{self.path}: not JSON: the list must end with ], and nothing may follow it; "
-                "correct the end of the file"
+                f"{self.path}: the text is not valid JSON, because the list must end with ] and "
+                "nothing may follow this bracket; correct the end of the file"
             )
         return rows
 
@@ -173,7 +173,8 @@ class Cells(Lines):
         numbered_rows = []
         for cells in reader:
             if cells:
-                # number of the row's first line, because a quoted cell can contain line breaks
+                # The number of the row's first line is computed, because reader.line_num is the
+                # number of its last line, and a quoted cell can contain line breaks.
                 numbered_rows.append((reader.line_num - "".join(cells).count("\n"), cells))
         return numbered_rows
 
@@ -219,7 +220,7 @@ class Images(Lines):
 class Arrow:
     """Rows of one or more parquet files, in order.
 
-    Reading a row loads its whole row group, so the 4 most recently used row groups are cached.
+    Reading a row loads its whole row group, so the 4 row groups that were used last are cached.
     """
 
     def __init__(self, paths: list[Path], is_downloaded: bool = False):
@@ -263,13 +264,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # e.g. a date that Python does not support
+            except (OverflowError, OSError) as error:  # for example, a year that Python lacks
                 raise ValueError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 
 def _next_item(content: str, start: int) -> int:
-    """Return the position of the next item or the end of a JSON list, after spaces and commas."""
+    """Skip spaces and commas; return the position of the next item or of the end of a JSON list."""
     letter = LIST_ITEM.search(content, start)
     return letter.start() if letter else len(content)
 

@@ -22,11 +22,12 @@ MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
 class FileRows(Sequence[Row]):
     """A dataset from files whose rows can be inspected without decoding images."""
 
-    prompt_hashes: list[int]  # hash per row of its prompt and the sizes of its image files
+    # for each row, a hash of its prompt and of the sizes of its image and video files
+    prompt_hashes: list[int]
 
     @abstractmethod
     def describe(self) -> str:
-        """Describe the number of rows, and how many images and videos they have."""
+        """Describe the number of rows, and the number of images and videos per row."""
 
     @abstractmethod
     def read(self, index: int) -> "tuple[Row, list[Media]]":
@@ -42,7 +43,7 @@ class FileRows(Sequence[Row]):
 
 
 class PatchCounter(ImageProcessor):
-    """Image processor that computes the number of patches, but not their pixels."""
+    """Image processor that counts the patches of an image without computing their values."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
         grid = 1, height // self.patch_size, width // self.patch_size
@@ -86,12 +87,15 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
 
 
 def outline(rows: Dataset, index: int) -> Row | None:
-    """Return a row whose images may be blank, for measuring; None for a row with videos."""
+    """Return a row for measuring its prompt, or None if it has videos; images may be blank."""
     return rows.outline(index) if isinstance(rows, FileRows) else rows[index]
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield the rows without media; for an embedded task, up to TASK_ROWS rows with images."""
+    """Yield all rows without their images and videos.
+
+    Of an embedded task, only the first TASK_ROWS rows are yielded, with their images.
+    """
     if isinstance(rows, FileRows):
         for row_number in range(len(rows)):
             yield rows.read(row_number)[0]
@@ -116,7 +120,8 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
             f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example "
             f"{long_rows[0]}"
         )
-    from minivlmrl.data.mixture import RowSelection  # here, because most runs remove no row
+    # imported here, because mixture.py imports this module
+    from minivlmrl.data.mixture import RowSelection
 
     remaining_rows = [
         (0, row_number) for row_number in range(len(rows)) if row_number not in long_rows
@@ -125,13 +130,20 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
 
 
 def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str):
-    """Raise ValueError, with `reason`, if a prompt without videos has more than `limit` tokens."""
+    """Raise ValueError if a prompt without videos has more than `limit` tokens.
+
+    Args:
+        rows: the dataset.
+        processor: processor of the model.
+        limit: maximum number of tokens of a prompt.
+        reason: end of the error message, after "the prompt of 2000 tokens".
+    """
     for _, where, prompt_length in _long_rows(rows, processor, limit):
-        raise ValueError(f"{where}: its prompt of {prompt_length} tokens {reason}")
+        raise ValueError(f"{where}: the prompt of {prompt_length} tokens {reason}")
 
 
 def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, place, prompt length) of rows with more than `limit` prompt tokens."""
+    """Yield (index, file and line, prompt length) of rows with more than `limit` prompt tokens."""
     if not isinstance(rows, FileRows):
         return  # all rows of an embedded task are similar
     counter = _counter(processor)
@@ -139,12 +151,11 @@ def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tupl
     token_side = image_processor.patch_size * image_processor.merge_size
     for row_number in range(len(rows)):
         row, media = rows.read(row_number)
-        text_tokens = len(
-            repr(row.messages).encode()
-        )  # upper bound, as a token has at least one byte
+        # upper bound, because a token has at least one byte
+        text_tokens = len(repr(row.messages).encode())
         image_tokens = len(media) * image_processor.max_pixels // token_side**2
         if text_tokens + image_tokens + MARKUP <= limit:
-            continue  # the upper bound fits, so the prompt need not be tokenized
+            continue  # not even the upper bound is over the limit, so the prompt is not tokenized
         row = rows.outline(row_number)
         if row is not None:
             prompt_length = len(row.prompt(counter).input_ids)

@@ -43,7 +43,8 @@ class Prompt:
     pixel_values: Tensor  # (patches of all images and videos in order, patch_dim) float32
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
-    vision_embeds: Tensor | None = None  # output of a frozen vision tower for the images
+    # output of a frozen vision tower for the images; None if the tower has not computed it
+    vision_embeds: Tensor | None = None
 
     def __post_init__(self):
         # The Row of this prompt, for environments; Row.prompt sets it. It is not a dataclass
@@ -54,9 +55,8 @@ class Prompt:
 class Environment(Protocol):
     """The state of one completion that calls tools.
 
-    An environment has the method `reset`; its other public methods are the tools.
-
-    It may also have the methods `get_reward` and `observe`, an attribute `done`, and
+    An environment has the method `reset`. All other public methods are tools, except the optional
+    methods `get_reward` and `observe`. An environment may also have an attribute `done`, and
     attributes that replace the defaults of Settings in agents/environment.py.
     """
 
@@ -73,23 +73,27 @@ class Completion:
     """
 
     ids: Tensor  # (C,) int64, with the stop token
-    logps: Tensor | None = None  # (C,) float32, nats, at the sampling temperature; 1 if greedy
-    # True if a stop token or stop string ended the completion; False if max_new_tokens did
+    # log-probabilities (C,) float32, in nats, at the temperature of sampling, or at temperature 1
+    # if decoding was greedy; None for a demonstrated answer
+    logps: Tensor | None = None
+    # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool: True for tokens that the policy wrote, False for tokens of tools; None marks all
+    # (C,) bool: True for tokens that the policy wrote, False for tokens of tools; None sets all
+    # tokens to True
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
     # (C,), all ids end to end); None stands for the whole vocabulary
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    # images that tools return, in order, each with its patches and image_grid_thw (a Grid); a
-    # trajectory has only the images, because its turns have the patches
+    # images that tools return, in order, each as (image, patches, image_grid_thw); a trajectory has
+    # only the images, because its `turns` have the patches
     pictures: Sequence[tuple] = ()
     environment: Environment | None = None  # the environment that the tools belong to
     # tool calls: (number made, number failed, True if a result was truncated to fit)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    # A trajectory has several completions, `turns`, each with its own ids and its own prompt. The
-    # prompt of any other completion is None, because it is the prompt of its row.
+    # `turns` are the completions of a trajectory, each with its own ids and its own prompt. The
+    # attribute `prompt` of a completion outside of a trajectory is None, because its row has the
+    # prompt.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
     # (max_new_tokens,) int64: expert choices of each token, see model/families/routes.py
@@ -103,9 +107,10 @@ class Completion:
     def sampled_logps(self) -> Tensor:
         """Return the log-probabilities (C,) of a sampled completion.
 
-        AssertionError if the completion is a given answer, which has no log-probabilities.
+        Raises:
+            AssertionError: the completion is a demonstrated answer, which has no log-probabilities.
         """
-        assert self.logps is not None, "a given answer has no log-probabilities"
+        assert self.logps is not None, "a demonstrated answer has no log-probabilities"
         return self.logps
 
 
@@ -115,24 +120,26 @@ class Row:
 
     messages: list[dict]  # the prompt, see data/messages.py
     images: Sequence[PIL.Image.Image]  # one for each image part of the prompt, in order
-    columns: dict = field(default_factory=dict)  # arguments of rewards, such as problem, solution
+    # {column: value}, the arguments of rewards, such as problem and solution
+    columns: dict = field(default_factory=dict)
     completion: str | list[dict] | None = None  # a demonstrated answer, for SFT
     chosen: str | list[dict] | None = None  # the better of two answers, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
     # one video for each video part of the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
-    where: str = ""  # file and line of the row, for errors
-    key: str = ""  # seed of all random numbers of this row
+    where: str = ""  # file and line of the row, for error messages
+    key: str = ""  # text that seeds all random numbers of this row
     index: int = -1  # index of the row in its dataset
 
     def prompt(self, processor: "Processor") -> Prompt:
         """Compute the tensors of the question.
 
-        A ValueError begins with the file and the line of the row.
+        Raises:
+            ValueError: the prompt is invalid. The message begins with the file and line of the row.
         """
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # impossible image sizes are only detected here
+        except ValueError as error:  # the sizes of images, for example, are only checked here
             raise ValueError(f"{self.where}: {error}" if self.where else str(error)) from error
         prompt.row = self
         return prompt
@@ -144,7 +151,8 @@ Dataset = Sequence[Row]
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
     """Return random numbers in [0, 1) that depend only on the key of each prompt.
 
-    So the same completions are sampled, however prompts are divided among batches and ranks.
+    The same completions are therefore sampled for every division of prompts among batches and
+    ranks.
 
     Returns:
         (keys * num_generations, max_new_tokens) float64: one number per token of each completion.
@@ -155,5 +163,5 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
 
 
 def random_numbers(key: str) -> numpy.random.Generator:
-    """Create a NumPy random generator whose seed is a text."""
+    """Create a NumPy random generator that is seeded with the bytes of a text."""
     return numpy.random.default_rng(list(key.encode()))

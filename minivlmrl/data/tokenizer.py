@@ -8,7 +8,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from minivlmrl.data.chat_template import Control
 
-# Qwen2's control tokens in order; in published checkpoints they have the ids 151643 to 151656
+# Qwen2's control tokens in the order of their ids, which are 151643 to 151656 in published
+# checkpoints
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -37,51 +38,63 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 class Tokenizer:
     """Converts text to token ids and back.
 
-    `special_tokens` maps each control token of Qwen2 and of the backend to its id. Text that spells
-    a control token is encoded as ordinary text. Text that spells another added token, such as
-    <tool_call>, is encoded as this token, as in transformers.
+    `special_tokens` maps each control token of Qwen2 and of the backend to its id. Text with the
+    same characters as a control token is encoded as ordinary text. Text with the same characters as
+    another added token, such as <tool_call>, is encoded as this token, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.files: dict[str, bytes] = {}  # {name: content} of the tokenizer's files, for saving
-        backend.encode_special_tokens = True  # False would turn text into control tokens
-        backend.no_truncation()  # a file may contain truncation and padding settings
+        # False would encode the text "<|im_end|>" as the control token
+        backend.encode_special_tokens = True
+        # tokenizer.json may contain settings of truncation and padding, which would change the ids
+        backend.no_truncation()
         backend.no_padding()
         added_tokens = backend.get_added_tokens_decoder().values()
-        # control tokens that the file lists as ordinary added tokens
+        # control tokens that tokenizer.json lists as ordinary added tokens
         words = [t.content for t in added_tokens if t.content in SPECIAL_TOKENS and not t.special]
         backend.add_special_tokens(words)
         added_tokens = backend.get_added_tokens_decoder().items()
         self.special_tokens = {t.content: token_id for token_id, t in added_tokens if t.special}
         missing = set(SPECIAL_TOKENS) - self.special_tokens.keys()
         if missing:
-            raise ValueError(f"tokenizer.json has no control token {min(missing)}")
+            raise ValueError(f"the tokenizer has no control token {min(missing)}")
 
     def __len__(self) -> int:
-        return 1 + max(self.backend.get_vocab().values())  # an added token may have any id
+        # not the number of tokens, because an added token may have any id
+        return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text, or a Control as its single id; raise ValueError for invalid Unicode."""
+        """Return the token ids of a text, or the single id of a Control.
+
+        Raises:
+            ValueError: the text is not valid Unicode.
+        """
         if isinstance(text, Control):
             return [self.special_tokens[text]]
         try:
             return self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
             raise ValueError(
-                f"{text!r:.60} is not valid Unicode, it may contain a lone surrogate"
+                f"the text {text!r:.60} is not valid Unicode; it may contain a lone surrogate"
             ) from error
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids to text; control tokens are written by name."""
+        """Decode ids to a text that includes control tokens, such as <|im_end|>."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json; raise ValueError if it is missing, unreadable or loses text."""
+    """Load a tokenizer.json.
+
+    Raises:
+        ValueError: the file is missing or unreadable, or decoding does not restore an encoded text.
+    """
     if not Path(path).is_file():
         raise ValueError(
-            f"{path}: no such file. Write it from vocab.json and merges.txt with transformers: "
+            f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, write "
+            "tokenizer.json with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     try:
@@ -89,21 +102,32 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         vocabulary = tokenizer.backend.get_vocab()
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
-            raise ValueError(f"{len(missing)} of the 256 bytes have no token")
+            raise ValueError(f"{len(missing)} of the 256 byte values have no token")
         if len(set(vocabulary.values())) < len(vocabulary):
             raise ValueError("two tokens have the same id")
         decoded = tokenizer.decode(tokenizer.encode(PROBE))
         if decoded != PROBE:
-            raise ValueError(f"it encodes and decodes {PROBE[:40]!r} to {decoded[:40]!r}")
+            raise ValueError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library's Rust code is a BaseException
-        raise ValueError(f"{path}: not a usable tokenizer.json of Qwen2 ({error})") from error
+        raise ValueError(
+            f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
+            "the model's original checkpoint"
+        ) from error
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE with Qwen2's normalisation (NFC), split and control tokens on texts."""
+    """Train a byte-level BPE tokenizer on texts.
+
+    As in Qwen2, texts are normalised to NFC, split by QWEN2_SPLIT, and control tokens are added.
+
+    Args:
+        texts: texts to train on.
+        vocab_size: maximum number of tokens, including control tokens, if it is large enough for
+            the 256 byte values.
+    """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")

@@ -1,7 +1,7 @@
 """Sample the frames of a video file, or read a list of frames, and compute their patches.
 
-The rules are those of qwen-vl-utils. A model family with other rules has them in
-ImageProcessor.videos, see model/families/qwen3_vl.Videos.
+Frames are selected and resized as in qwen-vl-utils. A model family with other rules defines these
+rules in ImageProcessor.videos, for example in model/families/qwen3_vl.Videos.
 """
 
 import contextlib
@@ -21,28 +21,29 @@ from minivlmrl.data.image import Grid, ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_source
 
 FPS = 2.0  # default number of sampled frames per second
-FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this
-MIN_FRAMES, MAX_FRAMES = 4, 768
-MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = (
-    128,
-    768,
-)  # bounds of a frame's area, in tokens that it would have as an image
-TOTAL_TOKENS = 115_200  # bound for all frames of a video: 0.9 of 128000
-MAX_VIDEO_PIXELS = 2**31  # bound for all sampled frames, before and after resizing: 6 GiB as RGB
+FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this factor
+MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds of the number of sampled frames
+# default bounds of the size of a frame, in number of tokens that an image of this size has
+MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
+# default limit of the size of all frames together, counted as for images: 0.9 * 128000
+TOTAL_TOKENS = 115_200
+# maximum number of pixels of all sampled frames, before and after resizing, which are 6 GiB as RGB
+MAX_VIDEO_PIXELS = 2**31
 
 
 @dataclass
 class Video:
-    """Sampled frames of a video, and their rate."""
+    """Sampled frames of a video, and the frame rate after sampling."""
 
     frames: Sequence[PIL.Image.Image]  # all of the same size
     fps: float  # sampled frames per second
-    seconds: Sequence[float] | None = None  # time of each frame; None computes times from fps
+    # time of each frame in seconds; None computes the times from fps
+    seconds: Sequence[float] | None = None
 
     def __post_init__(self):
         check_options("video", {"fps": self.fps})
         if not self.frames or 0 in self.frames[0].size:
-            raise ValueError("the video has no frames, or frames without pixels")
+            raise ValueError("the video must have frames with at least 1 x 1 pixels, but has none")
         first = self.frames[0]
         for number, frame in enumerate(self.frames):
             if frame.size != first.size:
@@ -56,8 +57,9 @@ class Video:
     ) -> tuple[Tensor, Grid, float | list[float]]:
         """Resize the frames and cut them into patches.
 
-        With data.resize_backend: torch, the patches equal those of transformers'
-        Qwen2VLVideoProcessor bit for bit; with pil, those of its image processor for each frame.
+        With data.resize_backend=torch, the patches are identical, bit for bit, to the patches of
+        transformers' Qwen2VLVideoProcessor. With pil, every frame is resized and normalised exactly
+        as transformers' image processor does.
 
         Args:
             processor: image processor of the model.
@@ -65,15 +67,15 @@ class Video:
 
         Returns:
             pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal
-            patches. For families that write times into the prompt, it is a list instead, with the
-            time in seconds of each temporal patch.
+            patches. For model families that write timestamps into the prompt, the third value is
+            instead a list with the time in seconds of each temporal patch.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
         frame_width, frame_height = self.frames[0].size
         height, width = frame_size(processor, num_frames, frame_height, frame_width, **options)
         _check_size(math.ceil(num_frames / depth) * depth, width, height)
-        # map() converts one frame at a time, because all of them could fill the memory
+        # map() converts one frame at a time, because copies of all frames could fill the memory
         pixel_values, image_grid_thw = processor.patches(map(to_rgb, self.frames), height, width)
         if processor.videos is None:
             return pixel_values, image_grid_thw, depth / self.fps
@@ -89,7 +91,10 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """A video that is decoded only for its patches, because model families sample other frames."""
+    """A video file that is decoded when its patches are computed.
+
+    Decoding waits for the image processor, because model families sample different frames.
+    """
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor
 
@@ -103,11 +108,12 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
     """Load the sampled frames of a video.
 
     Args:
-        source: video file as in media.fetch_image, or a list of images, all of which are used.
+        source: video file, given as in media.fetch_image, or a list of images. All images of a list
+            are used.
         folder: folder that relative paths start from.
-        frame_factor: the number of sampled frames is a multiple of it.
-        sampling: see sample_indices. For a list of images only fps is allowed: the rate at which
-            they were sampled, by default 2 (`sample_fps` of qwen-vl-utils 0.0.14).
+        frame_factor: the number of sampled frames is a multiple of this factor.
+        sampling: options, see sample_indices. The only option for a list of images is fps, the rate
+            at which the images were sampled (default 2; `sample_fps` of qwen-vl-utils 0.0.14).
 
     Raises:
         ValueError: the video cannot be read, is too large, or an option is wrong.
@@ -118,7 +124,8 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
         frames = []
         if sampling:
             raise ValueError(
-                f"{min(sampling)} selects frames of a video file; of a list, all frames are used"
+                f"{min(sampling)} selects frames of a video file, but the video is a list of "
+                "images, whose frames are all used; remove the option"
             )
         for frame in source:
             image = fetch_image(frame, folder)
@@ -130,14 +137,14 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
         return _sample(file, sampling | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files can make PyAV raise any exception
         error_text = str(error) or type(error).__name__
-        if hasattr(error, "strerror"):  # an error of the system or of FFmpeg
+        if hasattr(error, "strerror"):  # an error of the operating system or of FFmpeg
             reason = getattr(error, "strerror", None) or error_text
-            error_text = f"cannot be read as a video ({reason})"
+            error_text = f"the file cannot be read as a video ({reason})"
         raise ValueError(f"{name}: {error_text}") from error
 
 
 def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
-    """Sample the frames of a file: the first pass counts frames, the second decodes them."""
+    """Sample the frames of a file in two passes: one counts frames, the other decodes frames."""
     with _opened(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total_frames = _count_frames(container, stream)
@@ -146,58 +153,70 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         frames, num_decoded = _decode(file, indices)
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
-        # fewer frames than packets, because frames before the first key frame are not decoded
+        # The file has fewer frames than packets, because frames before the first key frame cannot
+        # be decoded. Sample again from the number of frames that were decoded.
         total_frames = num_decoded
 
 
 def _count_frames(container, stream) -> int:
-    """Count the frames of a stream by its packets; raise ValueError for a truncated file."""
+    """Count the frames of a video stream, one per packet.
+
+    Raises:
+        ValueError: the file is truncated or damaged.
+    """
     total_frames = 0
     end_seconds = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
-            raise ValueError("the file is truncated or damaged")
+            raise ValueError("the video file is truncated or damaged")
         is_ours = packet.stream_index == stream.index
         if is_ours and packet.size > 0 and not packet.is_discard:
             total_frames += 1
         if packet.pts is not None:
             packet_end = float((packet.pts + (packet.duration or 0)) * packet.time_base)
             end_seconds = max(end_seconds, packet_end)
-    # checked for Matroska only, because other containers detect missing packets by their index
+    # The duration is checked for Matroska only, because other containers have an index, by which
+    # missing packets are detected.
     claimed_seconds = (container.duration or 0) / 1e6
     missing_seconds = claimed_seconds + (container.start_time or 0) / 1e6 - end_seconds
     if "matroska" in container.format.name and missing_seconds > max(0.5, 0.05 * claimed_seconds):
         raise ValueError(
-            f"the file is truncated, it ends after {end_seconds:.6g} of {claimed_seconds:.6g} "
-            "seconds"
+            f"the video file is truncated, because it ends after {end_seconds:.6g} of "
+            f"{claimed_seconds:.6g} seconds"
         )
     return total_frames
 
 
 @contextlib.contextmanager
 def _opened(file: Path | io.BytesIO) -> Iterator[tuple]:
-    """Open a file with PyAV; yield its container and video stream."""
-    with optional_dependency("video", "video files need PyAV"):
+    """Open a file with PyAV, and yield its container and its best video stream."""
+    with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # opened here, because FFmpeg would open several files for a name like concat:a|b
+    # Open the file here instead of passing its name, because FFmpeg would open several files for a
+    # name like concat:a|b.
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    # no protocols, because FFmpeg would open the files and URLs of a playlist
+    # Forbid all protocols, because FFmpeg would open the files and URLs that a playlist lists.
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
         if not isinstance(stream, av.VideoStream):
             raise ValueError("the file has no video stream")
         if stream.codec_context is None:
-            raise ValueError("FFmpeg cannot decode the format of the video")
+            raise ValueError("FFmpeg cannot decode the format of the video; convert the video")
         _check_size(1, stream.codec_context.width, stream.codec_context.height)
-        # each frame is checked too, because it can claim another size
+        # FFmpeg also checks every frame, because a frame can declare another size than its stream
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
         yield container, stream
 
 
 def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
-    """Decode the frames with the given indices; return also the number of decoded frames."""
+    """Decode the frames with the given indices.
+
+    Returns:
+        The frames as RGB images, upright, and the number of frames that were decoded in all. There
+        are fewer frames than indices if the file ends early.
+    """
     frames = []
     num_decoded = 0
     with _opened(file) as (container, stream):
@@ -206,12 +225,12 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
                 raise ValueError(f"frame {num_decoded} is damaged")
             if num_decoded == indices[len(frames)]:
                 _check_size(len(indices), frame.width, frame.height)
-                # phones store the unrotated picture together with its rotation
+                # phones store unrotated frames, with the angle by which to rotate them
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
                     raise ValueError(
-                        f"the video is rotated by {frame.rotation} degrees, only multiples of 90 "
-                        "work"
+                        f"the rotation of the video is {frame.rotation} degrees, but it must be a "
+                        "multiple of 90"
                     )
                 pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
                 frames.append(PIL.Image.fromarray(pixels))
@@ -224,37 +243,39 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
 def _check_size(nframes: int, width: int, height: int):
     if width * height > MAX_IMAGE_PIXELS:
         raise ValueError(
-            f"frames of {width} x {height} pixels are larger than {MAX_IMAGE_PIXELS} pixels"
+            f"the frames have {width} x {height} pixels, which is more than the limit of "
+            f"{MAX_IMAGE_PIXELS}; scale the video down"
         )
     if nframes * width * height > MAX_VIDEO_PIXELS:
         raise ValueError(
-            f"{nframes} frames of {width} x {height} pixels have more than {MAX_VIDEO_PIXELS} "
-            "pixels together; use fewer or smaller frames"
+            f"{nframes} frames of {width} x {height} pixels have together more pixels than the "
+            f"limit of {MAX_VIDEO_PIXELS}; use fewer or smaller frames"
         )
 
 
 def sample_indices(
     total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float
 ) -> tuple[list[int], float]:
-    """Choose evenly spaced frames of a file, including the first and the last.
+    """Choose evenly spaced frames of a file, including the first and the last frame.
 
-    Example: 6 of 100 frames are 0, 20, 40, 59, 79, 99.
+    Example: the indices of 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
     Args:
         total_frames: number of frames of the file.
         video_fps: frames per second of the file.
-        frame_factor: the number of sampled frames is a multiple of it.
-        sampling: see smart_nframes; and video_start and video_end in seconds, which are clipped to
-            the video.
+        frame_factor: the number of sampled frames is a multiple of this factor.
+        sampling: the options of smart_nframes; also video_start and video_end in seconds, which are
+            clipped to the duration of the video.
 
     Returns:
-        Indices of the frames, and their number per second.
+        Indices of the sampled frames, and the number of sampled frames per second.
 
-    Source: qwen-vl-utils' readers (float32); with frame_factor 1 Qwen3VLVideoProcessor (float64).
+    Source: the video readers of qwen-vl-utils, which compute in float32; if frame_factor is 1,
+        transformers' Qwen3VLVideoProcessor, which computes in float64.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
         raise ValueError(
-            f"the video has {total_frames} frames at {video_fps} per second, no frame can be "
+            f"the video has {total_frames} frames at {video_fps} per second, so no frame can be "
             "sampled"
         )
     duration = total_frames / video_fps
@@ -282,15 +303,16 @@ def smart_nframes(
 ) -> int:
     """Compute the number of frames to sample, a multiple of frame_factor.
 
-    Example: at 2 frames per second, a video of 100 frames at 30 per second would have 6.67 sampled
-    frames, so 6 are sampled.
+    Example: 100 frames at 30 frames per second last 3.33 seconds. At 2 sampled frames per second
+    this gives 6.67, which is rounded down to 6 frames.
 
     Args:
         total_frames: number of frames of the file.
         video_fps: frames per second of the file.
-        frame_factor: the result is a multiple of it.
-        sampling: nframes, the number itself; or fps, the number per second (default 2), with the
-            bounds min_frames (default 4) and max_frames (default 768), of which max_frames wins.
+        frame_factor: the result is a multiple of this factor.
+        sampling: either nframes, the number of frames to sample, or fps, the number of sampled
+            frames per second (default 2). The option fps can be combined with the bounds min_frames
+            (default 4) and max_frames (default 768); max_frames has priority over min_frames.
 
     Source: qwen-vl-utils' smart_nframes.
     """
@@ -309,7 +331,10 @@ def smart_nframes(
         wanted_frames = min(max(wanted_frames, min_frames), max_frames, total_frames)
         nframes = math.floor(wanted_frames / frame_factor) * frame_factor
     if not FRAME_FACTOR <= nframes <= total_frames:
-        raise ValueError(f"cannot sample {nframes} frames of a video of {total_frames} frames")
+        raise ValueError(
+            f"cannot sample {nframes} frames of a video of {total_frames} frames; the number must "
+            "be at least 2, and at most the number of frames of the video"
+        )
     return nframes
 
 
@@ -322,15 +347,17 @@ def frame_size(
         processor: image processor of the model.
         nframes: number of sampled frames.
         height, width: size of the frames in pixels.
-        options: min_pixels and max_pixels of a frame (default: 128 and 768 tokens); total_pixels of
-            all frames (default: 115200 tokens), of which a frame gets a double share, because two
-            frames are one patch; or resized_height and resized_width, as for an image.
+        options: min_pixels and max_pixels, the bounds of the area of a frame in pixels (default:
+            the area of 128 and 768 tokens), and total_pixels, the limit for all frames (default:
+            the area of 115200 tokens). A frame may use twice its share of total_pixels, because two
+            frames form one temporal patch. Instead of these bounds, resized_height and
+            resized_width can be given, as for an image.
 
     Returns:
         Height and width.
 
-    Source: qwen-vl-utils' fetch_video for a file. Frame lists are treated alike, although version
-        0.0.14 resizes them twice.
+    Source: fetch_video of qwen-vl-utils, for a video file. Lists of frames are resized in the same
+        way here, although version 0.0.14 resizes them twice.
     """
     options = check_options("video", options)
     factor = processor.factor

@@ -32,12 +32,13 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
             with shape (B, T), or (B, 2, T) for dpo.
         tolerance: largest error of value and gradient, relative to TRL's largest absolute value or
             to 1, whichever is larger.
-        kind: grpo, dpo or sft.
+        kind: kind of the loss: grpo, dpo or sft.
         only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: names each case that differs, and the known mistakes that explain it.
+        AssertionError: some cases differ from TRL. The message lists these cases, and the known
+            mistakes that explain the differences.
     """
     count = 0
     differences = []  # one line for each case that differs
@@ -46,8 +47,10 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
         logps = batch["per_token_logps"].requires_grad_()
         loss = my_loss(batch, options)
         if not isinstance(loss, Tensor) or loss.dim():
-            raise ValueError(f"my_loss returned {loss!r:.60}; it must return a tensor of shape ()")
-        # 0 * sum, so that a detached loss has the gradient 0 instead of an error
+            raise ValueError(
+                f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()"
+            )
+        # 0 * sum is added, so that the gradient of a detached loss is 0 instead of an error
         [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
         value_error = distance(loss.detach(), value)
         gradient_error = distance(gradient, slope)
@@ -65,7 +68,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Yield the recorded cases with these options: name, options, batch, value, gradient.
+    """Yield (name, options, batch, value, gradient) of each recorded case with these options.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
@@ -80,7 +83,9 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
             for key in only:
                 values = [str(options.get(key)) for options in kind or recorded.values()]
                 recorded_values[key] = list(dict.fromkeys(values))
-            raise ValueError(f"No recorded case has {only}; choose from {recorded_values}")
+            raise ValueError(
+                f"No recorded case has the options {only}; choose from {recorded_values}"
+            )
         for case, options in chosen.items():
             batch = {}
             for name in tensor_names:
@@ -90,19 +95,23 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return whether a case has these options; the loss_type of a dpo case is a list of one."""
+    """Return True if a case has these options.
+
+    A value also equals a list that contains only this value, as loss_type of a dpo case does.
+    """
     return all(key in options and options[key] in (x, [x]) for key, x in only.items())
 
 
 def known_mistakes(steps: list[tuple]) -> list[str]:
     """Return lines that name the known mistakes which reproduce the differing losses.
 
-    Without the package minivlmrl-audit, the only line explains how to install it.
+    If the package minivlmrl-audit is not installed, the only line explains how to install this
+    package.
 
     Args:
         steps: (batch, options, loss, gradient) of each case that differs.
     """
-    if importlib.util.find_spec("minivlmrl_audit") is None:  # a separate distribution
+    if importlib.util.find_spec("minivlmrl_audit") is None:  # it is a separate distribution
         return ["To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"]
     return importlib.import_module("minivlmrl_audit.losses").mistakes(steps)
 
@@ -110,7 +119,7 @@ def known_mistakes(steps: list[tuple]) -> list[str]:
 def distance(ours: Tensor, expected: Tensor) -> float:
     """Compute the largest difference of two tensors, relative to max(1, largest |expected|).
 
-    The result is inf if the shapes differ or if NaN are at other positions.
+    The result is inf if the shapes differ, or if the tensors have NaN at different positions.
     """
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):
@@ -130,16 +139,16 @@ def check_images(
     image_token_id: int,
     tolerance: float = 1e-3,
 ) -> str:
-    """Check that a trainer's log-probabilities depend on the images of their row, in their order.
+    """Check that a trainer uses the right images, in the right order, for its log-probabilities.
 
-    Each image in turn is replaced by its negative. This must change the log-probabilities after
-    the image and none before it. In addition, rows that differ in one image must have the same
-    log-probabilities in one batch as in batches of one row.
+    Each image in turn is replaced by its negative, which must change log-probabilities of tokens
+    after the image and no log-probabilities of tokens before the image. In addition, rows that
+    differ in one image must have the same log-probabilities in one batch as in batches of one row.
 
     Args:
         my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3))
-            -> (B, T), log-probabilities of each row's last T tokens. With T = L - 1, a wrong order
-            of the images is found, too.
+            -> (B, T), log-probabilities of each row's last T tokens. With T = L - 1, the check
+            also finds a wrong order of the images.
         input_ids: (L,), ids of one row with N images, as a Qwen processor returns them.
         pixel_values: (P, D), the patches of one image after the other.
         image_grid_thw: (N, 3); use images of different sizes, so that a wrong order can be found.
@@ -149,15 +158,15 @@ def check_images(
         A description of the fault with its size in nats; "" if all images are used correctly.
 
     Raises:
-        ValueError: the row has no image, or not as many as image_grid_thw.
+        ValueError: the row has no image, or image_grid_thw has another number of images.
     """
     # index of each image's first placeholder
     starts = 1 + ((input_ids == image_token_id).int().diff() == 1).nonzero()
     N = len(image_grid_thw)
     if not len(starts) == N > 0:
         raise ValueError(
-            f"input_ids contain {len(starts)} images but image_grid_thw {N}; both must agree, "
-            "and there must be at least one image"
+            f"input_ids contain {len(starts)} images, but image_grid_thw has {N}; the numbers must "
+            "be equal and at least 1"
         )
     signs = 1 - 2 * torch.eye(N + 1, N).to(pixel_values)  # the last row keeps all images
     rows = pixel_values * signs.repeat_interleave(image_grid_thw.prod(1), 1)[:, :, None]

@@ -5,8 +5,8 @@ units, so these rewards also read the columns image_sizes and answer_extents, wh
 rows without an image: see data.boxes.box_columns.
 
 data.boxes.parse_boxes reads the boxes of an answer. Each box is matched with at most one true box.
-The sum over matched pairs is divided by the larger of the two numbers of boxes, so that missing and
-extra boxes both lower the reward.
+The sum of the values of matched pairs is divided by the number of boxes in the answer or in the
+solution, whichever is larger, so that missing and extra boxes both lower the reward.
 """
 
 import json
@@ -32,12 +32,12 @@ def mean_iou(
     Args:
         answer_texts: n answers, None for a completion without an answer.
         solution: the true box [x1, y1, x2, y2] or a list of boxes, also as text, in pixels of the
-            image file. [] and "" mean that the image has no such object. Then the answer must say
-            so, see data.boxes.says_none.
+            image file. [] and "" mean that the image does not contain the object. In this case the
+            answer must deny that there is an object, see data.boxes.says_none.
         image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in
             units of the answer.
     Returns:
-        n numbers; None for a row without an image or whose solution is None.
+        n numbers, or None for a row without an image or without a solution.
     Raises:
         ValueError: a solution is not a box. The message quotes it.
     """
@@ -49,7 +49,7 @@ def mean_iou(
 def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Compute the fraction of boxes that match a true box with an IoU of at least 0.5.
 
-    Missing and extra boxes count as 0. Arguments and exceptions are those of mean_iou.
+    Missing and extra boxes count as 0. The arguments and exceptions are the same as in mean_iou.
 
     Example: for one true box, a box with IoU 0.5 gives 1, a box with IoU 0.49 gives 0, and a box
     with IoU 0.9 next to a second box gives 1/2.
@@ -67,11 +67,13 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> l
 def mean_giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
     """Compute the mean generalised IoU of matched boxes; missing and extra boxes count as -1.
 
-    Boxes are matched by their generalised IoU. Arguments and exceptions are those of mean_iou.
+    Boxes are matched by their generalised IoU. The arguments and exceptions are the same as in
+    mean_iou.
 
-    Example: a box of the right size whose gap to the true box is as wide as the box gives -1/3. A
-    box around the whole image gives more, because its value is the area of the true box divided by
-    the area of the image. With this reward only, a policy therefore learns large boxes first.
+    Example: a box of the right size gives -1/3 if the gap between this box and the true box is as
+    wide as the box. A box around the whole image gives more, namely the area of the true box
+    divided by the area of the image. A policy that is trained with this reward only therefore
+    learns large boxes first.
     """
 
     def measure(predicted: Objects, true: Objects) -> float:
@@ -85,8 +87,8 @@ def mean_giou(answer_texts, solution, image_sizes, answer_extents, **columns) ->
 def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
     """Return 1.0 for completions with the tags of tag_format and valid boxes, else 0.0.
 
-    All boxes must be valid and lie inside the image. An answer which says that there is no object
-    also gets 1.0. A row without an image gets None.
+    All boxes must be valid and lie inside the image. An answer which denies that there is an object
+    also gets 1.0. The result is None for a row without an image.
     """
     values = []
     tag_values = tag_format(completions)
@@ -111,8 +113,8 @@ def similarities(
 ) -> list[float]:
     """Match predicted with true objects, and return the similarity of each matched pair.
 
-    `missing` is added for each object that has no partner, so that the list is as long as the
-    larger of the two numbers of objects.
+    The value `missing` is added for each object without a partner, so that the list is as long as
+    the longer of the two lists of objects.
     """
     pairs = boxes.match(predicted, true, similarity)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
@@ -122,21 +124,22 @@ def similarities(
 def mean_similarity(
     predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0
 ) -> float:
-    """Average the values of `similarities`."""
+    """Compute the mean of the values of `similarities`."""
     values = similarities(predicted, true, similarity, missing)
     return sum(values) / len(values)
 
 
 @dataclass
 class ObjectFormat:
-    """Functions that read objects from the text of a solution and of an answer.
+    """Functions that read objects from the text of a solution and from the text of an answer.
 
-    Their arguments are the text, and the (width, height) of the image in the units of that text.
+    The arguments of each function are the text, and the (width, height) of the image in the units
+    of the coordinates in this text.
     """
 
     read_solution: Callable[[str, tuple], Objects]
     read_answer: Callable[[str, tuple], Objects]
-    requirement: str  # end of the error for a solution without objects: "is not a box; ..."
+    requirement: str  # end of the error message about a solution without objects
 
 
 def score_boxes(
@@ -149,13 +152,14 @@ def score_boxes(
     answer_extents: Extents,
     missing=0.0,
 ) -> list:
-    """Compare the objects of n answers with those of the solutions, and return n rewards.
+    """Compute n rewards by comparing the objects of n answers with the objects of the solutions.
 
     Answers, solutions, sizes, extents and returned values are described in mean_iou.
 
     Args:
-        name: name of the reward, for errors.
-        measure: computes the reward of an answer from its objects and the true objects.
+        name: name of the reward, for error messages.
+        form: functions that read the objects of solutions and answers.
+        measure: function that computes a reward from the objects of an answer and the true objects.
         missing: reward of an answer without objects.
     """
     values = []
@@ -179,7 +183,7 @@ def score_boxes(
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes of a text, in units of `extent`.
+    """Parse the boxes of a text, whose coordinates are in the units of `extent`.
 
     Only the text in the last <answer> tags is parsed, or the whole text if it has no such tags.
     """

@@ -17,9 +17,9 @@ def reward_columns(
     """Collect the arguments of reward functions from B rows with G completions each.
 
     Returns:
-        {name: n = B * G values}. A column that a row does not have is None for its completions.
-        `completions` are the texts of the assistant's turns, and `answer_texts` the answers in
-        them, see find_answer.
+        {name: n = B * G values}. If a row lacks a column, the values of its completions are None.
+        The values of `completions` are the texts of the assistant's turns. The values of
+        `answer_texts` are the answers in these texts, see find_answer.
     """
     flat_completions = []
     row_of_each = []

@@ -1,8 +1,8 @@
 """Registry of reward functions, and checks of their arguments and return values.
 
 A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments
-of the function may follow in brackets: "mine.py:near(tolerance=0.05)". Errors name the row for
-which a reward function failed.
+of the function may follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain
+the row for which a reward function failed.
 """
 
 import asyncio
@@ -56,14 +56,14 @@ class Text(str):
             return self.message[key]
         if key not in (0, -1):
             return super().__getitem__(key)
-        letter = super().__getitem__(slice(key, key + 1 or None))  # "" of an empty text
+        letter = super().__getitem__(slice(key, key + 1 or None))  # a slice of "" raises no error
         return Text(letter, **self.message)
 
 
 def last_turn(prompt: Text | list[dict]) -> Text:
     """Return the text of a prompt's last turn.
 
-    A Text is returned unchanged, because a reward may pass its prompts on to another reward.
+    A Text is returned unchanged, because one reward may call another reward with the same prompts.
     """
     return Text("".join(map(text_of, prompt[-1:])), "user") if isinstance(prompt, list) else prompt
 
@@ -77,14 +77,14 @@ class StageProgress:
 
 
 class RewardLog:
-    """TRL's trainer_state and log_metric: the progress of a stage, and metrics that rewards log."""
+    """Progress of a stage and metrics of rewards, as TRL's trainer_state and log_metric."""
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = StageProgress(global_step, max_steps)
         self.metrics: dict[str, list[float]] = {}  # values of the current rollout on this rank
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number; metrics.jsonl contains its mean over the rollout and all ranks."""
+        """Log a finite number; metrics.jsonl has the mean of all numbers of a rollout."""
         number = plain_value(value)
         if name in STEP_METRICS:
             raise ValueError(
@@ -98,7 +98,7 @@ class RewardLog:
 
 
 class RewardFailed(ValueError):
-    """Raised on all ranks if a reward fails on one of them, so that all can save a checkpoint."""
+    """Raised on all ranks if a reward fails on one rank, so that all can save a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -122,11 +122,11 @@ class Reward:
         return needed - REWARD_ARGUMENTS
 
     def on(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy for the ranks of a run: an error on one rank is raised on all of them."""
+        """Return a copy for a run; an error of the function on one rank is raised on all ranks."""
         return replace(self, run_on_all_ranks=world.run_on_all_ranks, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
-        """Compute the rewards of n completions, NaN where the function returns None.
+        """Compute the rewards of n completions; None values of the function become NaN.
 
         Raises:
             RewardFailed: the function failed. The message names the row.
@@ -139,14 +139,14 @@ class Reward:
             raise RewardFailed(*error.args) from error
 
     def _score(self, columns: dict[str, list]) -> list[float]:
-        """Call the function on the rows that use this reward; other rows get NaN.
+        """Call the function on the rows that use this reward; the values of other rows are NaN.
 
-        data.train may list the rewards of each file, in the column row_rewards.
+        The column row_rewards lists the rewards of a row, if data.train gives rewards for its file.
         """
         log = self.log or RewardLog()
         callbacks = {"trainer_state": log.trainer_state, "log_metric": log.log_metric}
         for name in [*callbacks, "log_extra"]:
-            if name in columns:  # passed on by a reward that calls this one
+            if name in columns:  # given by another reward function that calls this reward
                 callbacks[name] = columns.pop(name)
         row_rewards = columns.pop("row_rewards", [None] * len(columns["completions"]))
         is_scored = [names is None or self.name in names for names in row_rewards]
@@ -177,9 +177,9 @@ class Reward:
     def _failure(
         self, texts: list[str], prefixes: list[str], columns: dict, callbacks: dict, error
     ) -> ValueError:
-        """Return an error that names the first completion for which the function fails.
+        """Return an error whose message names the first completion for which the function fails.
 
-        The function is called on one completion after the other to find that completion.
+        To find this completion, the function is called on one completion after the other.
         """
         prefix = ""
         failed_with = f"{len(texts)} completions together (it accepts each one separately)"
@@ -194,16 +194,16 @@ class Reward:
                 error = row_error
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
-            return ValueError(f"{prefix}{error}")  # a complete message of one of our own rewards
+            return ValueError(f"{prefix}{error}")  # rewards of minivlmrl raise complete messages
         reason = raised(self.function, error, columns)
         return ValueError(f"{prefix}reward {self.name}, for {failed_with}, {reason}")
 
 
 def get_reward(name: str) -> Reward:
-    """Return the reward of a name.
+    """Return the reward that a name, with or without options, refers to.
 
     Raises:
-        ValueError: there is no such reward, or its function does not have the given arguments.
+        ValueError: there is no such reward, or the function does not accept the given options.
     """
     function, options = resolve_object("reward", name, REWARDS)
     with error_context(f"reward {name}"):
@@ -229,10 +229,10 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect all arguments of reward functions: see reward_columns and box_columns.
+    """Collect all arguments of reward functions, see reward_columns and box_columns.
 
-    The column turn_texts has a list of texts for each completion: the texts of the turns of a
-    trajectory, otherwise one text.
+    The column turn_texts has a list of texts for each completion. The list contains the texts of
+    all turns of a trajectory, or the single text of another completion.
     """
     columns = reward_columns(rows, completions, processor)
     flat = list(chain(*completions))
@@ -250,8 +250,10 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
     None becomes NaN.
 
     Args:
-        name: name of the reward, for errors.
-        prefixes: beginning of an error for each completion, "" or "FILE:LINE: ".
+        name: name of the reward, for error messages.
+        values: returned values.
+        completions: texts of the completions, for error messages.
+        prefixes: beginning of the error message of each completion, "" or "FILE:LINE: ".
     Raises:
         ValueError: the values are not n finite numbers or None.
     """
@@ -262,8 +264,8 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         scored_rows = list(zip(values, completions, prefixes, strict=True))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"reward {name} returned {values!r:.80}; "
-            f"it must be a list of {len(completions)} numbers, one per completion"
+            f"reward {name} returned {values!r:.80}, but "
+            f"it must return a list of {len(completions)} numbers, one per completion"
         ) from error
     checked = []
     for value, text, prefix in scored_rows:
@@ -274,8 +276,8 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
             checked.append(float(value))
         else:
             raise ValueError(
-                f"{prefix}reward {name} returned {value!r:.80} for the completion {text!r:.80}; "
-                "it must be a finite number, or None if the reward cannot score the completion"
+                f"{prefix}reward {name} returned {value!r:.80} for the completion {text!r:.80}, "
+                "but it must return a finite number, or None if it cannot score the completion"
             )
     return checked
 
@@ -300,7 +302,7 @@ def log_extra(extras: list[dict], column: str, values: list):
     Values that are not a number, a str or None are logged as str(value), because the log is JSON.
 
     Raises:
-        ValueError: the number of values is not that of completions.
+        ValueError: the number of values differs from the number of completions.
     """
     if len(values) != len(extras):
         raise ValueError(
@@ -315,7 +317,7 @@ def log_extra(extras: list[dict], column: str, values: list):
 def _call(function: Callable, columns: dict[str, list]) -> list:
     values = function(**columns)
     if inspect.iscoroutine(values):
-        # in a separate thread, because a notebook already runs an event loop in this one
+        # run in a separate thread, because a notebook already runs an event loop in this thread
         with ThreadPoolExecutor(1) as pool:
             values = pool.submit(asyncio.run, values).result()
     return values

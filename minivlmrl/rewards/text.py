@@ -31,9 +31,10 @@ def tag_format(completions: list[str], **columns) -> list[float]:
 
 
 def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[float | None]:
-    """Return 1.0 for answers that equal the solution, else 0.0; None for rows without a solution.
+    """Return 1.0 for each answer that equals the solution, else 0.0.
 
-    Case, whitespace and a final full stop are ignored.
+    Case, whitespace and a final full stop are ignored. The result is None for a row without a
+    solution.
     """
     rewards = []
     for answer, truth in zip(answer_texts, solution, strict=True):
@@ -46,11 +47,12 @@ def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[
 
 
 def find_answer(completion: str, where: str = "tags") -> str | None:
-    """Extract the answer from a completion; None if it has no answer.
+    """Extract the answer from a completion; return None if the completion has no answer.
 
     Args:
-        where: "tags" takes the text inside the last <answer>...</answer>, "whole" all text after
-            the last </think>, and "last_line" the last line of that text.
+        completion: text of the completion.
+        where: "tags" extracts the text inside the last <answer>...</answer>, "whole" extracts all
+            text after the last </think>, and "last_line" extracts the last line of that text.
     """
     if where == "tags":
         return last_answer(completion)
@@ -63,7 +65,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 def last_answer(text: str) -> str | None:
     """Return the text inside the last <answer>...</answer>, or None.
 
-    The time is linear in the length of the text, also if it has many opening tags.
+    The time is linear in the length of the text, even if the text has many opening tags.
     """
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")
@@ -75,7 +77,7 @@ def last_answer(text: str) -> str | None:
 def normalize(text: str) -> str:
     """Normalise an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
 
-    Tags, case, repeated whitespace and a final full stop are removed.
+    Tags, repeated whitespace and final full stops are removed, and letters become lower case.
     """
     answer = last_answer(text)
     words = (text if answer is None else answer).split()

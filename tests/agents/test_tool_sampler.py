@@ -97,7 +97,7 @@ PROCESSOR = Processor(
 )
 ZOOM, CALCULATOR = (f"{ROOT}/recipes/tools.py:{name}" for name in ("Zoom", "calculator"))
 END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
-RATIO = ": its aspect ratio is over 200; crop or drop it"
+RATIO = "but its aspect ratio must be at most 200; crop or remove the image"
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 
 
@@ -193,7 +193,7 @@ def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch
         ("<read><|im_end|></read>", "<result>P <|im_end|> (56, 84)</result>", ""),
         ("<both></both>", "<result>a</result>(2)<result>b</result>", ""),
         ("<look>two</look>", "<result>error: look: columns is 'two', but it must be of type int</result>", "ok"),
-        ("<look>300</look>", f"<result>error: image of 8400 x 28 pixels{RATIO}</result>", ""),
+        ("<look>300</look>", f"<result>error: the image has 8400 x 28 pixels, {RATIO}</result>", ""),
     ],
 )  # fmt: skip
 def test_a_call_in_tags(monkeypatch, words, answer, after):

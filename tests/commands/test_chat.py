@@ -133,7 +133,7 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
     parse = command.build_parser().parse_args
     assert command.inference_config(parse(words), []).sampling == SamplingOptions(**given)
     assert command.inference_config(parse(words[:4]), []).sampling == SamplingOptions()
-    assert "ties with the k-th stay" in " ".join(command.build_parser().format_help().split())
+    assert "tokens that are as likely as the k-th" in " ".join(command.build_parser().format_help().split())
 
 
 def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):

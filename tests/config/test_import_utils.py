@@ -56,7 +56,7 @@ def test_a_name_with_options(text, expected):
 
 
 @pytest.mark.parametrize(("text", "error"), [
-    ("rows(2)", r"^task rows\(2\): its options must have the form name=value, name=value$"),
+    ("rows(2)", r"^task rows\(2\): the options must have the form name=value, name=value$"),
     ("rows(seed=1)", r"^there is no option 'seed'; the options are: pairs, share, kind$"),
     ("rows(pair=2)", r"^there is no option 'pair'; the options are: pairs, share, kind; did you mean pairs\?$"),
     ("rows(pairs=0)", "^pairs is 0, but it must be 1 or more$"),

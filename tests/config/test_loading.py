@@ -73,8 +73,8 @@ def test_a_flag_needs_no_value(recipe):
     ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
     ("--seed.x=1", "command line: seed is"),
     ("--grpo=1", "grpo is 1, but it must be an object with names and values"),
-    ("seed=1", "'seed=1': an override has the form --section.name=value"),
-    ("other.yaml", "'other.yaml': an override has the form"),
+    ("seed=1", "'seed=1': an override must have the form --section.name=value"),
+    ("other.yaml", "'other.yaml': an override must have the form"),
 ])  # fmt: skip
 def test_a_bad_override_is_named(recipe, override, message):
     with pytest.raises(ValueError) as error:
@@ -133,14 +133,14 @@ def test_no_option_takes_nan(recipe):
 
 @pytest.mark.parametrize("content", ["seed: [1", "seed: 2024-13-45", "seed: " + "[" * 2000])
 def test_a_recipe_that_is_no_yaml_is_named(write, content):
-    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: the text is not valid YAML"):
         load_config(write(content))
 
 
 @pytest.mark.parametrize("content", ["sft: {max_steps: 1}\nsft: {}", "sft:\n  max_steps: 1\n  max_steps: 2"])
 def test_a_key_that_is_there_twice_is_refused(write, content):
     """YAML takes the last one."""
-    with pytest.raises(ValueError, match=r"recipe\.yaml: not YAML \(the key '(sft|max_steps)' occurs twice\n"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: the text is not valid YAML \(the key '(sft|max_steps)' occurs twice\n"):
         load_config(write(content))
 
 
@@ -297,7 +297,7 @@ def test_a_stage_of_a_file_that_is_refused(again, override, message):
 
 def test_a_missing_recipe_is_named(tmp_path):
     for path in (tmp_path / "gone.yaml", tmp_path):
-        with pytest.raises(ValueError, match="no such recipe"):
+        with pytest.raises(ValueError, match="this recipe does not exist"):
             load_config(path)
 
 

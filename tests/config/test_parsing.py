@@ -118,15 +118,15 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
 
 @pytest.mark.parametrize(("override", "meant"), [
     ("grpo.learning_rat=1", "did you mean grpo.learning_rate or grpo.min_lr_ratio or grpo.scale_rewards?"),
-    ("grpo.lr=1", "here it is STAGE.learning_rate"),
-    ("max_completion_length=9", "here it is sampling.max_new_tokens"),
-    ("use_vllm=true", "here it is sampling: vllm"),
-    ("deepspeed=ds.json", "here it is sharding.enabled"),
-    ("learning_rate=1", "here it is sft: learning_rate or dpo: learning_rate or "),
-    ("grpo_learning_rate=1", "here it is grpo: learning_rate"),
-    ("num_generations=8", "here it is grpo: num_generations or ppo: num_generations"),
-    ("grpo.save_steps=5", "here it is save_steps"),
-    ("reward_model_path=x", "here it is reward_model: path"),
+    ("grpo.lr=1", "here this option is STAGE.learning_rate"),
+    ("max_completion_length=9", "here this option is sampling.max_new_tokens"),
+    ("use_vllm=true", "here this option is sampling: vllm"),
+    ("deepspeed=ds.json", "here this option is sharding.enabled"),
+    ("learning_rate=1", "here this option is sft: learning_rate or dpo: learning_rate or "),
+    ("grpo_learning_rate=1", "here this option is grpo: learning_rate"),
+    ("num_generations=8", "here this option is grpo: num_generations or ppo: num_generations"),
+    ("grpo.save_steps=5", "here this option is save_steps"),
+    ("reward_model_path=x", "here this option is reward_model: path"),
     ("zzz=1", "did you mean "),
 ])  # fmt: skip
 def test_an_unknown_option_is_told_its_name_here(override, meant):

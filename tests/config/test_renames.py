@@ -58,7 +58,7 @@ def test_files_of_0_3_are_read_with_one_note(tmp_path, capsys, name):
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS.items())
 def test_an_old_name_that_a_user_types_is_rejected_with_the_new_one(tmp_path, old, new):
-    message = rf"unknown key {old}; since 0\.4\.0 it is called {new}"
+    message = rf"unknown key {old}; since 0\.4\.0 this option is called {new}"
     with pytest.raises(ValueError, match=message):
         load_config("shapes.yaml", [f"--{old}=1"])
     file = tmp_path / "mine.yaml"

@@ -88,7 +88,7 @@ def test_valid_and_inside(numbers, valid, inside):
 def test_extent_of_each_space():
     assert [extent(space, (640, 480), (308, 224)) for space in SPACES] == [(640, 480), (308, 224), (1000, 1000), (1, 1)]
     with pytest.raises(
-        ValueError, match="unknown coordinate space 'pixels' of boxes; it must be one of original, resized, thousandths"
+        ValueError, match="the coordinate space of a box is 'pixels', but it must be one of original, resized, thousandths"
     ):
         extent("pixels", (640, 480), (308, 224))
 
@@ -132,7 +132,7 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
     assert match([near], [near], iou) == [(0, 0)]
     assert match([far, near], [near], iou) == [(1, 0)]
     assert match([near], [far, near], iou) == [(0, 1)]
-    with pytest.raises(ValueError, match=r"needs scipy: pip install .*\[boxes\]"):
+    with pytest.raises(ValueError, match=r"needs scipy; run pip install .*\[boxes\]"):
         match([near, far], [far, near], iou)
 
 

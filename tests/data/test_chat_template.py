@@ -82,13 +82,13 @@ def test_a_key_that_is_none_is_as_good_as_missing():
 def test_a_part_that_shows_nothing_known(part):
     """It is refused where the conversation is laid out."""
     assert part_kind(part) is None
-    with pytest.raises(ValueError, match="a part is not text, image or video"):
+    with pytest.raises(ValueError, match="a part of a message must be text, an image or a video, but it is"):
         render([user([part])])
 
 
 @pytest.mark.parametrize("also", [{"content": None}, {}, {"content": "hm", "tool_calls": [{"name": "f"}]}])
 def test_a_message_without_content_or_with_tool_calls_is_refused(also):
-    with pytest.raises(ValueError, match="a message needs content and no tool_calls"):
+    with pytest.raises(ValueError, match="messages that have content and no tool_calls, but a message is"):
         render([{"role": "assistant", **also}])
 
 

@@ -96,14 +96,14 @@ def test_a_split_is_its_own_files_or_those_the_hub_made(hub, name, files):
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("cats/own@tset", "the split tset does not exist or is ambiguous; splits: cats/own@test, cats/own@train"),
-    ("cats/made@test", "the split test does not exist .*; splits: cats/made@partial-test, cats/made@train"),
-    ("cats/two", "the split train does not exist or is ambiguous; splits: cats/two@de/train, cats/two@en/train"),
-    ("cats/none", "the split train does not exist or is ambiguous; splits: none, because there are no parquet files"),
+    ("cats/own@tset", "the split tset does not exist or is ambiguous; the data set has the splits cats/own@test, cats/own@train"),
+    ("cats/made@test", "the split test does not exist .*; the data set has the splits cats/made@partial-test, cats/made@train"),
+    ("cats/two", "the split train does not exist or is ambiguous; the data set has the splits cats/two@de/train, cats/two@en/train"),
+    ("cats/none", "the split train does not exist or is ambiguous; .* splits .none, because it has no parquet files"),
     ("dogs/own", "404"),
 ])  # fmt: skip
 def test_a_split_that_there_is_not_is_named(hub, name, says):
-    with pytest.raises(ValueError, match=rf"^{name}: no such file or data set of the hub, .*{says}.*folder\.$"):
+    with pytest.raises(ValueError, match=rf"^{name}: no such file or data set of the hub was found, .*{says}.*folder\.$"):
         open_rows(name)
 
 
@@ -111,7 +111,7 @@ def test_a_split_that_there_is_not_is_named(hub, name, says):
 def test_a_file_outside_of_the_folder_is_refused(hub, monkeypatch, name):
     monkeypatch.setitem(REPOSITORIES, "cats/none", {"main": [name]})
     monkeypatch.setitem(CONTENTS, name, b"")
-    with pytest.raises(ValueError, match=f"its file '{name}' would be written outside of the cache folder"):
+    with pytest.raises(ValueError, match=f"has a file '{name}', which would be written outside of the cache"):
         open_rows("cats/none")
 
 

@@ -47,7 +47,7 @@ def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
     monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name)
     Path("runs").mkdir()
     with pytest.raises(
-        ValueError, match=r"runs/chekpoint: no such folder\. .* If the first part of the id is also a local folder"
+        ValueError, match=r"runs/chekpoint: this folder does not exist\. .* If the first part of the id is also the name of a"
     ):
         find_folder("runs/chekpoint")
     assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
@@ -72,7 +72,7 @@ def test_without_network_what_is_not_whole_in_the_cache_is_refused_in_one_senten
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if cached:
         snapshot(cache, names=cached)
-    with pytest.raises(ValueError, match=r"Qwen/tiny: no such folder, not completely .* and the download failed") as e:
+    with pytest.raises(ValueError, match=r"Qwen/tiny: there is no such folder, no complete copy .* and the download failed") as e:
         find_folder(REPOSITORY)
     assert "\n" not in str(e.value)
 

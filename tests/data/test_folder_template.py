@@ -71,7 +71,7 @@ def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, na
     for answer, thought in ((told, "a\n</think>\n\n"), (bare, "\n</think>\n\n")):
         assert bracketed(thinks.render_completion(HI, [answer])) == f"[{thought}<answer>b</answer><|im_end|>]"
     assert bracketed(no.render_completion(HI, [bare])) == "[<answer>b</answer><|im_end|>]"
-    with pytest.raises(ValueError, match="or remove the thoughts if the prompt has none"):
+    with pytest.raises(ValueError, match="or remove the thoughts from the answer if the prompt has none"):
         no.render_completion(HI, [told])
 
 
@@ -140,7 +140,7 @@ def test_qwen2_5_vl_with_tools_is_laid_out_as_qwen3_vl(published, tools, system)
 
 
 def test_a_template_without_a_place_for_tools_is_named():
-    with pytest.raises(ValueError, match=r"^t: chat template: it cannot render tools; set declare_tools = False"):
+    with pytest.raises(ValueError, match=r"^t: chat template: the template cannot render tools; set declare_tools = False"):
         ChatTemplate(DEFAULT, "t").declaring([])
 
 
@@ -151,7 +151,7 @@ def test_a_template_that_refuses_system_messages_names_the_option():
         ValueError, match=r"^t: chat template: the template does not support .*no system.*remove data\.system_prompt"
     ):
         ChatTemplate(text, "t").render([system, *HI])
-    with pytest.raises(ValueError, match=r"^t: chat template: fails in line"):  # whatever is said
+    with pytest.raises(ValueError, match=r"^t: chat template: the template fails in line"):  # whatever is said
         ChatTemplate("{{ raise_exception('no') }}", "t").render([system, *HI])
 
 
@@ -184,13 +184,13 @@ def test_a_fine_tunes_own_control_tokens_are_cut_the_longer_first():
 def test_a_template_for_text_alone_takes_no_pictures():
     template = ChatTemplate("{{ messages[0].content + '!' }}", "t.jinja")
     for part, name in (({"type": "image"}, "images"), ({"video": "a.mp4"}, "videos")):
-        with pytest.raises(ValueError, match=f"t.jinja: chat template: it cannot render {name}"):
+        with pytest.raises(ValueError, match=f"t.jinja: chat template: the template cannot render {name}"):
             template.render(user(part))
 
 
 def test_what_a_template_would_leave_out_is_refused():
     template = ChatTemplate(CHATML, "t.jinja")
-    with pytest.raises(ValueError, match=r"t\.jinja: chat template: it cannot render tool_calls"):
+    with pytest.raises(ValueError, match=r"t\.jinja: chat template: the template cannot render tool_calls"):
         template.render([*HI, CALL])
     with pytest.raises(ValueError, match="cannot render tool_calls"):
         template.render_completion([*HI, CALL], [assistant("a")])
@@ -209,7 +209,7 @@ def test_a_turn_is_trained_up_to_the_token_that_closes_it():
     expected = "[a<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]"
     assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
     with pytest.raises(
-        ValueError, match=r"^t: chat template: SFT and pairs need a template that .*; replace it with the"
+        ValueError, match=r"^t: chat template: SFT and training on pairs require a template that .*; replace the template with the"
     ):
         ChatTemplate(CHATML.replace("<|im_end|>", ""), "t").render_completion(HI, [assistant("a")])
 
@@ -217,7 +217,7 @@ def test_a_turn_is_trained_up_to_the_token_that_closes_it():
 def test_a_template_that_rewrites_the_past_is_refused(load):
     """Qwen3's takes the thoughts out of all turns but the last."""
     thought, question = assistant("<think>\nhm\n</think>\n\nfour"), {"role": "user", "content": "And 3 + 3?"}
-    message = r"qwen3\.jinja: chat template: it renders the first 2 messages .* only appends"
+    message = r"qwen3\.jinja: chat template: the template renders the first 2 messages .* only appends"
     with pytest.raises(ValueError, match=message):
         load("qwen3").render_completion(HI, [thought, question, assistant("six")])
 
@@ -332,5 +332,5 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_template_that_fails_is_named_with_its_line(name):
     text, error = BROKEN[name]
-    with pytest.raises(ValueError, match=rf"^folder/t\.jinja: chat template: fails in .*{error}"):
+    with pytest.raises(ValueError, match=rf"^folder/t\.jinja: chat template: the template fails in .*{error}"):
         ChatTemplate(text, "folder/t.jinja").render(HI)

@@ -23,9 +23,9 @@ def test_smart_resize_equals_transformers(transformers):
 
 def test_aspect_ratio_200_is_the_last_that_passes():
     smart_resize(1, 200, 28, 3136, 12845056)
-    with pytest.raises(ValueError, match="9 x 2000 pixels: its aspect ratio"):
+    with pytest.raises(ValueError, match="9 x 2000 pixels, but its aspect ratio"):
         ImageProcessor()(noise("RGB", (30, 20)), resized_height=2000, resized_width=9)
-    with pytest.raises(ValueError, match=r"201 x 1 pixels.*aspect ratio is over 200"):
+    with pytest.raises(ValueError, match=r"201 x 1 pixels.*aspect ratio must be at most 200"):
         smart_resize(1, 201, 28, 3136, 12845056)
 
 
@@ -100,7 +100,7 @@ def test_options_of_one_image(options, grid):
 
 def test_bounds_that_no_image_has_are_refused():
     for least, most in ((1, 783), (1000, 999)):
-        says = f"max_pixels {most} must be at least min_pixels {least}, and one token of 28"
+        says = f"max_pixels is {most}, but it must be at least min_pixels, which is {least}, and at least one token of 28"
         with pytest.raises(ValueError, match=says):
             smart_resize(56, 56, 28, least, most)
 

@@ -11,9 +11,9 @@ from minivlmrl.data.image_settings import RESIZE, read_image_processor, write_im
 
 
 def test_bounds_of_the_recipe_are_not_the_folders_mistake():
-    with pytest.raises(ValueError, match=r"^data: max_pixels 10 must be at least min_pixels 3136"):
+    with pytest.raises(ValueError, match=r"^data: max_pixels is 10, but it must be at least min_pixels, which is 3136"):
         read_image_processor({}, "folder.json", max_pixels=10)
-    with pytest.raises(ValueError, match=r"^folder\.json: max_pixels 3136 must be at least min_pixels 4000"):
+    with pytest.raises(ValueError, match=r"^folder\.json: max_pixels is 3136, but it must be at least min_pixels, which is 4000"):
         read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
 
 

@@ -87,7 +87,7 @@ def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_
     read = batches(rows=rows, prompts_per_step=5, skip_unreadable=True)
     with pytest.warns(UserWarning) as noted:
         draws = [next(read), next(read)]
-    assert [str(one.message).rpartition("row, ")[2] for one in noted] == ["1 so far", "2 so far"]
+    assert [str(one.message).rpartition("is skipped; ")[2] for one in noted] == ["1 so far", "2 so far"]
     for draw in draws:
         assert sorted(row.index for row in draw) == [0, 3, 3, 3, 4] and len({row.key for row in draw}) == 5
         assert [row.columns["problem"] for row in draw] == [images[row.index] for row in draw]
@@ -152,5 +152,5 @@ def test_what_is_wrong_with_a_row_is_raised_when_it_is_drawn(workers):
 def test_rows_that_are_all_unreadable_end_the_run(write_rows, tmp_path):
     (tmp_path / "red.png").write_bytes(b"")
     rows = FileDataset(write_rows(*[{"problem": "a", "image": "red.png"}] * 3))
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"^Gave up after 100 .*red\.png: "):
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"^The run ends, because 100 .*red\.png: "):
         next(batches(rows=rows, skip_unreadable=True))

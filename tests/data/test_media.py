@@ -130,9 +130,9 @@ def test_an_option_beside_the_image_is_refused(folder, row, name):
 
 
 @pytest.mark.parametrize("columns, says", [
-    ({"image": "long.png"}, "image of 3000 x 10 pixels: its aspect ratio is over 200; crop or drop it"),
-    ({"image": {"image": "red.png", "max_pixels": 783}}, "max_pixels 783 must be at least min_pixels 784,"),
-    ({"video": {"video": FRAMES, "max_pixels": 20000}}, "max_pixels 20000 must be at least min_pixels 25088, .*both"),
+    ({"image": "long.png"}, "image has 3000 x 10 pixels, but its aspect ratio must be at most 200; crop or remove"),
+    ({"image": {"image": "red.png", "max_pixels": 783}}, "max_pixels is 783, but it must be at least min_pixels, which is 784,"),
+    ({"video": {"video": FRAMES, "max_pixels": 20000}}, "max_pixels is 20000, but it must be at least min_pixels, which is 25088, .*both"),
 ])  # fmt: skip
 def test_an_image_that_has_no_size_is_named_with_its_row(folder, columns, says):
     """What shows only when the size is chosen, with the least size of the processor above."""

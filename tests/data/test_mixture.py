@@ -91,7 +91,7 @@ def test_the_yaml_of_vlm_r1_is_read(files, monkeypatch):
 @pytest.mark.parametrize(("content", "says"), [
     ({}, "datasets is missing"),
     ({"datasets": [{"sampling_strategy": "all"}]}, r"datasets\.json_path is missing"),
-    ("{", "not YAML"),
+    ("{", "the text is not valid YAML"),
 ])  # fmt: skip
 def test_a_wrong_yaml_is_named(tmp_path, content, says):
     (tmp_path / "mix.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))

@@ -180,5 +180,5 @@ def test_a_path_that_is_too_long_counts_as_missing(home):
         path = load_config(home / "recipe.yaml", [f"--data.{name}={'x' * 3000}"]).data
         with pytest.raises(ValueError, match="this file of rows does not exist"):
             open_rows(getattr(path, name))
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(ValueError, match="this folder does not exist"):
         find_folder("x" * 3000)

@@ -46,7 +46,7 @@ def test_of_many_rows_some_are_measured(rows):
     task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task
     assert summary(RowSelection([rows([], [], [])], [(0, 0), (0, 2)]), PROCESSOR).startswith(
-        "2 picked out of 3 in 1 file(s); prompts of"
+        "2 selected out of 3 in 1 file(s); prompts of"
     )
 
 

@@ -162,5 +162,5 @@ def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch):
 def test_check_images_refuses_another_number_of_grids():
     ids, pixels = torch.tensor([5, 9, 9, 6]), torch.ones(8, 2)
     for token, grids in ((7, torch.tensor([[1, 2, 4]])), (7, torch.ones(0, 3)), (9, torch.ones(2, 3))):
-        with pytest.raises(ValueError, match=r"input_ids contain \d images but image_grid_thw \d"):
+        with pytest.raises(ValueError, match=r"input_ids contain \d images, but image_grid_thw has \d"):
             check_images(None, ids, pixels, grids, token)

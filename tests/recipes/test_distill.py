@@ -141,7 +141,7 @@ def test_a_teacher_that_is_not_finite_is_named(stage, teacher, tmp_path, name, m
 def test_what_makes_no_sense_is_refused(home):
     with pytest.raises(ValueError, match=r"distill needs distill\.teacher or distill\.teacher_prompt"):
         train_recipe([str(home / "recipe.yaml"), "--stages=recipes/distill.py:Distill"])
-    with pytest.raises(ValueError, match=r"^gone: no such folder\. A model is"):
+    with pytest.raises(ValueError, match=r"^gone: this folder does not exist\. A model must be"):
         train_recipe(
             [str(home / "recipe.yaml"), "--stages=[sft, recipes/distill.py:Distill]", "--distill.teacher=gone"]
         )

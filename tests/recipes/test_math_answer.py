@@ -59,5 +59,5 @@ def test_without_math_verify_the_extra_is_named(monkeypatch):
         return original(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ValueError, match=r"reward math needs math-verify: pip install .*\[math\]"):
+    with pytest.raises(ValueError, match=r"reward math needs math-verify; run pip install .*\[math\]"):
         math(["3"], ["3"])

@@ -134,7 +134,7 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
 
 
 def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(monkeypatch):
-    with pytest.raises(ValueError, match=r"^a:7: reward own returned nan for the completion 'five'; it must be"):
+    with pytest.raises(ValueError, match=r"^a:7: reward own returned nan for the completion 'five', but it must return"):
         ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
@@ -194,7 +194,7 @@ def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch)
 
 @pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
 def test_keys_and_letters_are_no_rewards(monkeypatch, values):
-    with pytest.raises(ValueError, match="it must be a list of 2 numbers, one per completion"):
+    with pytest.raises(ValueError, match="it must return a list of 2 numbers, one per completion"):
         ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
 
 
@@ -219,7 +219,7 @@ def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path,
         return [next(values, math.nan)] * len(completions)
 
     monkeypatch.setitem(REWARDS, "own", own)
-    with pytest.raises(ValueError, match=r"a finite number, or None if the reward cannot score the completion$"):
+    with pytest.raises(ValueError, match=r"a finite number, or None if it cannot score the completion$"):
         run("--stages=[grpo]", "--rewards={own: 1}")
     assert not (tmp_path / "run" / "states").exists()
 
@@ -233,14 +233,14 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
 
 
 def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
-    message = r"^reward own returned .* for the completion 'what\?'; it must be a finite number, or None"
+    message = r"^reward own returned .* for the completion 'what\?', but it must return a finite number, or None"
     for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)):
         with pytest.raises(ValueError, match=message):
             file.checked_values("own", [0.0, value], ["a", "what?"], ["", ""])
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    (None, "returned None; it must be a list of 2 numbers"), ([1.0], r"returned \[1.0\]; it must be a list of 2"),
+    (None, "returned None, but it must return a list of 2 numbers"), ([1.0], r"returned \[1.0\], but it must return a list of 2"),
     (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
 ])  # fmt: skip
 def test_another_number_of_values_is_refused(values, says):

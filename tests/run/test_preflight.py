@@ -86,7 +86,7 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
     rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
     assert stage_lengths(config, {"grpo": rows}) == {"grpo": 2}
-    said = r"2 picked out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
+    said = r"2 selected out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
     assert re.search(said, capsys.readouterr().out)
     config.data.max_prompt_tokens = 3
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
     write_lines(tmp_path / "rows.jsonl", lines)
     options = [*own, f"--model.path={checkpoint}", f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
-    said = r"rows.jsonl:2: its prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
+    said = r"rows.jsonl:2: the prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
     with pytest.raises(
         ValueError,
         match=rf"{said}_embeddings\); shorten the prompt or remove the row; data\.max_prompt_tokens=90 skips",

@@ -145,7 +145,7 @@ def test_the_published_templates_and_ours_lay_out_what_transformers_does(publish
 
 def test_a_late_system_message_which_the_published_template_drops_is_refused(template):
     for known in (template, ChatTemplate(DEFAULT_QWEN3, "ours")):
-        with pytest.raises(ValueError, match="ignores a system message after the first turn; move it to the start"):
+        with pytest.raises(ValueError, match="ignores a system message after the first turn; move the message to the start"):
             known.render([user("a"), system("b"), user("c")])
         with pytest.raises(ValueError, match="ignores a system message"):
             known.render_completion([user("a")], [assistant("b"), system("c"), assistant("d")])
