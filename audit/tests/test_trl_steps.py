@@ -33,7 +33,7 @@ from minivlmrl_audit.perturbations import Change
 from minivlmrl_audit.step_checks import shown
 
 BUGS = {name: bug.trl for name, bug in bugs.BUGS.items() if bug.trl}
-QUICK = ("kl_reversed", "dropped_gradients", "answers_in_the_loss")
+QUICK = ("kl_reversed", "dropped_gradients", "tool_responses_in_the_loss")
 SLOW = pytest.mark.slow
 SAME = {"learning_rate": 3e-4, "lr_scheduler_type": "constant"}  # the other defaults of both sides are equal, or below
 OURS = {**SAME, "adam_beta2": 0.999}
