@@ -1,10 +1,12 @@
-"""Record a run of recipes/localisation.yaml, held_out.json, and draw the moving picture of it, held_out.svg.
+"""Record a run of recipes/localisation.yaml in held_out.json, and animate it in held_out.svg.
 
-python -m docs.scripts.held_out --seed=1 --num_threads=1   # train again, minutes; options are those of training
-python -m docs.scripts.make_pages                          # draw the recorded run again
+    python -m docs.scripts.held_out --seed=1 --num_threads=1   # train again, with any options
+    python -m docs.scripts.make_pages                          # draw the recorded run again
 
-Before every fourth step of GRPO the policy boxes the object in held-out pictures: SHOWN of them DRAWN times each, and
-HELD_OUT once. A picture's answers are always drawn by the same numbers, so what moves is the policy.
+Before every fourth step of GRPO, the policy predicts the object's box in held-out images. It gives
+DRAWN sampled answers for each of the SHOWN images, and one answer for each of HELD_OUT images. Each
+image is always sampled with the same random numbers, so that boxes move only because the policy
+changes.
 """
 
 import base64
@@ -36,7 +38,7 @@ FILE = Path(__file__).with_suffix(".json")
 # IoUs, and the RGB colours in which their boxes are drawn
 SHARES, COLOURS = (0, 0.4, 0.7, 1), ((240, 101, 0), (224, 49, 118), (121, 64, 222), (16, 88, 200))
 REST, END, MOMENT = 3, 14, 0.25  # extra moments at the first and last one; seconds per moment
-TILE, GAP, LEFT, TOP = 124, 14, 24, 92  # of the pictures
+TILE, GAP, LEFT, TOP = 124, 14, 24, 92  # side, distance, left and top of the images in pixels
 CHART, FLOOR, WIDE, HIGH = 628, 390, 204, 278
 MONO = FONT.replace("Helvetica, Arial, sans-serif", "ui-monospace, Menlo, Consolas, monospace")
 

@@ -1,7 +1,8 @@
-"""docs/walkthrough.md and its drawings: what happens to one prompt of the default recipe in its first GRPO step.
+"""Generate docs/walkthrough.md and its images, which follow one prompt through a GRPO step.
 
-The model has had 12 steps of SFT, and weights and activations are float64: so no number that is printed depends on the
-machine. `python -m docs.scripts.make_pages` writes the page, and a test compares it with what the code prints.
+The page shows the first GRPO step of the default recipe, with 12 steps of SFT before GRPO. Weights
+and activations are float64, so that no printed number depends on the machine. `python -m
+docs.scripts.make_pages` writes the page, and a test compares the page with the output of this code.
 """
 
 import contextlib
@@ -404,7 +405,7 @@ def token(picture: Picture, x: float, y: float, word: str, colour: str) -> float
 
 
 def update() -> str:
-    """Draw the gradient norm of each module, and the change of each completion's log-probability."""
+    """Draw the gradient norm of each module, and the change of completions' log-probabilities."""
     norms, change = data("Gradient")["norms"], data("Update")["change"]
     worth = [one["advantage"] for one in data("Rewards")["completions"]]
     picture = Picture(760, 84 + 26 * max(len(norms), len(change)), "Gradients and what the update moves")
