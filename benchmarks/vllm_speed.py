@@ -1,6 +1,6 @@
 """Time 5 rollouts (8 prompts x 8 completions of 64 tokens) in minivlmrl and in vLLM.
 
-    python benchmarks/vllm_speed.py
+python benchmarks/vllm_speed.py
 """
 
 import timeit

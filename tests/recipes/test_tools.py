@@ -17,7 +17,7 @@ def test_it_computes(expression, value):
     "expression", ["2**9999999", "9//2", "abs(3)", "__import__('os')", "1" * 201, "", "0x10", "1e9"]
 )
 def test_it_is_no_python(expression):
-    with pytest.raises(ValueError, match="numbers with"):
+    with pytest.raises(ValueError, match="use only numbers"):
         calculator(expression)
 
 
