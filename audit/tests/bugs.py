@@ -268,8 +268,8 @@ def clip_own(model):
 def clip_tower_apart(clip, model):
     """Clip the vision tower and the other parameters separately, each by its own norm."""
     norm = norm_without_clipping(clip, model)
-    for of_tower in (True, False):
-        part = [p for name, p in model.named_parameters() if ("visual" in name) == of_tower]
+    for in_tower in (True, False):
+        part = [p for name, p in model.named_parameters() if ("visual" in name) == in_tower]
         clip_grad_norm_(part, CLIPS["max_grad_norm"])
     return norm
 

@@ -123,14 +123,14 @@ def forced(trainer):
     trainer._generate = masked
 
 
-@pytest.mark.parametrize(("kind", "theirs", "ours"), [
+@pytest.mark.parametrize(("kind", "trl_options", "our_options"), [
     ("grpo", {"beta": 0.1, "late": forced}, {"beta": 0.1, "num_generations": 4, "prompts_per_step": 2}),
     pytest.param("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {}, marks=SLOW),
     pytest.param("dpo", {"beta": 0.3}, {"beta": 0.3}, marks=SLOW),
     pytest.param("grpo", {"loss_type": "grpo", "scale_rewards": "none"},
      {"loss_type": "grpo", "scale_rewards": "none", "num_generations": 4, "prompts_per_step": 2}, marks=SLOW),
 ])  # fmt: skip
-def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypatch):
+def test_a_whole_step_equals_trls(kind, trl_options, our_options, folder, tmp_path, monkeypatch):
     """With the same weights, completions and rewards, parameters after a step agree within 1e-6.
 
     The step changes parameters by 3e-4. The difference is not smaller, because transformers
@@ -142,15 +142,15 @@ def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypa
     for name in ("Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"):
         if hasattr(norms, name):
             monkeypatch.setattr(getattr(norms, name), "forward", trl_fixtures.plain_norm)
-    d = dumped(folder, tmp_path, kind, dtype=torch.float64, max_grad_norm=0.5, **SAME, **theirs)
-    if "late" in theirs:
+    d = dumped(folder, tmp_path, kind, dtype=torch.float64, max_grad_norm=0.5, **SAME, **trl_options)
+    if "late" in trl_options:
         assert 0 < d["completion_mask"].sum() < (d["attention_mask"].bool() & d.completion).sum()
-    mine = step_of(kind, d, folder, **ours)
+    parameters = step_of(kind, d, folder, **our_options)
     after = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("after").items()}
     before = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("before").items()}
-    assert after.keys() == mine.keys()
+    assert after.keys() == parameters.keys()
     moved = max((after[name] - before[name]).abs().max().item() for name in after)
-    apart = {name: (after[name] - mine[name].detach()).abs().max().item() for name in after}
+    apart = {name: (after[name] - parameters[name].detach()).abs().max().item() for name in after}
     assert moved > 2.9e-4 and max(apart.values()) < 1e-6, max(apart.items(), key=lambda item: item[1])
 
 
@@ -164,23 +164,23 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "max_grad_norm": 0.5}
     trainer = trl_fixtures.kto(folder, tmp_path / "trainer", 12, torch.float64, **options, **SAME, logging_steps=1)
     trainer.ref_model.double()
-    seen, compute = [], trainer._compute_loss
+    batches, compute = [], trainer._compute_loss
     monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs, *rest: (
-        seen.append(inputs), compute(model, inputs, *rest))[1])  # fmt: skip
+        batches.append(inputs), compute(model, inputs, *rest))[1])  # fmt: skip
     trainer.train()
     run = load_config("shapes_kto.yaml", ["--kto={prompts_per_step: 4}", "--optimizer.max_grad_norm=0.5"])
     for name, value in OURS.items():
         setattr(run.kto, name, value)
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    ours = find_trainer("kto", run)(run, model, processor, World())
-    optimizer, lines = build_optimizer(ours.trained, run.kto, run.optimizer), []
-    for number, inputs in enumerate(seen):
-        monkeypatch.setattr(ours, "encode", lambda rows, inputs=inputs: encoded(inputs))
-        step = next(ours.steps(iter([[Row([], [], {"label": good}) for good in inputs["label"]]])))
-        lines.append(optimizer_step(ours, step, optimizer, number))
-    theirs = [line for line in trainer.state.log_history if "kl" in line]
+    our_trainer = find_trainer("kto", run)(run, model, processor, World())
+    optimizer, lines = build_optimizer(our_trainer.trained, run.kto, run.optimizer), []
+    for number, inputs in enumerate(batches):
+        monkeypatch.setattr(our_trainer, "encode", lambda rows, inputs=inputs: encoded(inputs))
+        step = next(our_trainer.steps(iter([[Row([], [], {"label": good}) for good in inputs["label"]]])))
+        lines.append(optimizer_step(our_trainer, step, optimizer, number))
+    trl_lines = [line for line in trainer.state.log_history if "kl" in line]
     assert lines[-1]["kl"] > 0.1
-    for ours, line in zip(lines, theirs, strict=True):
+    for ours, line in zip(lines, trl_lines, strict=True):
         assert ours["loss"] == pytest.approx(line["loss"], rel=1e-6)  # TRL logs the loss in float32
         for name in ("kl", "rewards/chosen", "rewards/rejected"):
             assert ours[name] == pytest.approx(line[name], rel=1e-9)
@@ -204,8 +204,8 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
 
 
 def is_named(bug, finding):
-    said = [f"{cause.name} {cause.says}" for cause in finding.explained[:4]]
-    return any(all(part in one for part in bug.cause.split(", ")) for one in said)
+    texts = [f"{cause.name} {cause.says}" for cause in finding.explained[:4]]
+    return any(all(part in text for part in bug.cause.split(", ")) for text in texts)
 
 
 @pytest.mark.parametrize("names", [

@@ -330,9 +330,9 @@ def test_rounded_metrics_of_equal_weights(copy, verify, instant):
 
     The same run on fewer ranks gives such metrics.
     """
-    kept = (copy / "checkpoint" / "model.safetensors").read_bytes()
+    weights = (copy / "checkpoint" / "model.safetensors").read_bytes()
     rounded(copy)
-    (copy / "checkpoint" / "model.safetensors").write_bytes(kept)
+    (copy / "checkpoint" / "model.safetensors").write_bytes(weights)
     assert verify(copy)[0] == 3
     edit(copy / "metrics.jsonl", 5, lambda line: line.update(reward=0.99))
     assert verify(copy)[0] == 1

@@ -125,8 +125,8 @@ class Look:
         """
         width = 28 * (1 + n % 2)
         box = (0, n, 56, 56 + n) if self.large else (14, n + 6, 14 + width, n + 34)
-        said = {"type": "text", "text": "seen " * (n % 3)}
-        return [{"type": "image", "image": self.image.crop(box)}, said]
+        text = {"type": "text", "text": "seen " * (n % 3)}
+        return [{"type": "image", "image": self.image.crop(box)}, text]
 
     def tell(self, n: int) -> str:
         """Tell.
@@ -230,21 +230,20 @@ def turns(folder, output, rows=4, dtype=torch.float32, seed=0, calls=0.6, tools=
     rng, encode = random.Random(seed), trainer._tokenizer.encode
 
     def generate(input_ids, generation_config, **_):
-        drawn = []
+        completions = []
         for _ in input_ids:
             ids, asks = [rng.randrange(256) for _ in range(rng.randrange(1, 9))], rng.random() < calls
             if asks:
                 arguments = f'{{"name": "{rng.choice(tools)}", "arguments": {{"n": {rng.randrange(9)}}}}}'
                 ids += encode(f"<tool_call>\n{arguments}\n</tool_call>")
             ids = ids + [END] * (asks or rng.random() < ends)
-            drawn.append(torch.tensor(ids[: generation_config.max_new_tokens]))
+            completions.append(torch.tensor(ids[: generation_config.max_new_tokens]))
         # a completion that did not end is continued to the longest of the batch
-        width = max(map(len, drawn))
-        for i, ids in enumerate(drawn):
+        width = max(map(len, completions))
+        for i, ids in enumerate(completions):
             more = torch.tensor([rng.randrange(256) for _ in range(width - len(ids))]).long()
-            drawn[i] = torch.cat([ids, more if ids[-1] != END else more * 0 + trainer._tokenizer.pad_token_id])
-        drawn = torch.stack(drawn)
-        return torch.cat([input_ids, drawn], 1)
+            completions[i] = torch.cat([ids, more if ids[-1] != END else more * 0 + trainer._tokenizer.pad_token_id])
+        return torch.cat([input_ids, torch.stack(completions)], 1)
 
     tokenize = trainer._tokenize_prompts
 
