@@ -155,7 +155,8 @@ def dpo_steps(trainer, folder, steps: int = 1):
     result.about["loss"]["loss_type"] = list(trainer.loss_types)
     result.about["loss"]["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
     # an enum member is replaced by its value
-    result.about["loss"] = {name: getattr(x, "value", x) for name, x in result.about["loss"].items()}
+    options = result.about["loss"]
+    result.about["loss"] = {name: getattr(x, "value", x) for name, x in options.items()}
 
     def joined_later(inputs: dict) -> dict:
         prompts = inputs.get("prompt_attention_mask")

@@ -142,7 +142,8 @@ def test_a_whole_step_equals_trls(kind, trl_options, our_options, folder, tmp_pa
     for name in ("Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"):
         if hasattr(norms, name):
             monkeypatch.setattr(getattr(norms, name), "forward", trl_fixtures.plain_norm)
-    d = dumped(folder, tmp_path, kind, dtype=torch.float64, max_grad_norm=0.5, **SAME, **trl_options)
+    options = {"dtype": torch.float64, "max_grad_norm": 0.5} | SAME | trl_options
+    d = dumped(folder, tmp_path, kind, **options)
     if "late" in trl_options:
         assert 0 < d["completion_mask"].sum() < (d["attention_mask"].bool() & d.completion).sum()
     parameters = step_of(kind, d, folder, **our_options)
@@ -176,7 +177,8 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     optimizer, lines = build_optimizer(our_trainer.trained, run.kto, run.optimizer), []
     for number, inputs in enumerate(batches):
         monkeypatch.setattr(our_trainer, "encode", lambda rows, inputs=inputs: encoded(inputs))
-        step = next(our_trainer.steps(iter([[Row([], [], {"label": good}) for good in inputs["label"]]])))
+        labelled_rows = [Row([], [], {"label": good}) for good in inputs["label"]]
+        step = next(our_trainer.steps(iter([labelled_rows])))
         lines.append(optimizer_step(our_trainer, step, optimizer, number))
     trl_lines = [line for line in trainer.state.log_history if "kl" in line]
     assert lines[-1]["kl"] > 0.1

@@ -242,7 +242,8 @@ def turns(folder, output, rows=4, dtype=torch.float32, seed=0, calls=0.6, tools=
         width = max(map(len, completions))
         for i, ids in enumerate(completions):
             more = torch.tensor([rng.randrange(256) for _ in range(width - len(ids))]).long()
-            completions[i] = torch.cat([ids, more if ids[-1] != END else more * 0 + trainer._tokenizer.pad_token_id])
+            padding = torch.full_like(more, trainer._tokenizer.pad_token_id)
+            completions[i] = torch.cat([ids, padding if ids[-1] == END else more])
         return torch.cat([input_ids, torch.stack(completions)], 1)
 
     tokenize = trainer._tokenize_prompts
