@@ -1,6 +1,9 @@
 """Count false alarms: audit bug-free steps of TRL with random settings.
 
-python audit/false_positives.py FOLDER [STEPS [SEED]]  # 200 steps; their settings are in FOLDER/healthy.jsonl
+    python audit/false_positives.py FOLDER [STEPS [SEED]]
+
+STEPS is 200 by default. FOLDER/healthy.jsonl logs the settings and the alarms of every training
+run.
 """
 
 import contextlib
@@ -86,7 +89,7 @@ FIELDS["turns"] = FIELDS["grpo"] | {
 
 
 def draw(rng: random.Random) -> tuple[str, dict]:
-    """Sample a kind of trainer and its options."""
+    """Sample a trainer ("grpo", "turns", "dpo" or "sft") and options for it."""
     kind = rng.choice(["grpo", "grpo", "turns", "dpo", "sft"])
     options = {name: rng.choice(values) for name, values in FIELDS[kind].items()}
     if kind in ("grpo", "turns") and not options["beta"]:
@@ -95,7 +98,7 @@ def draw(rng: random.Random) -> tuple[str, dict]:
 
 
 def findings_of(folder: Path, model: Path, kind: str, options: dict):
-    """Train with TRL, and yield the audit's findings for each step."""
+    """Train with TRL, and yield the list of the audit's findings for each training step."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = getattr(trl_fixtures, kind)(model, folder / "trainer", max_steps=STEPS, **options)
@@ -106,13 +109,16 @@ def findings_of(folder: Path, model: Path, kind: str, options: dict):
 
 
 def main(work: Path, steps: int = 200, seed: int = 0) -> int:
-    """Audit at least `steps` training steps, and return the number of false alarms and audit errors."""
+    """Audit at least `steps` training steps.
+
+    Returns how many steps gave a false alarm or an error of the audit.
+    """
     work.mkdir(parents=True, exist_ok=True)
     model = trl_fixtures.write_model(work)
     rng = random.Random(seed)
     audited = 0
-    faults = 0
-    refused = 0
+    alarms = 0
+    rejected = 0
     started = time.process_time()
     with (work / "healthy.jsonl").open("w") as log:
         while audited < steps:
@@ -122,19 +128,19 @@ def main(work: Path, steps: int = 200, seed: int = 0) -> int:
                 for findings in findings_of(work / "steps", model, kind, options):
                     audited += 1
                     wrong = [finding.stage for finding in findings if not finding.ok]
-                    faults += bool(wrong)
+                    alarms += bool(wrong)
                     line.setdefault("wrong", []).append(wrong)
-            except Exception as error:  # either TRL refuses the settings, or the audit fails
+            except Exception as error:  # raised by TRL, which rejects the settings, or by the audit
                 line["error"] = f"{type(error).__name__}: {error}"
                 is_audit = any("minivlmrl_audit" in text for text in frames(error))
-                faults += is_audit
-                refused += not is_audit
+                alarms += is_audit
+                rejected += not is_audit
             print(json.dumps(line), file=log, flush=True)
             if line.get("error") or any(line["wrong"]):
                 print(line, flush=True)
-    print(f"{audited} steps, {faults} alarms or errors, {refused} settings that TRL refuses, "
+    print(f"{audited} steps, {alarms} alarms or errors, {rejected} settings rejected by TRL, "
           f"{time.process_time() - started:.0f} CPU seconds")  # fmt: skip
-    return faults
+    return alarms
 
 
 def frames(error: Exception) -> list[str]:

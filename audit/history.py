@@ -1,8 +1,13 @@
-"""Which bugs that shipped the audit finds: steps of TRL's releases, before and after each fix.
+"""Test the audit on bugs that TRL shipped.
 
-    python audit/history.py FOLDER  # environments and steps go there; the table into history.json, which has the cases
+Each bug is audited in a training step of the release before its fix and of the first good release.
 
-A release is a folder in front of what is installed here, the older ones with an older transformers; torch is shared.
+    python audit/history.py FOLDER
+
+FOLDER receives one environment per release, and the dumped steps. history.json lists the bugs under
+"cases", and this script writes the verdicts into it under "rows". An environment is a folder with
+one release of TRL, which PYTHONPATH places before the installed packages. Older releases also need
+an older transformers; torch is always the installed one.
 """
 
 import datetime
@@ -26,12 +31,16 @@ LAST = "1.16.0"
 
 
 def numbers(release: str) -> list[int]:
-    """Split 0.16.1 into its numbers."""
+    """Split a release number such as "0.16.1" into [0, 16, 1], so that releases can be sorted."""
     return [int(part) for part in release.split(".") if part]
 
 
 def environment(work: Path, release: str) -> tuple[dict, str]:
-    """Install a release where it is not yet; returns variables of its processes, and its transformers."""
+    """Install a TRL release into a folder of `work`, unless the folder exists.
+
+    Returns the environment variables for a process that uses the release, and its version of
+    transformers.
+    """
     starts = [start for start in ABOUT["transformers"] if numbers(start) <= numbers(release)]
     version = ABOUT["transformers"][starts[-1]]
     folders = {work / f"trl-{release}": ["--no-deps", f"trl=={release}"]}
@@ -46,7 +55,12 @@ def environment(work: Path, release: str) -> tuple[dict, str]:
 
 
 def verdict(folder: Path, cause: str) -> str:
-    """Audit the last step of a case: silent, named, or located and in which stages."""
+    """Audit the last dumped step in `folder`, and return a verdict.
+
+    The verdict is "silent" if no number differs, and "named" if only one stage differs and one of
+    its first four explanations contains `cause`. Otherwise it is "located: " with the stages that
+    differ, or "cannot run: " with the error that prevented training.
+    """
     error = folder / "error.txt"
     if error.exists():
         return f"cannot run: {error.read_text().splitlines()[0]}"
@@ -62,7 +76,10 @@ def verdict(folder: Path, cause: str) -> str:
 
 
 def main(work: Path):
-    """Make the table."""
+    """Audit every case with its release before the fix, its first good release and TRL 1.16.0.
+
+    The verdicts are written to history.json.
+    """
     model = trl_fixtures.write_model(work)
     rows = []
     releases = {case[which] for case in CASES.values() for which in ("before", "good")} - {None}
@@ -75,7 +92,7 @@ def main(work: Path):
         subprocess.run(command, env=variables, capture_output=True)
         for name, case in cases.items():
             cause = case.get("cause", "")
-            if name == "none":  # a bug that no setting avoids is in the step without one too
+            if name == "none":  # a bug in the default settings also affects this case
                 shipped = [other["cause"] for other in cases.values() if other["before"] == release]
                 cause = shipped[0] if shipped else ""
             row = {"trl": release, "transformers": version, "bug": name}
@@ -88,7 +105,9 @@ def main(work: Path):
 
 if __name__ == "__main__":
     model, *rest = map(Path, sys.argv[1:])
-    if rest:  # in a process of a release: the steps of some cases
+    # called by main() with the environment of one release: train and dump the steps of the named
+    # cases
+    if rest:
         folder, *names = rest
         if trl_fixtures.trl.__version__ != LAST:
             trl_fixtures.STEPS_OF = older_trl.STEPS_OF

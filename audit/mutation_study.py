@@ -1,10 +1,11 @@
 """Measure the cost of real bugs: train the default recipe with each bug, and compare held-out accuracy.
 
-    python audit/mutation_study.py --seeds 0 1 2 --json mutation_study.json   # all costs; adds missing runs
-    python audit/mutation_study.py --bug no_picture_in_reference      # one run with a bug, with any options of train.py
+    python audit/mutation_study.py --seeds 0 1 2 --json mutation_study.json  # all bugs
+    python audit/mutation_study.py --bug no_picture_in_reference  # one run, with options of train
 
-tests/bugs.py has the bugs: each replaces parts of the package while it runs, and nothing of this is in the package
-itself. tests/test_mutation_study.py shows that each changes what training computes.
+tests/bugs.py defines the bugs. Each bug replaces functions of minivlmrl at run time, so the package
+itself contains no code for this study. tests/test_mutation_study.py checks that each bug changes
+the metrics of a training run.
 """
 
 import argparse
@@ -20,13 +21,18 @@ from minivlmrl_audit.minivlmrl_api import train_recipe
 sys.path.insert(0, str(Path(__file__).parent / "tests"))
 import bugs
 
-OPEN = "--rollout.max_logp_mismatch=.inf"  # or the trainer stops where its sampler differs: it finds some by itself
+# Disable the trainer's own check that sampler and trainer compute equal log-probabilities, because
+# this check would stop a run with some of the bugs.
+OPEN = "--rollout.max_logp_mismatch=.inf"
 BUGS = {name: bug for name, bug in bugs.BUGS.items() if bug.ours}
 HEALTHY = {"healthy": [], "healthy, num_iterations 2": bugs.TWICE}
 
 
 def measure(name: str, seed: int) -> dict:
-    """Run the default recipe in a process of its own."""
+    """Train the default recipe in a new process, and return its held-out accuracies.
+
+    If the process fails, the result has the last line of its error output under "ended" instead.
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = HEALTHY.get(name, ["--bug", name])
         command = [sys.executable, __file__, f"--seed={seed}", f"--output_dir={folder}", "--num_threads=1", *options]
@@ -41,7 +47,10 @@ def measure(name: str, seed: int) -> dict:
 
 
 def costs(rows: list[dict]) -> dict[str, float]:
-    """Average over seeds what a bug takes from the held-out accuracy of the healthy run with its options."""
+    """Compute by how much each bug lowers the held-out accuracy, averaged over seeds.
+
+    Each run with a bug is compared with the run without a bug that has the same options and seed.
+    """
     accuracies = {(row["name"], row["seed"]): row.get("sampled", math.nan) for row in rows}
     result = {}
     for name, bug in BUGS.items():
@@ -55,11 +64,12 @@ def costs(rows: list[dict]) -> dict[str, float]:
 
 
 def main(arguments: list[str]):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)  # --seed is no --seeds
+    # allow_abbrev=False, or argparse would take --seed as an abbreviation of --seeds
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--bug", choices=[*BUGS], help="run the default recipe with this bug")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", help="names of rows")
-    parser.add_argument("--json", type=Path, help="numbers as they come; what it has is not run again")
+    parser.add_argument("--only", nargs="+", help="names of the bugs to train with")
+    parser.add_argument("--json", type=Path, help="file of results; runs in it are skipped")
     options, overrides = parser.parse_known_args(arguments)
     if options.bug or overrides:
         if options.bug:

@@ -1,6 +1,7 @@
 """Dump optimizer steps of TRL 0.15 to 1.15, for audit/history.py; trl_steps.py supports TRL 1.16.
 
-Older releases lack some options. Where the forward returns no log-probabilities, they are computed from logits.
+Older releases lack some options, which get defaults here. If a model's forward returns no
+log-probabilities, they are computed from its logits.
 """
 
 from unittest.mock import patch
@@ -10,7 +11,8 @@ from torch.nn.functional import pad
 
 from minivlmrl_audit import trl_steps
 
-# values that describe releases without these options; before 0.16, GRPO's loss_type was "grpo", a mean over rows
+# Values of options of TRL 1.16 that describe how releases without these options compute. Exception:
+# before 0.16, GRPO always averaged over completions, which is loss_type "grpo"; prepare() sets it.
 OPTIONS = {
     "sft": {"loss_type": "nll", "label_smoothing_factor": 0, "assistant_only_loss": False},
     "dpo": {},
@@ -24,7 +26,7 @@ OPTIONS = {
     },
 }
 ATTRIBUTES = {"completion_only_loss": False, "tools": None, "_image_pad_token_id": None}
-SCALES = {True: "group", False: "none"}  # up to 0.21
+SCALES = {True: "group", False: "none"}  # up to 0.21, scale_rewards was a bool
 # trainer methods that return log-probabilities, the newest first
 SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
 
@@ -57,7 +59,8 @@ class OlderSteps(trl_steps.Steps):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        if not hasattr(self.trainer, "_clip_grad_norm"):  # before transformers 5
+        # before transformers 5, the trainer calls accelerate instead
+        if not hasattr(self.trainer, "_clip_grad_norm"):
             accelerator = self.trainer.accelerator
             clip = self.looked(accelerator.clip_grad_norm_, self.keep_norm)
             self.enter_context(patch.object(accelerator, "clip_grad_norm_", clip))
@@ -68,7 +71,7 @@ class OlderSteps(trl_steps.Steps):
             super().wrap(name, look)
 
     def forward(self, model, arguments, options, output):
-        """Compute log-probabilities from the logits if the forward returns only logits."""
+        """Record a forward's outputs, with log-probabilities computed from logits if missing."""
         if not self.parts or getattr(output, "log_probs", None) is not None:
             super().forward(model, arguments, options, output)
         elif self.about["kind"] != "grpo":
@@ -76,7 +79,7 @@ class OlderSteps(trl_steps.Steps):
             self.from_logits(self.parts[-1], ids, options["attention_mask"], output.logits)
 
     def from_logits(self, part: dict, ids, attention_mask, logits):
-        """Record log-probabilities computed from logits (n, S, V), and in backward their gradient."""
+        """Record log-probabilities from logits (n, S, V), and in backward their gradient."""
         labels = ids[:, 1:, None]
         logps = logits.detach()[:, :-1].log_softmax(-1)
         label_logps = pad(logps.gather(2, labels)[..., 0], (1, 0))
@@ -142,7 +145,8 @@ def sft_steps(trainer, folder, steps: int = 1):
 def dpo_steps(trainer, folder, steps: int = 1):
     """Return a context manager that dumps the first steps of a DPOTrainer.
 
-    Up to TRL 0.28, prompts and answers are concatenated only in the forward.
+    Up to TRL 0.28, a batch holds prompts and answers separately, and the trainer concatenates them
+    in the forward.
     """
     prepare(trainer, "dpo")
     with patch.object(trl_steps, "Steps", OlderSteps):
@@ -150,7 +154,9 @@ def dpo_steps(trainer, folder, steps: int = 1):
     rows = result.rows
     result.about["loss"]["loss_type"] = list(trainer.loss_types)
     result.about["loss"]["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
-    result.about["loss"] = {name: getattr(x, "value", x) for name, x in result.about["loss"].items()}  # enum members
+    # an enum member is replaced by its value
+    options = result.about["loss"]
+    result.about["loss"] = {name: getattr(x, "value", x) for name, x in options.items()}
 
     def joined_later(inputs: dict) -> dict:
         prompts = inputs.get("prompt_attention_mask")

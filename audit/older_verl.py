@@ -1,9 +1,10 @@
 """Reproduce two bugs in verl's advantages with tool calls: compare releases before and after each fix with minivlmrl.
 
-    python audit/older_verl.py FOLDER  # downloads wheels into FOLDER, and extracts one function of each
+    python audit/older_verl.py FOLDER  # downloads verl's wheels into FOLDER
 
-A row contains turns of the policy and, between them, tool responses with mask 0. The functions of minivlmrl do not
-support tool responses, so they receive only the tokens of the policy.
+A row contains tokens that the policy generated (mask 1) and, between its turns, tool responses
+(mask 0). minivlmrl's GAE does not support tool responses, so it receives only the tokens with mask
+1.
 """
 
 import ast
@@ -17,7 +18,9 @@ import torch
 
 from minivlmrl_audit.minivlmrl_api import gae
 
-CASES = [  # name, fix, the release before, the first good one, function, gamma, lambda, whether there are values
+# bug, pull request of the fix, last release with the bug, first release without it, function,
+# gamma, lambda, 1.0 if the function uses values or 0.0 if not
+CASES = [
     ("GAE over answers", 2337, "0.4.1", "0.5.0", "compute_gae_advantage_return", 0.9, 0.8, 1.0),
     (
         "returns end at an answer",
@@ -34,7 +37,7 @@ FILE = "verl/trainer/ppo/core_algos.py"
 
 
 def function_of(folder: Path, release: str, name: str):
-    """Extract a function from a release's wheel, with its final whitening replaced by the identity."""
+    """Load one function from a release's wheel, with whitening replaced by the identity."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"verl=={release}"]
     subprocess.run(command, check=True)
     [wheel] = folder.glob(f"verl-{release}-*.whl")
@@ -49,7 +52,10 @@ def function_of(folder: Path, release: str, name: str):
 
 
 def rows(seed: int = 0, count: int = 6, width: int = 12):
-    """Sample rewards, values and a mask, (count, width) each; a row has one reward, at its last token of mask 1."""
+    """Generate random rewards, values and a mask, (count, width) each.
+
+    A row has one nonzero reward, at its last token with mask 1.
+    """
     g = torch.Generator().manual_seed(seed)
     mask = (torch.rand(count, width, generator=g) < 0.6).double()
     mask[:, 0] = 1
@@ -59,7 +65,7 @@ def rows(seed: int = 0, count: int = 6, width: int = 12):
 
 
 def ours(rewards, values, mask, gamma: float, lam: float):
-    """Compute returns (count, width) with minivlmrl's GAE, which receives only the policy's tokens."""
+    """Compute returns (count, width) with minivlmrl's GAE; tokens with mask 0 have return 0."""
     returns = torch.zeros_like(rewards)
     for row, of_policy in enumerate(mask.bool()):
         pair = [x[row, of_policy][None] for x in (rewards, values)]

@@ -2,8 +2,8 @@
 
 python benchmarks/agent_windows.py    # takes a minute
 
-The model of recipes/zoom_model.json has random weights. A screen has 16 tokens and a turn 8; every turn counts as a
-call.
+The model of recipes/zoom_model.json has random weights. A screen has 16 tokens, and a turn of the
+agent has 8 tokens. Every turn counts as a tool call.
 """
 
 import time

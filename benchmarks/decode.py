@@ -1,4 +1,4 @@
-"""Measure decoding speed in tokens per second for 1, 8 and 64 rows, here and in transformers' `generate`.
+"""Measure tokens per second when decoding 1, 8 and 64 rows, also with transformers' `generate`.
 
 python benchmarks/decode.py --json FILE      # Qwen2.5-VL-3B on a GPU; on a CPU the default recipe's model
 python benchmarks/decode.py --toy            # test of the script: toy size in float32, also on a CPU

@@ -3,16 +3,18 @@
     python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # one process
     torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
 
-The script trains like train.py, then prints each result of the last stage and its expected band. If a recorded run has
-the same seed, number of threads, CPU and torch version, every number must be equal to the last bit. On other machines
-sums are rounded differently, and over many steps this leads to different runs; then no number may be below its band.
+The script trains like train.py, then prints each result of the last stage and its expected band. If
+a recorded run has the same seed, number of threads, CPU and torch version, every number must be
+equal to the last bit. On other machines, sums are rounded differently, and over many steps these
+differences grow into different results. There, no number may be below its band.
 
-A band extends from the lowest to the highest recorded run of the recipe, plus two standard errors of a share of the
-held-out rows on both sides (after Agresti and Coull, with two correct and two wrong rows added, so that the error is
-not 0 if all runs are at 1.000). The lowest of each ten runs is left out, because about one run in ten fails, and a band
-that includes it would hide real regressions. Therefore one correct run in ten may be below the band. The message says
-how many recorded runs were below it, and you can try a different seed. A number above its band is reported, but it does
-not count as a failure.
+A band extends from the lowest to the highest recorded run of the recipe, plus two standard errors
+of a share of the held-out rows on both sides (after Agresti and Coull, with two correct and two
+wrong rows added, so that the error is not 0 if all runs are at 1.000). The lowest of each ten runs
+is left out, because about one run in ten fails, and a band that includes a failed run would hide
+real regressions. Therefore one correct run in ten may be below the band. The message says how many
+recorded runs were below it, and you can try a different seed. A number above its band is reported,
+but it does not count as a failure.
 
 The bands of `shapes` are based on fourteen runs with ten seeds, the bands of `zoom` on twenty runs with ten seeds,
 those of other recipes on ten runs, and those of additional options (controls, harder variants) on three runs or one.

@@ -67,7 +67,7 @@ class Run:
             show(row)
 
     def measure(self, call: Call, expected: list[Tensor], tolerance: float) -> dict:
-        """Compare the results of a call with the expected ones, then measure its time and peak memory."""
+        """Compare a call with the expected results, then measure its time and peak memory."""
         if time.monotonic() > self.deadline:
             return {"skipped": "no time left"}
         try:
@@ -162,7 +162,7 @@ def expected_states(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Ten
 # ------------------------------------------------------------------------------------------------ windows
 
 
-HEADS, HEAD_DIM = 16, 80  # of Qwen2.5-VL's vision tower
+HEADS, HEAD_DIM = 16, 80  # Qwen2.5-VL's vision tower
 
 
 def windows_table(run: Run):

@@ -1,4 +1,4 @@
-"""Time rollout, scoring and a training step of Qwen2.5-VL-3B on one GPU, here and in transformers.
+"""Time a rollout, scoring and a training step of Qwen2.5-VL-3B on a GPU, also in transformers.
 
 python benchmarks/gpu_step.py --json FILE     # a table and its numbers, under eight minutes
 python benchmarks/gpu_step.py --toy           # test of the script: toy size in float32, also on a CPU
@@ -6,9 +6,13 @@ python benchmarks/gpu_step.py --toy           # test of the script: toy size in 
 The weights are random, in bfloat16. There is one prompt with an image of 1,000 tokens and 100 text tokens, and 8
 completions of exactly 256 tokens.
 
-    rollout     sample 8 completions                        peer: transformers' generate, num_return_sequences=8
-    scoring     compute log-probabilities, no gradient      peers: one row for each completion, with its own prompt and
-    step        forward, GRPO loss, backward, AdamW             image, in this project's model and in transformers'
+    rollout     sample 8 completions
+    scoring     compute log-probabilities, no gradient
+    step        forward, GRPO loss, backward, AdamW
+
+The peer of `rollout` is transformers' generate with num_return_sequences=8. The peers of `scoring`
+and `step` compute one row for each completion, with a copy of the prompt and its image, once with
+minivlmrl's model and once with transformers' model.
 
 Both models share their parameters. In a step, PEER_ROWS rows of the peers are processed at a time and gradients are
 summed, because 8 rows may not fit into memory. Before timing, log-probabilities and gradients of the three
@@ -53,7 +57,7 @@ TOLERANCE = 1e-3  # largest difference in float32, in nats and relative to the g
 
 @dataclasses.dataclass
 class Case:
-    """Inputs that all implementations get."""
+    """Inputs of a measurement, which are the same for all implementations."""
 
     config: ModelConfig
     prompt: Prompt
@@ -114,7 +118,7 @@ def shallow(config: ModelConfig) -> ModelConfig:
 
 
 def build(config: ModelConfig, dtype: torch.dtype):
-    """Create our model with random weights, which are sampled on the GPU."""
+    """Create minivlmrl's model with random weights, which are sampled on the GPU."""
     with torch.device("meta"):
         ours = Qwen2_5_VL(config).to(dtype)
     ours.to_empty(device=CARD)
@@ -141,7 +145,7 @@ def twin(ours: Qwen2_5_VL):
 
 
 def their_name(name: str) -> str:
-    """Return transformers' name of one of our parameters."""
+    """Convert the name of a parameter of minivlmrl's model to its name in transformers' model."""
     if name.startswith("visual."):
         return f"model.{name}"
     if name.startswith("model."):
@@ -153,19 +157,22 @@ def their_name(name: str) -> str:
 
 
 def grouped(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
-    """Score all completions with one shared prompt, as in training."""
+    """Compute log-probabilities of all completions with one shared prompt, as in training."""
     batch = pack([case.prompt], [[Completion(case.completions[i].cpu()) for i in rows]], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 
 def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
-    """Score all completions with the same code, but with a separate copy of the prompt for each completion."""
+    """Compute log-probabilities with minivlmrl's model and a copy of the prompt per completion."""
     batch = pack([case.prompt] * len(rows), [[Completion(case.completions[i].cpu())] for i in rows], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 
 def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
-    """Score all completions with transformers, one row each, computing logits only for completions, like TRL."""
+    """Compute log-probabilities with transformers' model, with one row per completion.
+
+    As in TRL, logits are computed only for completion tokens.
+    """
     completions = torch.stack([case.completions[i] for i in rows])  # (rows, C)
     G, C = completions.shape
     prompt = {name: x.repeat(G, 1) for name, x in case.inputs.items()}
@@ -197,11 +204,11 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
 
 
 def compare(label: str, ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, tuple]:
-    """Compare each peer with `grouped`.
+    """Compare log-probabilities and gradients of each peer with `grouped`.
 
     Returns:
-        For each peer the largest difference of a log-probability in nats, and the difference of the gradients relative
-        to their norm.
+        peer -> (largest difference of a log-probability in nats, difference of the gradients
+        relative to their norm).
     """
     parameters = list(ours.parameters())
     logps, gradients = logps_and_gradients(grouped, ours, parameters, case, len(case.completions))
@@ -290,7 +297,8 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
 def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
     """Time implementations in alternating calls.
 
-    Each one first runs twice, for warm-up and for its peak memory. One that runs out of memory is skipped.
+    Each implementation first runs twice, for warm-up and to measure its peak memory. An
+    implementation that runs out of memory is skipped.
     """
     results = {}
     seconds = {}
@@ -311,7 +319,7 @@ def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
 
 
 def line(numbers: dict, base: float | None) -> str:
-    """Format the cells of a table row; base: seconds of our implementation."""
+    """Format the cells of a table row; base: seconds of minivlmrl's implementation."""
     if "skipped" in numbers:
         return f"{numbers['skipped']} | | | |"
     times = f"{numbers['seconds'] / base:.2f}" if base else ""
@@ -358,7 +366,7 @@ def read_options(description: str, number: str, default: float, help: str) -> ar
 
 
 def about() -> dict:
-    """Return date, device and versions of a measurement."""
+    """Return today's date, the device, and the versions of the packages."""
     versions = {}
     for name in ("torch", "triton", "transformers"):
         try:

@@ -1,4 +1,4 @@
-"""Time one GRPO step (rollout, reference, loss, backward, update) here and in TRL's GRPOTrainer.
+"""Time a GRPO step (rollout, reference, loss, backward, update) in minivlmrl and in TRL.
 
 python benchmarks/grpo_step.py                  # a table, about two minutes on two cores; needs `pip install .[test]`
 python benchmarks/grpo_step.py --json FILE      # also write the numbers
@@ -24,7 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before imports that read it; no network is needed
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as minivlmrl sets it for runs
+# before torch is imported; minivlmrl sets the same value
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class EndlessProcessor(Processor):
 
 
 class Ours:
-    """GRPO as train.py runs it; each call of `step` is one optimizer step."""
+    """minivlmrl's GRPO, as train.py runs it; each call of `step` is one optimizer step."""
 
     def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
         batches = Batches(rows, trainer)
@@ -81,11 +82,11 @@ class Ours:
 
 
 def take_turns(ours: Ours):
-    """Create a callback for TRL's trainer that times both sides."""
+    """Create a callback for TRL's trainer that times its steps and minivlmrl's steps."""
     import transformers
 
     class TakeTurns(transformers.TrainerCallback):
-        """Time TRL's steps, and run and time one of our steps after each of them.
+        """Time TRL's steps; after each of these steps, run and time one of minivlmrl's steps.
 
         Between on_step_begin and on_step_end, Trainer runs training_step, in which GRPOTrainer generates, scores with
         the reference, and runs forward and backward. Then Trainer clips, updates and zeroes the gradients. Rows are
@@ -141,7 +142,7 @@ def main():
 
 
 def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens=NEW_TOKENS, warmup=WARMUP) -> dict:
-    """Measure the median milliseconds of a step on both sides, for one image size."""
+    """Measure the median milliseconds of a step in minivlmrl and in TRL, for one image size."""
     import transformers
 
     rows = make_rows(size, prompts)
@@ -180,7 +181,7 @@ def make_rows(size: int, count: int) -> list[Row]:
 
 
 def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section) -> Ours:
-    """Create our side; `section` overrides options of the section `grpo`."""
+    """Create minivlmrl's trainer; `section` overrides options of the section `grpo`."""
     options = {
         "prompts_per_step": len(rows),
         "micro_batch_size": len(rows),

@@ -38,7 +38,7 @@ from minivlmrl.kernels import nf4_unpack
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
-WINDOWS = [  # type, longest window, head_dim
+WINDOWS = [  # dtype, number of tokens in the longest window, head_dim
     ("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80),  # Qwen2.5-VL has 16 heads of 80 and windows of up to 64
     ("fp16", 64, 80), ("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128),
 ]  # fmt: skip
@@ -70,7 +70,7 @@ class Build:
 
 
 def same(kind: str, *names: str) -> dict[str, str]:
-    """Return the signature of several parameters of one Triton type."""
+    """Return a signature in which all parameters have the same Triton type."""
     return dict.fromkeys(names, kind)
 
 

@@ -84,7 +84,7 @@ def small_config() -> dict:
 
 
 def beside_trl(_size: str, folder: Path, steps: int) -> dict:
-    """Measure the median time of a step in this project and in TRL, with grpo_step.py."""
+    """Measure the median time of a step in minivlmrl and in TRL, with grpo_step.py."""
     (folder / "config.json").write_text(json.dumps(small_config()))
     return grpo_step.measure(224, 2, steps, folder / "config.json", 16, warmup=1)
 

@@ -1,4 +1,7 @@
-"""Time 5 rollouts (8 prompts x 8 completions of 64 tokens) here and with vLLM: python benchmarks/vllm_speed.py"""
+"""Time 5 rollouts (8 prompts x 8 completions of 64 tokens) in minivlmrl and in vLLM.
+
+python benchmarks/vllm_speed.py
+"""
 
 import timeit
 from functools import partial

@@ -18,12 +18,12 @@ def calculator(expression: str) -> str:
         expression: such as (3 + 4) * 1.5
     """
     if not re.fullmatch(r"[\d.+\-*/() ]{1,200}", expression) or re.search(r"\*\*|//", expression):
-        raise ValueError("it must be numbers with + - * / and brackets, at most 200 characters")
-    return f"{eval(expression, {}):.12g}"  # there are no names in it
+        raise ValueError("use only numbers, + - * / and brackets, and at most 200 characters")
+    return f"{eval(expression, {}):.12g}"  # eval is safe, because the expression contains no names
 
 
 class Zoom:
-    """Shows a part of a picture of the prompt in the resolution of its file."""
+    """Environment whose tool shows a part of a prompt's image in the resolution of its file."""
 
     def reset(self, images, extents, **columns):
         self.images = images
@@ -37,7 +37,8 @@ class Zoom:
             picture: which one, 1, 2, ...
         """
         if not 1 <= picture <= len(self.images):
-            raise ValueError(f"there is no picture {picture}; there are {len(self.images)}")
+            last = len(self.images)
+            raise ValueError(f"picture is {picture}, but it must be between 1 and {last}")
         image = self.images[picture - 1]
         box = Box(*bbox_2d, self.extents[picture - 1]).to(image.size)
         corners = []
@@ -45,5 +46,5 @@ class Zoom:
             corners.append(min(max(round(number), 0), side))
         x1, y1, x2, y2 = corners
         if x1 >= x2 or y1 >= y2:
-            raise ValueError(f"{list(bbox_2d)} shows nothing; a box is x1, y1, x2, y2")
+            raise ValueError(f"bbox_2d {list(bbox_2d)} is empty; use x1 < x2 and y1 < y2")
         return image.crop(corners)

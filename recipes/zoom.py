@@ -4,9 +4,9 @@ An image has a side of 64 pixels, but the model gets it shrunk to 32. One of its
 with one of 12 labels, and in the small image all stripes mix to the same grey. Only `<zoom>`, which shows a quarter in
 full resolution, reveals the label. A completion looks like this:
     <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
-Demonstrations name the quarter of the square and the content of the crop, mostly "nothing", because only one in ten
-zooms into the correct quarter. The others zoom into a random quarter, twice as often into the northwest as into another
-one.
+Demonstrations name the quarter of the square and the content of the crop, mostly "nothing", because
+only one in ten demonstrations zooms into the correct quarter. The other demonstrations zoom into a
+random quarter, twice as often into the northwest as into each other quarter.
 """
 
 import random
@@ -34,19 +34,19 @@ CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # names of the q
 HABIT = (2, 1, 1, 1)  # relative frequency with which demonstrations zoom into each quarter
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
-# sides in pixels
-SIDE = 64  # of an image
-SHOWN = 32  # of the image that the model gets
-QUARTER = 32
-SQUARE = 24  # of the striped square
+# side lengths in pixels
+SIDE = 64  # image
+SHOWN = 32  # shrunk image that the model gets
+QUARTER = 32  # quarter of the image in full resolution
+SQUARE = 24  # striped square
 ANSWER = "<answer>{}</answer>"
 
 
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
-    """Draw an image; return it with its label and the quarter of the striped square.
+    """Draw an image; return the image, its label and the quarter (0 to 3) of the striped square.
 
-    Two stripes of complementary colours are as wide as one pixel of the shrunk image, and aligned to its grid.
-    Therefore all labels have the same grey in the shrunk image.
+    A pair of stripes of complementary colours is as wide as one pixel of the shrunk image, and is
+    aligned to its grid. Therefore all labels have the same grey in the shrunk image.
 
     Args:
         others: number of other quarters with a dark square.
@@ -187,7 +187,7 @@ class Stripes:
 
 
 def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> list[dict]:
-    """Build an assistant turn: the thought and call, the crop, then the answer."""
+    """Build an assistant turn of the thought and call, the crop, and the answer."""
     content = [
         {"type": "text", "text": thought_and_call},
         {"type": "image", "image": crop},

@@ -1,8 +1,8 @@
-"""A table of mistakes in code and of the tests that detect these mistakes.
+"""Table of real bugs, and patches that put them into minivlmrl or into the installed TRL.
 
-`ours` puts a mistake into this package: test_mutation_study.py checks that the numbers of a run change, and
-audit/mutation_study.py measures the loss of accuracy. `trl` puts a mistake into the installed TRL:
-test_trl_steps.py checks that the audit names it.
+A patch in `ours` puts the bug into minivlmrl. test_mutation_study.py checks that the metrics of a
+run change, and audit/mutation_study.py measures how much accuracy the bug costs. A patch in `trl`
+puts the bug into the installed TRL, and test_trl_steps.py checks that the audit names the bug.
 """
 
 import copy
@@ -30,31 +30,35 @@ from minivlmrl.trainers.reference import Reference
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
 TWICE = ["--grpo.num_iterations=2"]
 GRPO, SFT = grpo_trainer.GRPOTrainer, sft.SFTTrainer
-MODULE = "trl.trainer.grpo_trainer"  # by name: TRL is imported where a bug is put into it
+# a name, because TRL is imported only when a bug is put into it
+MODULE = "trl.trainer.grpo_trainer"
 OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2}  # the second step is off-policy
 KL = {"beta": 0.5, **OFF}
 
 
 @dataclass
 class InTRL:
-    """How a bug is put into TRL, the options that let it show, and what the audit says of the last step."""
+    """Describe a bug in TRL: its patch, options that reveal it, and the expected report."""
 
-    stage: str
-    cause: str  # parts, between commas, of names and sentences of a set of causes that is printed
-    patch: Callable  # (put, trainer), before the trainer is made; or see `late`
-    options: dict = field(default_factory=dict)
-    kind: str = "grpo"
-    late: bool = False  # the trainer is made already
-    at: int = 0  # the step that is audited
+    stage: str  # the only stage of the audit that must differ
+    cause: str  # texts, separated by commas, that one of the printed explanations must contain
+    # patch(put, trainer); called before the trainer exists, with None, unless `late`
+    patch: Callable
+    options: dict = field(default_factory=dict)  # options of the trainer that reveal the bug
+    kind: str = "grpo"  # "grpo", "turns" (GRPO with tool calls), "dpo" or "sft"
+    late: bool = False  # patch the trainer object after it is created
+    at: int = 0  # index of the audited step
 
 
 @dataclass
 class Bug:
-    """A mistake, and where it was made or what it contradicts."""
+    """Describe a bug: where it occurred, and patches that put it into minivlmrl and TRL."""
 
-    source: str  # a path on GitHub, another address, or an equation
-    ours: Callable | None = None  # (put), which is setattr or monkeypatch.setattr
-    options: list[str] = field(default_factory=list)  # of a run of ours that shows it
+    source: str  # path on GitHub, URL, or the equation that the bug violates
+    # ours(put) patches minivlmrl; put is setattr or monkeypatch.setattr
+    ours: Callable | None = None
+    # options of minivlmrl's run that reveal the bug
+    options: list[str] = field(default_factory=list)
     trl: InTRL | None = None
 
     def __post_init__(self):
@@ -63,14 +67,17 @@ class Bug:
 
 
 def clipped_by_added_norms(_, model):
-    """The norm is the sum of the parameters' norms, without squares."""
+    """Clip by the sum of the parameters' norms, instead of the root of the sum of squares."""
     norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIPS["max_grad_norm"], norm)
     return norm
 
 
 def around(owner, name: str, change: Callable) -> Callable:
-    """A patch: instead of a function, change(function, *its arguments) is called. Owner None: the trainer."""
+    """Return a patch that replaces owner.name(*arguments) by change(original function, *arguments).
+
+    `owner` is an object, a dotted name, or None for the trainer that is passed to the patch.
+    """
 
     def put_in(put, trainer=None):
         own = trainer if owner is None else resolve_name(owner) if isinstance(owner, str) else owner
@@ -81,11 +88,13 @@ def around(owner, name: str, change: Callable) -> Callable:
 
 
 def before_loss(change: Callable, owner=GRPO) -> Callable:
-    """Do something with the trainer and its micro-batch before each loss."""
+    """Return a patch that calls change(trainer, micro-batch) before each loss of `owner`."""
     return around(owner, "loss", lambda loss, self, batch: (change(self, batch), loss(self, batch))[1])
 
 
 def scaled_loss(factor: float) -> Callable:
+    """Return a patch that multiplies each loss by a factor."""
+
     def scale(loss, self, batch):
         value, metrics = loss(self, batch)
         return value * factor, metrics
@@ -94,7 +103,10 @@ def scaled_loss(factor: float) -> Callable:
 
 
 def sampled(**options) -> Callable:
-    """Sample with other options than log-probabilities are computed with; evaluations have a sampler of their own."""
+    """Return a patch that samples completions with other options than those of the loss.
+
+    Evaluation is not affected, because it has its own sampler.
+    """
 
     class Other(sample.Sampler):
         def token_sampler(self, *given):
@@ -105,16 +117,16 @@ def sampled(**options) -> Callable:
 
 
 def other_prompts(change: Callable) -> Callable:
-    """Train on other prompts than those that were sampled from."""
+    """Return a patch that trains on change(prompts), but samples from the original prompts."""
     return around(environments, "pack", lambda pack, prompts, *rest: pack(change(prompts), *rest))
 
 
-def next_pictures(prompts):
+def next_images(prompts):
     following = [*prompts[1:], prompts[0]]
     return [replace(p, pixel_values=other.pixel_values) for p, other in zip(prompts, following, strict=True)]
 
 
-def without_picture(shown):
+def without_image(shown):
     return replace(shown, pixel_values=0 * shown.pixel_values)
 
 
@@ -126,7 +138,7 @@ def text_positions(pack, *arguments):
         return pack(*arguments)
 
 
-def without_end(self, batch):
+def without_end_token(self, batch):
     batch.loss_mask = batch.loss_mask * (batch.loss_mask.flip(1).cumsum(1).flip(1) > 1)
 
 
@@ -139,12 +151,12 @@ def clip_part(self, batch):
     clip_grad_norm_(self.policy.parameters(), self.run.optimizer.max_grad_norm)
 
 
-def k1_in_the_loss(put):
+def put_k1_into_loss(put):
     put(losses, "kl_term", lambda logps, ref, kind: logps - ref)
     put(losses, "correct_kl", lambda kl, ratio, options: kl)
 
 
-def follow(logps, self, *given):
+def copy_policy_to_reference(logps, self, *given):
     self.model.load_state_dict(self.policy.state_dict())
     return logps(self, *given)
 
@@ -162,20 +174,21 @@ def wrong_positions(prefill, model, batch, prompt_index, *rest):
     return logits, decoding
 
 
-# Patches of TRL. Most replace a piece of a method's source by what once was there, or is elsewhere.
+# Patches of TRL. Most replace a few lines in the source of a method by a wrong version, for example
+# the code of an older release or of another library.
 
 TRAINERS = {"grpo": "GRPOTrainer", "turns": "GRPOTrainer", "dpo": "DPOTrainer", "sft": "SFTTrainer"}
 
 
 def edited(method, stage, cause, old, new, options=None, kind="grpo", at=0) -> InTRL:
-    """A bug that is another piece of source in a method of the trainer."""
+    """Return a bug that replaces the text `old` by `new` in the source of a method of TRL."""
     trainer = TRAINERS[kind]
 
     def put_in(put, _):
         owner = resolve_name(f"trl:{trainer}")
         function = inspect.unwrap(getattr(owner, method))
         source = textwrap.dedent(inspect.getsource(function)).replace("super()", f"super({trainer}, self)")
-        assert old in source, f"{method} has no {old!r}"
+        assert old in source, f"The source of {method} does not contain {old!r}."
         source = source[source.index("def ") :].replace(old, new)
         scope = dict(function.__globals__)
         exec(source, scope)
@@ -186,13 +199,16 @@ def edited(method, stage, cause, old, new, options=None, kind="grpo", at=0) -> I
 
 loss, dpo = partial(edited, "_compute_loss", "loss"), partial(edited, "_compute_loss", "loss", kind="dpo")
 score = partial(edited, "_generate_and_score_completions")
-# of trainers whose completions call tools
+# the same for GRPO trainers whose completions call tools
 loop = partial(edited, "_tool_call_loop", kind="turns")
 turns_score, turns_loss = partial(score, kind="turns"), partial(edited, "_compute_loss", kind="turns")
 
 
 def forward(change: Callable) -> Callable:
-    """change(trainer, model, options) -> the model and options that log-probabilities come from."""
+    """Return a patch of the forward that computes log-probabilities.
+
+    change(trainer, model, options) returns the model and options that the forward uses instead.
+    """
 
     def call(function, self, model, *arguments, **options):
         model, options = change(self, model, options)
@@ -202,29 +218,35 @@ def forward(change: Callable) -> Callable:
 
 
 def shuffled(name: str) -> Callable:
-    """A rollout is shuffled, but not what has this name."""
+    """Return a patch that shuffles all fields of a rollout except `name`."""
     return around(MODULE, "shuffle_sequence_dict", lambda shuffle, rows: shuffle(rows) | {name: rows[name]})
 
 
 def text_in_reference(self, model, options):
-    """Embeddings are those of the placeholders."""
+    """Hide the images from the reference model, which then reads only the placeholder tokens."""
     names = "pixel_values", "image_grid_thw", "mm_token_type_ids", "num_images"
     return model, options | dict.fromkeys(names) if model is self.ref_model else options
 
 
-def rolled_pictures(self, model, options):
-    """pixel_values.repeat where repeat_interleave was meant; each row has one picture, all of one size."""
+def rolled_images(self, model, options):
+    """Give each row the image of another row, as `repeat` instead of `repeat_interleave` would.
+
+    Each row has one image, and all images have the same size.
+    """
     patches = options["pixel_values"]
     return model, options | {"pixel_values": patches.roll(-len(patches) // len(options["image_grid_thw"]), 0)}
 
 
-def drop(training_step, model, *arguments, **options):
+def drop_gradients(training_step, model, *arguments, **options):
     model.zero_grad()
     return training_step(model, *arguments, **options)
 
 
-def own_gradients(change: Callable) -> Callable:
-    """change(model), while the gradients are those of one micro-batch alone."""
+def change_own_gradients(change: Callable) -> Callable:
+    """Return a patch that calls change(model) while the gradients are those of one micro-batch.
+
+    The gradients are accumulated afterwards.
+    """
 
     def call(training_step, model, *arguments):
         before = {name: p.grad for name, p in model.named_parameters()}
@@ -243,11 +265,11 @@ def clip_own(model):
     clip_grad_norm_(model.parameters(), CLIPS["max_grad_norm"])
 
 
-def clip_apart(clip, model):
-    """The tower and the rest, each by its own norm."""
-    norm = norm_alone(clip, model)
-    for of_tower in (True, False):
-        part = [p for name, p in model.named_parameters() if ("visual" in name) == of_tower]
+def clip_tower_apart(clip, model):
+    """Clip the vision tower and the other parameters separately, each by its own norm."""
+    norm = norm_without_clipping(clip, model)
+    for in_tower in (True, False):
+        part = [p for name, p in model.named_parameters() if ("visual" in name) == in_tower]
         clip_grad_norm_(part, CLIPS["max_grad_norm"])
     return norm
 
@@ -262,8 +284,8 @@ def without_tower(names, self, model):
     return [name for name in names(self, model) if "visual" not in name]
 
 
-def groups(change: Callable) -> Callable:
-    """change(trainer, the optimizer's groups of parameters), once there are any."""
+def change_param_groups(change: Callable) -> Callable:
+    """Return a patch that calls change(trainer, param_groups) after the optimizer is created."""
 
     def put_in(put, trainer):
         create = trainer.create_optimizer
@@ -279,7 +301,7 @@ def groups(change: Callable) -> Callable:
 
 
 def slow_tower(trainer, found):
-    """The vision tower has a tenth of the learning rate."""
+    """Give the vision tower a tenth of the learning rate."""
     tower = {id(p) for name, p in trainer.model.named_parameters() if "visual" in name}
     for group in found[:]:
         own = [p for p in group["params"] if id(p) in tower]
@@ -287,22 +309,22 @@ def slow_tower(trainer, found):
         found.append({**group, "params": own, "lr": 0.1 * group["lr"]})
 
 
-def forget_old(score, self, inputs):
+def remove_old_logps(score, self, inputs):
     rows = score(self, inputs)
     rows.pop("old_per_token_logps", None)
     return rows
 
 
-def norm_alone(clip, model):
+def norm_without_clipping(clip, model):
     return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
-def all_names(names, self, model):
+def all_parameter_names(names, self, model):
     return [name for name, _ in model.named_parameters()]
 
 
-def states(change: Callable) -> Callable:
-    """change(Adam's state of a parameter) before each step."""
+def change_adam_states(change: Callable) -> Callable:
+    """Return a patch that calls change(Adam's state) for each parameter before each step."""
 
     def put_in(put, trainer):
         class Change(resolve_name("transformers:TrainerCallback")):
@@ -310,12 +332,13 @@ def states(change: Callable) -> Callable:
                 for values in trainer.optimizer.state.values():
                     change(values)
 
-        trainer.callback_handler.callbacks.append(Change())  # after those that look
+        # last, so that callbacks which dump the state run before
+        trainer.callback_handler.callbacks.append(Change())
 
     return put_in
 
 
-def two_steps(create_scheduler, *arguments, **options):
+def two_scheduler_steps(create_scheduler, *arguments, **options):
     scheduler = create_scheduler(*arguments, **options)
     step = scheduler.step
     scheduler.step = lambda *a, **k: (step(), step())[1]
@@ -323,15 +346,15 @@ def two_steps(create_scheduler, *arguments, **options):
 
 
 def unlabel_end(collate, examples):
-    """The end token is the padding token, so the collator ignores it."""
+    """Exclude the end token from the labels, as a collator does if it is also the padding token."""
     batch = collate(examples)
     for labels in batch["labels"]:
         labels[(labels != -100).nonzero()[-1]] = -100
     return batch
 
 
-def missing(completions, **_):
-    """No judgement of two completions."""
+def two_missing_rewards(completions, **_):
+    """Return a reward per completion, and None for two of them."""
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
@@ -349,7 +372,7 @@ FOUR_PAIRS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1
 TELL, LOOK = {"tools": ("tell",)}, {"tools": ("look",)}
 PCT = "prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids"
 OWN = "completion_ids[idx_with_tool]"
-AGAIN = PCT.replace(OWN, f"self._tokenizer.encode(self._tokenizer.decode({OWN}))")
+ENCODED_AGAIN = PCT.replace(OWN, f"self._tokenizer.encode(self._tokenizer.decode({OWN}))")
 ADDED = "tool_mask[idx_with_tool] += [0] * tool_length + [1] * post_tool_length"
 MERGED = "images = [(existing or []) + new for existing, new in zip(images, tool_images, strict=True)]"
 ENDED = "is_truncated = torch.tensor([ids[-1] not in eos_and_pad for ids in completion_ids_list], device=device)"
@@ -364,20 +387,22 @@ BUGS = {
     "interleaved_groups": Bug(
         "StarsfieldAI/R1-V/issues/67", around(grpo_trainer, "group_advantages", interleaved),
     ),
-    "grouped_by_text": Bug(  # all questions are equal, only the pictures differ
+    "grouped_by_text": Bug(  # all prompts have the same text and differ only in their image
         "NVIDIA-NeMo/RL/pull/3882",
         around(grpo_trainer, "group_advantages", lambda function, r, G, scale: function(r, len(r), scale)),
     ),
     "pictures_of_others": Bug(
-        "StarsfieldAI/R1-V/pull/54", other_prompts(next_pictures),
-        trl=InTRL("logps", "a row has the images of", forward(rolled_pictures)),
+        "StarsfieldAI/R1-V/pull/54", other_prompts(next_images),
+        trl=InTRL("logps", "a row has the images of", forward(rolled_images)),
     ),
     "no_picture_in_training": Bug(
-        "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_picture, prompts))),
+        "StarsfieldAI/R1-V/issues/20",
+        other_prompts(lambda prompts: list(map(without_image, prompts))),
     ),
     "no_picture_in_reference": Bug(
         "unslothai/unsloth/pull/11031",
-        around(Reference, "logps", lambda logps, self, group, T=1.0: logps(self, without_picture(group), T)),
+        around(Reference, "logps", lambda logps, self, group, T=1.0: (
+            logps(self, without_image(group), T))),
         trl=InTRL("logps of reference", "picture ignored", forward(text_in_reference), {"beta": 0.1}),
     ),
     "rewards_see_other_rows": Bug(
@@ -398,7 +423,8 @@ BUGS = {
         "verl-project/verl/pull/436", scaled_loss(4.0), SPLIT,
         loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"}),
     ),
-    "mean_of_means": Bug(  # of the tokens of each micro-batch, in our sft
+    # in minivlmrl, the loss of sft averages over the tokens of each micro-batch
+    "mean_of_means": Bug(
         "https://arxiv.org/abs/2604.23747",
         around(sft, "sft_loss", lambda function, logps, mask, kind, normalizer: function(logps, mask, kind) / 8),
         ["--sft.micro_batch_size=4"],
@@ -406,36 +432,40 @@ BUGS = {
     ),
     "dropped_gradients": Bug(
         "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
-        InTRL("gradients", "earlier micro-batches are dropped", around(None, "training_step", drop), late=True),
+        InTRL("gradients", "earlier micro-batches are dropped",
+              around(None, "training_step", drop_gradients), late=True),
     ),
     "clipped_before_accumulation": Bug(
         "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
-        InTRL("gradients", "clipped before accumulation", own_gradients(clip_own), CLIPS, late=True),
+        InTRL("gradients", "clipped before accumulation", change_own_gradients(clip_own), CLIPS,
+              late=True),
     ),
     "never_clipped": Bug(
         "NVIDIA/OpenSeq2Seq/pull/192",
         around(torch.nn.utils, "clip_grad_norm_", lambda clip, parameters, _: clip(parameters, float("inf"))),
-        trl=InTRL("clip", "not clipped", around(None, "_clip_grad_norm", norm_alone), CLIPS, late=True),
+        trl=InTRL("clip", "not clipped", around(None, "_clip_grad_norm", norm_without_clipping),
+                  CLIPS, late=True),
     ),
-    "temperature_left_out": Bug(  # samples at 0.7, scores at 1
+    "temperature_left_out": Bug(  # samples at temperature 0.7, and computes log-probabilities at 1
         "huggingface/trl/pull/3029", sampled(temperature=0.7),
         trl=InTRL("logps", "not divided by the temperature", around(
             MODULE, "add_fused_lm_head", lambda function, model, temperature=1.0, **options: function(model, **options)
         ), {"temperature": 0.6}),
     ),
-    "nearly_greedy": Bug(  # the temperature of the model's own generation_config
+    "nearly_greedy": Bug(  # samples with the temperature of the model's generation_config.json
         "huggingface/trl/issues/5783", sampled(temperature=0.1),
     ),
     "end_token_masked": Bug(
-        "huggingface/trl/pull/7039", before_loss(without_end),
+        "huggingface/trl/pull/7039", before_loss(without_end_token),
         trl=score("mask", "mask: no end", MASK,
                   f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
     ),
     "end_token_masked_in_sft": Bug(
-        "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end, SFT),
+        "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end_token, SFT),
         trl=InTRL("mask", "mask: no end", around(None, "data_collator", unlabel_end), kind="sft", late=True),
     ),
-    "labels_shifted_twice": Bug(  # in sft, and the last of a row is the first of the next
+    # in sft; the last label of a row becomes the first token of the next row
+    "labels_shifted_twice": Bug(
         "huggingface/transformers/pull/47395",
         around(sft, "per_token_logps", lambda logps, model, group: logps(
             model, replace(group, completion_ids=group.completion_ids.roll(-1)))),
@@ -457,27 +487,30 @@ BUGS = {
         loss("the product of its tokens' ratios", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
              {"importance_sampling_level": "sequence", **OFF, "learning_rate": 3e-4}, at=1),
     ),
-    "k1_in_the_loss": Bug(  # its gradient is zero in expectation
-        "NVIDIA-NeMo/RL/pull/2506", k1_in_the_loss,
+    "k1_in_the_loss": Bug(  # the gradient of k1 is zero in expectation
+        "NVIDIA-NeMo/RL/pull/2506", put_k1_into_loss,
     ),
     "kl_without_gradient": Bug(
         "X-GenGroup/Flow-Factory/issues/122",
         around(losses, "correct_kl", lambda _, kl, ratio, options: kl.detach()),
     ),
-    "reference_follows": Bug("aburkov/theLMbook/issues/8", around(Reference, "logps", follow)),
-    "stale_sampler": Bug(  # all completions are the first policy's
+    "reference_follows": Bug(
+        "aburkov/theLMbook/issues/8", around(Reference, "logps", copy_policy_to_reference),
+    ),
+    "stale_sampler": Bug(  # the initial policy generates all completions
         "huggingface/trl/issues/3679",
         around(grpo_trainer, "make_sampler", lambda sampler, model, *rest, **options: sampler(
             copy.deepcopy(model), *rest, **options)),
     ),
-    "one_seed": Bug(  # the completions of a group are equal
+    "one_seed": Bug(  # all completions of a group are equal
         "NVIDIA-NeMo/RL/pull/171",
         around(samplers, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
     ),
-    "schedule_by_micro_batch": Bug(  # four times too fast
+    "schedule_by_micro_batch": Bug(  # the schedule advances four times too fast
         "huggingface/accelerate/issues/963",
         around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
-        trl=InTRL("schedule", "advances twice per step", around(None, "create_scheduler", two_steps),
+        trl=InTRL("schedule", "advances twice per step",
+                  around(None, "create_scheduler", two_scheduler_steps),
                   {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3}, late=True, at=2),
     ),
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
@@ -490,7 +523,7 @@ BUGS = {
     "wrong_positions_in_decoding": Bug(
         "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
     ),
-    # in TRL alone: advantages
+    # bugs that are put only into TRL, beginning with its advantages
     "reward_weights_ignored": Bug("om-ai-lab/VLM-R1", trl=score(
         "advantages", "all rewards have weight 1", "self.reward_weights.to(device)", "torch.ones(2)",
         {"reward_weights": [1.0, 0.3]},
@@ -501,7 +534,7 @@ BUGS = {
     )),
     "no_reward_is_0": Bug("TRL up to 1.5", trl=score(
         "advantages", "missing is 0", "rewards[unscorable_mask] = torch.nan", "pass",
-        {"rewards": (missing,)},
+        {"rewards": (two_missing_rewards,)},
     )),
     "means_tiled": Bug("StarsfieldAI/R1-V/pull/54", trl=score(
         "advantages", "the row that repeat gives instead of repeat_interleave", MEANS,
@@ -518,12 +551,12 @@ BUGS = {
         "mask", "truncated counted", "if self.mask_truncated_completions:", "if False:",
         {"mask_truncated_completions": True, "max_completion_length": 3},
     )),
-    # the loss of GRPO
+    # bugs in the loss of GRPO
     "mean_of_a_row": Bug("huggingface/trl/issues/2995", trl=loss(
         "average: grpo", SUM + " / normalizer\n",
         f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n",
     )),
-    "window_of_the_rollout": Bug("huggingface/trl/pull/6024", trl=loss(
+    "normalizer_of_one_step_of_a_rollout": Bug("huggingface/trl/pull/6024", trl=loss(
         "steps of a rollout", f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer",
         {"steps_per_generation": 4, "rows": 8},
     )),
@@ -547,8 +580,8 @@ BUGS = {
         "ratios are clipped with epsilon_low on both sides", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
         {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1,
     )),
-    # what is trained, and how
-    # as with an adapter that is not disabled
+    # bugs in the reference, the trained parameters and the optimizer
+    # The policy is its own reference, as when an adapter is not disabled.
     "reference_by_policy": Bug("huggingface/trl", trl=InTRL(
         "logps of reference", "weights of the policy",
         forward(lambda trainer, model, options: (trainer.model, options)),
@@ -560,17 +593,18 @@ BUGS = {
     )),
     "norms_decay": Bug("karpathy/minGPT", trl=InTRL(
         "update", "decay on norms",
-        around("transformers:Trainer", "get_decay_parameter_names", all_names), {"weight_decay": 0.1},
+        around("transformers:Trainer", "get_decay_parameter_names", all_parameter_names),
+        {"weight_decay": 0.1},
     )),
     "state_lost": Bug("https://arxiv.org/abs/2604.23747", trl=InTRL(
-        "update", "state lost", states(lambda of: [x.zero_() for x in of.values()]), {"rows": 4},
-        late=True, at=1,
+        "update", "state lost", change_adam_states(lambda of: [x.zero_() for x in of.values()]),
+        {"rows": 4}, late=True, at=1,
     )),
-    # the losses of DPO and SFT
+    # bugs in the losses of DPO and SFT
     "dpo_without_reference": Bug("DPO eq. 7", trl=dpo(
         "no reference", "ref_logps.chunk(2, dim=0)", "(ref_logps * 0).chunk(2, dim=0)",
     )),
-    "dpo_exchanged": Bug("DPO eq. 7", trl=dpo(
+    "dpo_chosen_and_rejected_swapped": Bug("DPO eq. 7", trl=dpo(
         "the rejected answer is preferred", DELTA, "delta_score = rejected_scores - chosen_scores",
     )),
     "dpo_means": Bug("huggingface/trl", trl=dpo(
@@ -583,7 +617,7 @@ BUGS = {
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
         "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()", kind="sft",
     )),
-    # in no table of the audit: a unit and a change
+    # bugs that known_bugs.yaml does not list; their name is composed of a quantity and a change
     "rewards_by_view": Bug("", trl=score(
         "advantages", "rewards of, repeat", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)",
@@ -592,17 +626,20 @@ BUGS = {
     "dpo_rejected_of_the_next_pair": Bug("", trl=dpo(
         "rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
     )),
-    # of a part of the model, some rows or tokens, or another type
-    "merger_twice": Bug("", trl=InTRL("gradients", "factor 2, the merger", own_gradients(double_merger), late=True)),
+    # bugs that affect only some modules, rows or tokens, or that round to a smaller dtype
+    "merger_twice": Bug("", trl=InTRL(
+        "gradients", "factor 2, the merger", change_own_gradients(double_merger), late=True,
+    )),
     "tower_clipped_apart": Bug("", trl=InTRL(
         "clip", "the vision tower and all other parameters are clipped separately",
-        around(None, "_clip_grad_norm", clip_apart), CLIPS, late=True,
+        around(None, "_clip_grad_norm", clip_tower_apart), CLIPS, late=True,
     )),
     "tower_never_decays": Bug("", trl=InTRL(
         "update", "weight decay leaves out the vision tower",
         around("transformers:Trainer", "get_decay_parameter_names", without_tower), {"weight_decay": 0.1},
     )),
-    "rewards_of_others": Bug("", trl=InTRL(  # the functions are right
+    # the reward functions are right, but their results are in another order
+    "rewards_of_others": Bug("", trl=InTRL(
         "advantages", "the rewards of the row at the mirrored position",
         around(None, "_calculate_rewards", lambda calculate, *given: calculate(*given).flip(0)), late=True,
     )),
@@ -610,7 +647,7 @@ BUGS = {
         "advantages", "a reward is in float16", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.half().float()",
     )),
-    "a_token_by_its_id": Bug("", trl=score(
+    "token_masked_by_its_id": Bug("", trl=score(
         "mask", "because of their ids", MASK,
         f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}",
     )),
@@ -618,23 +655,26 @@ BUGS = {
         "there is no KL penalty, only for rows with negative advantages", "self.beta * per_token_kl",
         "self.beta * per_token_kl * (advantages > 0)", KL, at=1,
     )),
-    "prompts_of_chosen_answers": Bug("", trl=dpo(
+    "prompts_of_chosen_answers_counted": Bug("", trl=dpo(
         "prompt tokens are counted, only for chosen answers", "labels = inputs",
         "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
         "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs",
     )),
-    "old_in_bfloat16": Bug("", trl=score(
+    "old_logps_in_bfloat16": Bug("", trl=score(
         "logps of old", "rounded to bfloat16", '["old_per_token_logps"] = old_per_token_logps',
         '["old_per_token_logps"] = old_per_token_logps.bfloat16().float()', OFF, at=1,
     )),
-    "old_of_a_straddling_rollout": Bug("huggingface/trl/pull/3725", trl=InTRL(
+    "old_logps_of_a_straddling_rollout": Bug("huggingface/trl/pull/3725", trl=InTRL(
         "logps of old", "instead of the weights that sampled the rollout",
-        around("trl:GRPOTrainer", "_generate_and_score_completions", forget_old),
+        around("trl:GRPOTrainer", "_generate_and_score_completions", remove_old_logps),
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2}, at=1,
     )),
-    "tower_rate": Bug("", trl=InTRL("update", "factor 0.1, the vision tower", groups(slow_tower), late=True)),
-    "eps_of_no_decay": Bug("", trl=InTRL(
-        "update", "eps: 0.001, the parameters without weight decay", groups(lambda _, found: found[1].update(eps=1e-3)),
+    "tower_with_lower_learning_rate": Bug("", trl=InTRL(
+        "update", "factor 0.1, the vision tower", change_param_groups(slow_tower), late=True,
+    )),
+    "larger_eps_without_decay": Bug("", trl=InTRL(
+        "update", "eps: 0.001, the parameters without weight decay",
+        change_param_groups(lambda _, found: found[1].update(eps=1e-3)),
         {"weight_decay": 0.1}, late=True,
     )),
     "advantages_as_mask": Bug("verl-project/verl/issues/2506", trl=loss(
@@ -651,10 +691,10 @@ BUGS = {
         "advantages", "the group's first half", "nanmean(rewards.view(-1, num_generations), dim=1)",
         "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)",
     )),
-    "deviation_at_least_the_batch_s": Bug("", trl=score(
+    "std_at_least_that_of_the_batch": Bug("", trl=score(
         "advantages", "at least the standard deviation of all rewards", STD, f"{STD}.clamp(min=nanstd(rewards).item())",
     )),
-    "old_in_float16": Bug("", trl=score(
+    "old_logps_in_float16": Bug("", trl=score(
         "logps of old", "rounded to float16", '["old_per_token_logps"] = old_per_token_logps',
         '["old_per_token_logps"] = old_per_token_logps.half().float()', OFF, at=1,
     )),
@@ -663,7 +703,8 @@ BUGS = {
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
         "outputs.label_mask.sum() + len(inputs['labels'])", kind="sft",
     )),
-    # composed: an operator, a use, a span, a number that is fitted
+    # bugs whose names the audit composes of an operator, one use of a quantity, a span of tokens or
+    # a fitted number
     "baseline_of_plain_rewards": Bug("PrimeIntellect-ai/prime-rl/pull/2040", trl=score(
         "advantages", "all rewards have weight 1, only in the baseline",
         "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)",
@@ -689,8 +730,10 @@ BUGS = {
         TELL | {"loss_type": "grpo", "calls": 0.7},
     )),
     "one_missing_reward_voids_its_group": Bug("modelscope/ms-swift/issues/8123", trl=score(
-        "advantages", "one missing reward voids its group", "torch.nanmean(rewards.view(-1, num_generations), dim=1)",
-        "rewards.view(-1, num_generations).mean(dim=1)", {"rewards": (missing,), "rows": 8},
+        "advantages", "one missing reward voids its group",
+        "torch.nanmean(rewards.view(-1, num_generations), dim=1)",
+        "rewards.view(-1, num_generations).mean(dim=1)",
+        {"rewards": (two_missing_rewards,), "rows": 8},
     )),
     "angles_in_bfloat16": Bug("huggingface/transformers/issues/25681", trl=InTRL(
         "logps", "sines are in bfloat16", lambda put, trainer: trainer.model.model.language_model.rotary_emb.
@@ -700,8 +743,8 @@ BUGS = {
         "clip", "the sum of the parameters' norms", around(None, "_clip_grad_norm", clipped_by_added_norms), CLIPS,
         late=True,
     )),
-    # where completions call tools
-    "answers_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
+    # bugs in completions that call tools
+    "tool_responses_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
         "loss", "also counts tool responses, only in the sum", SUM,
         "loss = (per_token_loss * completion_mask).sum()", TELL,
     )),
@@ -710,16 +753,16 @@ BUGS = {
         "begins = (tool_mask == 1) & (torch.nn.functional.pad(tool_mask, (1, -1)) == 0)\n"
         f"    tool_mask *= begins.long().cumsum(1) != 2\n    {MASK} if", TELL | {"calls": 0.8},
     )),
-    "answers_in_the_loss": Bug("huggingface/trl/pull/5521", trl=loop(
+    "tool_responses_in_the_loss": Bug("huggingface/trl/pull/5521", trl=loop(
         "mask", "also counts tool responses", ADDED, ADDED.replace("[0]", "[1]"),
     )),
-    "text_read_again": Bug("huggingface/trl/issues/5144", trl=loop(
-        "tokens", "were decoded and encoded again", PCT, AGAIN, TELL,
+    "completions_encoded_again": Bug("huggingface/trl/issues/5144", trl=loop(
+        "tokens", "were decoded and encoded again", PCT, ENCODED_AGAIN, TELL,
     )),
-    "pictures_of_answers_lost": Bug("THUDM/slime/issues/1847", trl=edited(
+    "images_of_tool_responses_lost": Bug("THUDM/slime/issues/1847", trl=edited(
         "_generate", "pictures", "lacks all images", MERGED, "pass", kind="turns",
     )),
-    "answers_not_attended_to": Bug("huggingface/trl/pull/4976", trl=turns_loss(
+    "tool_responses_not_attended_to": Bug("huggingface/trl/pull/4976", trl=turns_loss(
         "tokens", "does not attend to tool responses", "torch.cat([prompt_mask, completion_mask], dim=1)",
         'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL,
     )),

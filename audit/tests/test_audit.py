@@ -1,6 +1,7 @@
-"""The audit's search on small steps without a model: what is composed, what a step cannot show, how long it looks.
+"""Test the search for causes, on small steps without a model, and the causes of parity.check.
 
-And the names of mistakes in losses alone, for parity.check.
+The tests check which causes are composed, which mistakes a step cannot reveal, and that the search
+is bounded.
 """
 
 import json
@@ -33,41 +34,48 @@ from minivlmrl_audit.perturbations import TABLE, Change, FormulaError, edited, f
 from tests.losses.test_parity import DAPO, usual
 
 ROOT = Path(__file__).parents[2]
-GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])  # shuffled before the split
+# the rows were shuffled before they were split into micro-batches
+GROUP, ROW = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([3, 0, 4, 1, 5, 2])
 
 
 def step(lengths=(5, 3, 4, 2, 5, 1), changes=None, gradient=lambda x: x):
-    """Six completions of two groups in two micro-batches; of what has a name in changes the loss takes change(it)."""
+    """Return a GRPO step: six completions of two groups, in two micro-batches.
+
+    `changes` puts a mistake into the step: a tensor with a name in it is replaced by
+    changes[name](tensor) in the loss, but not in the dump. `gradient` changes the dumped gradient.
+    """
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).double()
     logps = (old + 0.3 * torch.randn(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
-    given = torch.randn(6, generator=g, dtype=torch.float64)
-    own = {"advantages": given, "old": old, "mask": mask, "logps": logps}
-    own |= {name: change(own[name]) for name, change in (changes or {}).items()}
-    a, ratio = own["advantages"][:, None], (own["logps"] - own["old"]).exp()
-    loss = (
-        -(torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * own["mask"]).view(2, 3, 5).sum((1, 2)) / own["mask"].sum()
-    )
+    advantages = torch.randn(6, generator=g, dtype=torch.float64)
+    used = {"advantages": advantages, "old": old, "mask": mask, "logps": logps}
+    used |= {name: change(used[name]) for name, change in (changes or {}).items()}
+    a, ratio = used["advantages"][:, None], (used["logps"] - used["old"]).exp()
+    terms = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * used["mask"]
+    loss = terms.view(2, 3, 5).sum((1, 2)) / used["mask"].sum()
     slope = gradient(torch.autograd.grad(loss.sum(), logps)[0])
     tensors = {"per_token_logps": logps.detach(), "old_per_token_logps": old, "completion_mask": mask}
-    tensors |= {"prompt_mask": torch.zeros(6, 5), "input_ids": torch.ones(6, 5).long(), "advantages": given}
+    tensors |= {"prompt_mask": torch.zeros(6, 5), "input_ids": torch.ones(6, 5).long()}
+    tensors["advantages"] = advantages
     tensors |= {"loss": loss.detach(), "logps_gradient": slope, "micro_batch": torch.arange(6) // 3}
-    about = {"kind": "grpo", "loss": {"loss_type": "dapo"}, "image_token_id": None}  # of a model of text
+    # None, because the model reads only text
+    about = {"kind": "grpo", "loss": {"loss_type": "dapo"}, "image_token_id": None}
     return Dump(about, tensors | {"group": GROUP, "row": ROW})
 
 
-def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
+def test_a_correct_step_agrees_and_the_report_lists_what_it_cannot_reveal():
     d = step()
-    said = report(audit(d), d)
-    assert "DIFFERS" not in said and "in averages," not in said and "in clipping, which" not in said
-    assert "cannot reveal: 18 of 18 mistakes in KLs, which need beta and a reference" in said
+    shown = report(audit(d), d)
+    assert "DIFFERS" not in shown
+    assert "in averages," not in shown and "in clipping, which" not in shown
+    assert "cannot reveal: 18 of 18 mistakes in KLs, which need beta and a reference" in shown
     d = step(lengths=(4,) * 6)
     assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
 
 
 ORDERS = [
-    # by the rollout: rows 1, 3, 5 and 0, 2, 4
+    # In the order of the rollout, the two groups are rows 1, 3, 5 and rows 0, 2, 4.
     ("advantages", lambda x: x[[2, 3, 4, 5, 0, 1]], "a row has the advantage of the next row in its group"),
     (
         "old",
@@ -87,7 +95,7 @@ ORDERS = [
 @pytest.mark.parametrize("name, change, says", [
     pytest.param(*case, marks=[pytest.mark.slow] * (number > 2)) for number, case in enumerate(ORDERS)
 ])  # fmt: skip
-def test_a_cause_is_a_unit_and_a_change(name, change, says):
+def test_a_value_from_another_row_or_token_is_named(name, change, says):
     [found, *_] = explain("loss", step(changes={name: change}))
     assert found.says == says and found.error < 1e-12
 
@@ -111,7 +119,7 @@ PAIRS = [
     pytest.param(*case, marks=[pytest.mark.slow] * (number > 0)) for number, case in enumerate(PAIRS)
 ])  # fmt: skip
 def test_two_mistakes_of_one_stage_are_named_together(changes, first, second):
-    """Neither alone gives the numbers."""
+    """One mistake alone does not reproduce the dumped numbers, so only pairs are named."""
     for one in changes:
         assert all(cause.parts == 1 for cause in explain("loss", step(changes={one: changes[one]})))
     found = explain("loss", step(changes=changes))
@@ -120,7 +128,7 @@ def test_two_mistakes_of_one_stage_are_named_together(changes, first, second):
     assert any(first in name and second in name for name in names), names
 
 
-def test_units_that_come_to_the_same_are_one_cause():
+def test_equal_orders_of_rows_are_listed_once():
     d = step()
     for orders in (d.rows, d.rollout_rows, d.columns):
         every = [tuple(order.flatten().tolist()) for order in orders.values()]
@@ -130,25 +138,26 @@ def test_units_that_come_to_the_same_are_one_cause():
 
 
 @pytest.mark.slow
-def test_what_nothing_explains_is_located_after_a_bounded_search(monkeypatch):
+def test_an_unexplained_difference_is_located_after_a_bounded_search(monkeypatch):
     rows = torch.tensor([1.0, 3.0, 0.3, 5.0, 0.7, 2.0])[:, None]
     d, calls, loss = step(gradient=lambda x: x * rows), [], module.STAGES["loss"]
     monkeypatch.setitem(module.STAGES, "loss", lambda *given: (calls.append(given), loss(*given))[1])
     [finding] = [finding for finding in audit(d) if not finding.ok]
     assert not finding.explained and len(calls) < (LIKELY_CAUSES + 2) * len(possible_causes("loss", d))
-    said = report([finding], d)
-    assert "no known cause explains the difference" in said
-    assert "logps_gradient at [1, 0]: " in said
+    shown = report([finding], d)
+    assert "no known cause explains the difference" in shown
+    assert "logps_gradient at [1, 0]: " in shown
 
 
-def test_a_gradient_that_is_no_number_is_located():
+def test_a_gradient_that_is_nan_is_located():
     d = step(gradient=lambda x: x.where(x != x[2, 1], torch.nan))
-    said = report(audit(d), d)
-    assert "logps_gradient: 1 of 30" in said and "logps_gradient at [2, 1]: nan instead of" in said
+    shown = report(audit(d), d)
+    assert "logps_gradient: 1 of 30" in shown
+    assert "logps_gradient at [2, 1]: nan instead of" in shown
 
 
-def test_sources_name_lines_of_minivlmrl():
-    """Where a cause names a file of the library, that file exists and has the name behind the colon."""
+def test_sources_of_causes_exist_in_minivlmrl():
+    """The source of a cause is an existing file that contains the name after the colon."""
     package = Path(parity.__file__).parents[1]
     found = {named for cause in CAUSES for named in re.findall(r"([\w/]+\.py)(?:: (\w+))?", cause.source)}
     assert len(found) > 9
@@ -156,12 +165,16 @@ def test_sources_name_lines_of_minivlmrl():
         assert (package / file).is_file() and name in (package / file).read_text(), f"{file}: {name}"
 
 
-def test_the_table_is_whole():
-    """Names tell causes of a stage apart, sentences are written, and formulas are Python."""
+def test_the_table_of_causes_is_complete():
+    """Each cause has a sentence, valid formulas, and a name that is unique in its stage.
+
+    The pages state how many causes the table contains.
+    """
     for cause in CAUSES:
         assert cause.says and cause.stages and cause.change and "units: " not in cause.says
         for name, how in cause.change.items():
-            if isinstance(how, str) and name != "inside":  # which is a use
+            # "inside" names a place where a quantity is used
+            if isinstance(how, str) and name != "inside":
                 compile(how, cause.name, "eval")
     pages = [(ROOT / page).read_text() for page in ("docs/audit.md", "audit/README.md")]
     assert all(f" {len(CAUSES)} causes" in page for page in pages)
@@ -175,18 +188,21 @@ def test_the_table_is_whole():
     assert len(set(named)) == len(named) and all("says" in thing for thing in TABLE["things"])
 
 
-def test_what_the_text_of_a_cause_does_is_not_swallowed():
+def test_an_error_in_the_formula_of_a_cause_is_raised():
     with pytest.raises(FormulaError, match=r"known_bugs.yaml: the formula 'x - \(unknown > 0\)' is invalid: NameError"):
         computed("loss", step(), {"terms": "x - (unknown > 0)"})
 
 
-def test_an_option_that_the_loss_does_not_know_has_no_answer():
+def test_an_unknown_value_of_an_option_gives_none():
     assert computed("loss", step(), {"importance_sampling_level": "'word'"}) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
-    """A mask that counts random tokens after the end has no name: its first token says nothing of the others."""
+def test_a_mask_is_not_explained_by_itself(seed):
+    """No cause explains a mask that counts random tokens after the end token.
+
+    The dumped mask must not be part of a cause that explains this mask.
+    """
     d = step()
     d.about["stop_token_ids"] = [7]
     own = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -200,25 +216,27 @@ def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
     ({}, "each stage lacks a tensor or a field"),
     ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token is in the loss"),
 ])  # fmt: skip
-def test_a_step_of_which_nothing_is_compared_does_not_pass(tensors, why, tmp_path):
+def test_a_step_without_any_comparison_is_an_error(tensors, why, tmp_path):
     write(tmp_path, {"kind": "sft"}, ONE_ROW | tensors)
-    for ask in (lambda: main([str(tmp_path)]), lambda: assert_step(tmp_path)):
+    for call in (lambda: main([str(tmp_path)]), lambda: assert_step(tmp_path)):
         with pytest.raises(ValueError, match=f"nothing was compared, because {why}"):
-            ask()
+            call()
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_what_a_repository_asks_in_its_tests(right, tmp_path, capsys):
-    """One object with the fields that the page names; a function that fails with the report."""
+def test_json_output_and_assert_step(right, tmp_path, capsys):
+    """--json prints the fields that docs/audit.md documents; assert_step raises the report."""
     d = step(gradient=lambda x: x if right else x.sin())
     write(tmp_path, d.about, dict(d))
     assert main([str(tmp_path), "--json"]) == int(not right)
-    said = json.loads(capsys.readouterr().out)
-    [loss] = said["stages"]
-    assert (said["schema"], said["agrees"], loss["stage"], loss["agrees"]) == (1, right, "loss", right)
-    assert {"mask", "update"} < {*said["not_in_this_step"]} and (loss["error"] < TOLERANCE) == right
+    shown = json.loads(capsys.readouterr().out)
+    [loss] = shown["stages"]
+    assert (shown["schema"], shown["agrees"]) == (1, right)
+    assert (loss["stage"], loss["agrees"]) == ("loss", right)
+    assert {"mask", "update"} < {*shown["not_in_this_step"]}
+    assert (loss["error"] < TOLERANCE) == right
     page = (ROOT / "docs/audit.md").read_text()
-    assert all(f"`{field}`" in page for field in (*said, *loss))
+    assert all(f"`{field}`" in page for field in (*shown, *loss))
     if right:
         return assert_step(tmp_path)
     assert not loss["explained"] and loss["where"][0].startswith("logps_gradient")
@@ -227,14 +245,15 @@ def test_what_a_repository_asks_in_its_tests(right, tmp_path, capsys):
 
 
 def policy(lp, old, r, a, mask, e, w=None, clip=0.2, kl=lambda lp, old, k3: k3, bonus=0.0):
-    """GRPO's loss by hand; w, kl and clip may be wrong."""
+    """Compute GRPO's loss; w, clip, kl and bonus can put a mistake into the loss."""
     ratio = (lp - old).exp() if w is None else w(lp, old)
     terms = -torch.min(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a)
     terms = (terms + 0.1 * kl(lp, old, (r - lp).exp() - (r - lp) - 1)) * mask
     return (terms.sum(1) / mask.sum(1)).mean() - bonus * (e * mask).sum() / mask.sum()
 
 
-WRONG = {  # what the audit has to name, what is wrong in the loss
+# the cause that the audit has to name, and the arguments that put the mistake into policy()
+WRONG = {
     "log-ratio: is clamped to -0.2 and 0.2": {"w": lambda lp, old: (lp - old).clamp(-0.2, 0.2).exp(), "clip": 0.5},
     "no ratio": {"w": lambda lp, old: lp, "clip": 99}, "entropy_coef: 0.01": {"bonus": 0.01},
     "KL times a detached ratio": {"kl": lambda lp, old, k3: k3 * (lp - old).exp().detach()},
@@ -242,7 +261,7 @@ WRONG = {  # what the audit has to name, what is wrong in the loss
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_loss_that_has_such_a_mistake_is_named(name):
+def test_a_mistake_in_the_loss_is_named(name):
     d = step()
     g = torch.Generator().manual_seed(1)
     lp, e = d["per_token_logps"].clone().requires_grad_(), torch.rand(6, 5, generator=g).double().requires_grad_()
@@ -263,8 +282,8 @@ ONE = torch.ones(1, 1)
 ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -ONE}
 
 
-def test_pieces_of_formulas():
-    """The first tokens of runs, and a list that is edited run by run."""
+def test_helpers_of_formulas():
+    """`first` selects the first tokens of each run of ones; `edited` changes a list run by run."""
     x = torch.tensor([[1, 1, 1, 0, 1], [0, 0, 1, 1, 0]]).bool()
     assert first(x).long().tolist() == [[1, 0, 0, 0, 1], [0, 0, 1, 0, 0]]
     assert first(x, 2).long().tolist() == [[1, 1, 0, 0, 1], [0, 0, 1, 1, 0]]
@@ -278,7 +297,7 @@ def test_pieces_of_formulas():
     ({}, {"kind": "trajectories"}, "kind is 'trajectories'. .* trajectories are not supported"),
     ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"),
 ])  # fmt: skip
-def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
+def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
     write(tmp_path, {"kind": "sft"}, ONE_ROW)
     if tensors is None:
         (tmp_path / "step.safetensors").unlink()
@@ -290,8 +309,8 @@ def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
         read(tmp_path)
 
 
-def test_a_field_of_another_type_is_named(tmp_path):
-    """Not a traceback: the page has the types."""
+def test_a_field_with_a_wrong_type_is_an_error(tmp_path):
+    """The error for a field with a wrong type refers to docs/audit.md, which lists the types."""
     write(tmp_path, {"kind": "sft", "schedule": 3, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
     with pytest.raises(
         ValueError, match=r"the stage 'schedule' cannot be recomputed \(TypeError: .* with docs/audit.md"
@@ -304,8 +323,8 @@ def test_a_field_of_another_type_is_named(tmp_path):
     ("constant", 9, {}, 1), ("linear", 1, {"warmup": 0}, 0.9),
     ("linear", 4, {"type": "'constant'"}, 1), ("linear", 1, {"step": "2 * x"}, 1),
 ])  # fmt: skip
-def test_rates_of_a_schedule_by_hand(kind, step, change, rate):
-    """Two steps of warmup out of ten, and what deviations make of them."""
+def test_learning_rates_of_a_schedule(kind, step, change, rate):
+    """Learning rates of ten steps, two of them warmup, also with a mistake in the schedule."""
     about = {"type": kind, "learning_rate": 1.0, "warmup_steps": 2, "max_steps": 10, "step": step}
     d = Dump({"kind": "sft", "schedule": about, "optimizer": {"learning_rate": 0.3}}, ONE_ROW)
     has, should, _ = schedule(d, Change(d, change))["learning_rate"]
@@ -313,7 +332,7 @@ def test_rates_of_a_schedule_by_hand(kind, step, change, rate):
 
 
 def rollout(advantages):
-    """A rollout of two groups of four completions, whose advantages are those of a function of the rewards."""
+    """Return a rollout of two groups of four completions, with advantages(rewards)."""
     rewards = torch.rand(2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     both = torch.stack([rewards.flatten(), 0 * rewards.flatten()], 1)
     tensors = {name: x.expand(8, 1) for name, x in ONE_ROW.items()} | {"rewards": both}
@@ -321,16 +340,16 @@ def rollout(advantages):
     return Dump({"kind": "grpo"}, tensors)
 
 
-def test_a_mistake_is_not_looked_for_in_a_stage_that_is_not_its():
-    """A baseline and an average of the loss are both a mean, which formulas of the other do not fit."""
+def test_a_mistake_is_searched_only_in_its_own_stage():
+    """A wrong baseline is named in the advantages and not in the loss, although both use a mean."""
     d = step(gradient=lambda x: x / 2)
     rewards = torch.tensor([[0.1, 0.9, 0.2], [0.7, 0.3, 0.4]]).double()
     centred = rewards - rewards.median(1, keepdim=True).values
     d["rewards"] = rewards.flatten()
     d["rollout_advantages"] = (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
-    said = {finding.stage: finding.explained for finding in audit(d)}
-    assert said["advantages"][0].name == "mean: the baseline is the median of the group"
-    assert said["loss"] and "the baseline" not in str(said["loss"])
+    explained = {finding.stage: finding.explained for finding in audit(d)}
+    assert explained["advantages"][0].name == "mean: the baseline is the median of the group"
+    assert explained["loss"] and "the baseline" not in str(explained["loss"])
 
 
 UNKNOWN = {
@@ -340,8 +359,12 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_no_cause_computes_gets_no_name(name):
-    """A factor with another cause, or a cause that divides by nothing, would be near to any numbers."""
+def test_unknown_advantages_are_not_explained(name):
+    """Advantages that no cause computes are not explained.
+
+    A cause times a fitted factor, or a cause that divides by zero, must not be accepted for any
+    numbers.
+    """
     d = rollout(UNKNOWN[name])
     assert not audit(d)[0].ok and not explain("advantages", d)
 
@@ -360,24 +383,24 @@ def standard(r):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_cause_is_composed_of_a_quantity_and_an_operator_or_a_use(name):
+def test_composed_causes_of_advantages_are_named(name):
     d = rollout(KNOWN[name])
     if "weights" in name:
         d.about["reward_weights"] = [0.5, 1.0]
-    said = [f"{cause.name} {cause.says}" for cause in explain("advantages", d)]
-    assert any(name in one for one in said), said
+    texts = [f"{cause.name} {cause.says}" for cause in explain("advantages", d)]
+    assert any(name in text for text in texts), texts
 
 
-def test_a_factor_says_each_count_that_it_may_be():
+def test_a_factor_lists_each_count_that_explains_it():
     d = rollout(lambda r: (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4) / 2)
-    d.about["num_generations"] = 2  # as many as rewards
+    d.about["num_generations"] = 2  # equals the number of rewards, so both explain the factor
     d["group"] = torch.arange(8) // 4
     [cause] = explain("advantages", d)
     assert cause.says == "all values are 0.5 times as large: 1 over the 2 completions of a group or rewards"
 
 
 def test_a_factor_is_one_count_rather_than_two_over_another():
-    """The 15 tokens that count are half of the 30 columns, and there are two micro-batches."""
+    """The factor 1/2 is explained by 2 micro-batches, rather than by 15 tokens of 30 columns."""
     d = step(lengths=(5, 3, 2, 2, 2, 1), gradient=lambda x: x / 2)
     d["loss"] = d["loss"] / 2
     assert "1 over the 2 micro-batches" in explain("loss", d)[-1].says
@@ -387,15 +410,15 @@ def test_a_factor_is_one_count_rather_than_two_over_another():
     ([], 0.5, None), ([1.0, 0.75, 0.5], 0.5, None),
     ([1.0, 1.0, 0.75], 0.5, "step: the learning rate is one step behind"),
 ])  # fmt: skip
-def test_a_rate_alone_is_met_by_chance(rates, rate, name):
-    """A floor of 0.5 is the rate of the step before: those of the other steps tell."""
+def test_a_cause_of_a_learning_rate_must_fit_all_steps(rates, rate, name):
+    """A cause must fit the rates of several steps, because one rate fits by chance."""
     about = {"type": "linear", "learning_rate": 1.0, "max_steps": 4, "step": 3, "rates": rates}
     d = Dump({"kind": "sft", "schedule": about, "optimizer": {"learning_rate": rate}}, ONE_ROW)
     assert [cause.name for cause in explain("schedule", d)] == [name] * bool(name)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
-def test_recorded_losses_of_trl_are_healthy(kind):
+def test_recorded_losses_of_trl_agree(kind):
     for _, options, batch, value, gradient in parity.cases(kind=kind):
         assert error(computed("loss", as_step(batch, options, value, gradient), {})) < TOLERANCE, options
 
@@ -406,6 +429,6 @@ def test_recorded_losses_of_trl_are_healthy(kind):
     ({"average": lambda x, mask: x.sin().sum()}, "1 of .* cases: no known mistake .*\n  loss: 1 of 1"),
 ])  # fmt: skip
 def test_a_wrong_loss_is_named(wrong, says):
-    """The page has three more."""
+    """parity.check names the mistake in a loss; docs/audit.md has three more examples."""
     with pytest.raises(AssertionError, match=rf"(?s)of 2 cases differ from TRL\n.*\n{says}"):
         parity.check(lambda batch, options: usual(batch, options, **wrong), whole_step=True, **DAPO)

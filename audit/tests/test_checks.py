@@ -1,4 +1,7 @@
-"""Assertions for other people's tests fail where they should; the fixtures of the wheel hold our numbers to others'."""
+"""Test the assertions that users call in their own tests, and the recorded numbers in the wheel.
+
+The fixtures hold numbers of TRL and transformers, and minivlmrl has to reproduce them.
+"""
 
 import json
 import subprocess
@@ -26,17 +29,18 @@ X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
 
 def mean_over_tokens(parts):
-    """The gradient of a token mean of the step."""
+    """Compute the gradient of the mean over all tokens of the step, for any split into `parts`."""
     mask = torch.arange(4) < LENGTHS[:, None]
     return {"w": sum((X[rows] * mask[rows]).sum(0) for rows in parts) / mask.sum()}
 
 
 def mean_of_means(parts):
+    """Compute the gradient of the mean of the parts' means, which depends on the split."""
     mask = torch.arange(4) < LENGTHS[:, None]
     return {"w": sum((X[rows] * mask[rows]).sum(0) / mask[rows].sum() for rows in parts) / len(parts)}
 
 
-def test_splits_and_ranks():
+def test_gradients_that_depend_on_the_split_fail():
     for check, what in ((assert_split_invariant, "micro-batches"), (assert_rank_invariant, "ranks")):
         check(mean_over_tokens, 6)
         with pytest.raises(AssertionError, match=f"^{what} .* the gradient of w differs"):
@@ -53,7 +57,7 @@ NAN = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
     (6, lambda parts: {"abc"[i]: torch.ones(2) for i in range(len(parts))}, "b has a gradient either only"),
     (1, mean_over_tokens, "rows is 1, but at least 2 rows are needed"),
 ])  # fmt: skip
-def test_gradients_that_are_broken_or_not_compared_fail(rows, gradients, says):
+def test_invalid_gradients_fail(rows, gradients, says):
     for check in (assert_split_invariant, assert_rank_invariant):
         with pytest.raises(AssertionError, match=says):
             check(gradients, rows)
@@ -77,7 +81,7 @@ def test_logps():
         assert_same_logps(logps, logps + 1, 0 * mask)
 
 
-def test_the_fixtures_are_read_by_numpy_and_safetensors_alone():
+def test_the_fixtures_can_be_read_without_torch_and_minivlmrl():
     code = f"""
 import sys
 from safetensors.numpy import load_file
@@ -89,11 +93,14 @@ assert "torch" not in sys.modules and "minivlmrl" not in sys.modules
     assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 2_000_000
 
 
-def test_our_numbers_are_those_of_the_fixture():
-    """Patches, positions, windows and logits of a tiny checkpoint, recorded from transformers 5.23."""
+def test_minivlmrl_reproduces_the_fixture():
+    """minivlmrl reproduces numbers of transformers 5.23 for a tiny checkpoint.
+
+    The fixture has patches, positions, the window order and logits.
+    """
     with safe_open(FIXTURES / "tiny_qwen2_5_vl.safetensors", framework="pt") as file:
         config = ModelConfig.from_dict(json.loads(file.metadata()["config"]), "config")
-        x = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, a handle is no dict
+        x = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, file is no dict
     model = FAMILIES[config.model_type].model(config)
     weights = {name.removeprefix("model/"): value for name, value in x.items() if name.startswith("model/")}
     model.load_state_dict(weights, strict=True)
@@ -111,8 +118,8 @@ def test_our_numbers_are_those_of_the_fixture():
     assert (logits - x["logits"]).abs().max() < 1e-5
 
 
-def test_options_are_those_of_the_losses():
-    """What the audit may change is what a loss, or the term of its loss_type, takes, with the same default."""
+def test_options_equal_those_of_the_losses():
+    """The audit's options are those of the loss functions, with the same defaults."""
     assert arguments(DPOOptions()).items() <= dpo_loss.__kwdefaults__.items()
     for loss_type, term in TERMS.items():
         ours = arguments(PolicyOptions(loss_type=loss_type))

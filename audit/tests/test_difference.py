@@ -1,4 +1,4 @@
-"""Where two files differ: lines and sizes, and what two honest runs may say differently."""
+"""Test where two files differ, and which fields, such as times, may differ between equal runs."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def test_tensors(tmp_path):
         ("a.safetensors", "x", "from line 1 on: "),
     ],
 )
-def test_a_file_that_is_not_what_its_name_says(tmp_path, name, text, reason):
+def test_a_file_that_cannot_be_parsed(tmp_path, name, text, reason):
     file, other = tmp_path / name, tmp_path / "other" / name
     other.parent.mkdir()
     if file.suffix == ".safetensors":
@@ -74,7 +74,7 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path, name, text, reason):
 
 
 def state(folder, files):
-    """A state of safetensors files, as so many ranks write it."""
+    """Write a training state, and return its folder; `files` has the tensors of each rank."""
     folder.mkdir()
     for number, tensors in enumerate(files):
         save_file(tensors, folder / f"{number:04d}_0000.safetensors")
@@ -83,7 +83,7 @@ def state(folder, files):
     return folder
 
 
-def test_states_of_other_numbers_of_ranks(tmp_path):
+def test_states_of_different_numbers_of_ranks(tmp_path):
     x, y = torch.arange(10.0).view(5, 2), torch.ones(3)
     one = state(tmp_path / "one", [{"0:x": x, "0:y": y}])
     two = state(tmp_path / "two", [{"0:x": x[:3], "0:y": y}, {"3:x": x[3:].clone()}])
@@ -100,6 +100,6 @@ def test_states_of_other_numbers_of_ranks(tmp_path):
     assert difference(one, two) == "line 1"
 
 
-def test_the_largest_difference_is_that_of_all_numbers():
+def test_distance_is_the_largest_difference_of_all_numbers():
     assert distance({"a": 1.0, "b": {"c": 2.0}}, {"a": 1.5, "b": {"c": 4.0}}) == 1.0
     assert distance({"a": "x"}, {"a": "y"}) == distance({"a": 1.0}, {"b": 1.0}) == math.inf

@@ -1,4 +1,4 @@
-"""What the audit uses of minivlmrl is listed in minivlmrl_api.py, which has nothing else."""
+"""Check that the audit imports minivlmrl only through minivlmrl_api.py, and uses all its names."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ API = AUDIT / "minivlmrl_audit" / "minivlmrl_api.py"
 
 
 def imported(path: Path) -> list[tuple[str, list[str]]]:
-    """List the modules that a file imports, at any depth, and the names that it takes from each."""
+    """List the modules that a file imports, also inside functions, with the imported names."""
     modules = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -18,7 +18,7 @@ def imported(path: Path) -> list[tuple[str, list[str]]]:
     return modules
 
 
-def test_one_module_imports_minivlmrl_and_the_others_use_each_of_its_names():
+def test_only_minivlmrl_api_imports_minivlmrl_and_all_its_names_are_used():
     listed, used, elsewhere = set(), set(), []
     for path in [*AUDIT.glob("*.py"), *AUDIT.glob("minivlmrl_audit/*.py")]:
         for module, names in imported(path):

@@ -1,4 +1,4 @@
-"""Every bug of the mutation study changes what training computes: steps of a tiny run end with other numbers."""
+"""Check that every bug of the mutation study changes the metrics of a tiny training run."""
 
 import json
 from functools import cache
@@ -17,7 +17,10 @@ QUICK = ("gradient_of_zero", "labels_shifted_twice")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Metrics of a tiny run of sft and grpo with these options; what is not in them is left out."""
+    """Return a function that trains a tiny model with sft and grpo, and returns the metrics.
+
+    Evaluation and saving of the model are disabled, because the metrics do not depend on them.
+    """
 
     def metrics(*options):
         folder = tmp_path_factory.mktemp("run")
@@ -50,7 +53,7 @@ def letters(completions, solution, **_):
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in mutation_study.BUGS
 ])  # fmt: skip
-def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
+def test_a_bug_changes_the_metrics(name, run, monkeypatch):
     bug = mutation_study.BUGS[name]
     options = *bug.options, mutation_study.OPEN
     healthy = run(*options)
@@ -60,7 +63,7 @@ def test_a_bug_turns_the_numbers_red(name, run, monkeypatch):
 
 
 def test_a_run_gets_its_seed_and_options(monkeypatch):
-    """--seed is train.py's, no abbreviation of --seeds."""
+    """--seed is an option of train, and is not parsed as an abbreviation of --seeds."""
     given = []
     monkeypatch.setattr(mutation_study, "train_recipe", given.extend)
     monkeypatch.setattr(mutation_study, "setattr", monkeypatch.setattr, raising=False)

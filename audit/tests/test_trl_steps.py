@@ -1,4 +1,4 @@
-"""Whole training steps equal TRL's, and its trainers' steps, healthy or with a bug put into them, are told apart."""
+"""Compare whole training steps with TRL's, and audit steps of TRL with and without bugs."""
 
 import copy
 from contextlib import suppress
@@ -33,9 +33,10 @@ from minivlmrl_audit.perturbations import Change
 from minivlmrl_audit.step_checks import shown
 
 BUGS = {name: bug.trl for name, bug in bugs.BUGS.items() if bug.trl}
-QUICK = ("kl_reversed", "dropped_gradients", "answers_in_the_loss")
+QUICK = ("kl_reversed", "dropped_gradients", "tool_responses_in_the_loss")
 SLOW = pytest.mark.slow
-SAME = {"learning_rate": 3e-4, "lr_scheduler_type": "constant"}  # the other defaults of both sides are equal, or below
+# other defaults are equal in TRL and minivlmrl
+SAME = {"learning_rate": 3e-4, "lr_scheduler_type": "constant"}
 OURS = {**SAME, "adam_beta2": 0.999}
 
 
@@ -56,7 +57,10 @@ def dumped(folder, output, kind, late=None, at=0, **options):
 
 
 def rows_of(d):
-    """Prompts, and answers in the order of the dump; what does not count of them was forced."""
+    """Return the prompts and completions of a dumped step, in its order.
+
+    Tokens that are not in the loss get policy_mask 0.
+    """
     patches, grids = zip(*((own[0][0], own[0][1][None]) for own in shown(d)), strict=True)  # each row has one picture
     real, counted = d["attention_mask"].bool(), d["completion_mask"].bool()
     prompts = [
@@ -68,11 +72,12 @@ def rows_of(d):
 
 
 def step_of(kind, d, folder, **options):
-    """The same step by our trainer: weights after it, by the hub's names."""
+    """Repeat a dumped step with minivlmrl's trainer, and return the parameters after the step."""
     run = RunConfig()
     for name, value in (OURS | options).items():
         setattr(getattr(run, kind), name, value)
-    run.rewards, run.optimizer.max_grad_norm = {"accuracy": 1.0, "format": 1.0}, 0.5  # of as many weights
+    # as many rewards as in the dump
+    run.rewards, run.optimizer.max_grad_norm = {"accuracy": 1.0, "format": 1.0}, 0.5
     model, processor = load_model(folder, torch.float64), load_processor(folder)
     cls = {"grpo": GRPOTrainer, "dpo": DPOTrainer, "sft": SFTTrainer}[kind]
     trainer = cls(run, model, processor, World())
@@ -95,7 +100,7 @@ def step_of(kind, d, folder, **options):
 
 
 def encoded(inputs):
-    """Prompts and answers of a batch of TRL's collator."""
+    """Convert a batch of TRL's collator to prompts and completions of minivlmrl."""
     ends, grids = inputs["image_grid_thw"].prod(1).cumsum(0).tolist(), inputs["image_grid_thw"]
     prompts, answers = [], []
     for i, (ids, real) in enumerate(zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)):
@@ -107,7 +112,7 @@ def encoded(inputs):
 
 
 def forced(trainer):
-    """Let TRL take some tokens of each completion as a tool's: its tool_mask."""
+    """Give a TRL trainer a tool_mask that marks some tokens of completions as tool responses."""
     generate = trainer._generate
 
     def masked(*given, **named):
@@ -118,60 +123,67 @@ def forced(trainer):
     trainer._generate = masked
 
 
-@pytest.mark.parametrize(("kind", "theirs", "ours"), [
+@pytest.mark.parametrize(("kind", "trl_options", "our_options"), [
     ("grpo", {"beta": 0.1, "late": forced}, {"beta": 0.1, "num_generations": 4, "prompts_per_step": 2}),
     pytest.param("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}, {}, marks=SLOW),
     pytest.param("dpo", {"beta": 0.3}, {"beta": 0.3}, marks=SLOW),
     pytest.param("grpo", {"loss_type": "grpo", "scale_rewards": "none"},
      {"loss_type": "grpo", "scale_rewards": "none", "num_generations": 4, "prompts_per_step": 2}, marks=SLOW),
 ])  # fmt: skip
-def test_a_whole_step_equals_trls(kind, theirs, ours, folder, tmp_path, monkeypatch):
-    """Same weights, completions and rewards: parameters after the step agree within 1e-6; they moved by 3e-4.
+def test_a_whole_step_equals_trls(kind, trl_options, our_options, folder, tmp_path, monkeypatch):
+    """With the same weights, completions and rewards, parameters after a step agree within 1e-6.
 
-    transformers takes norms and rotations in float32, which Adam's first step makes larger where a gradient is near 0.
+    The step changes parameters by 3e-4. The difference is not smaller, because transformers
+    computes norms and rotations in float32, and Adam's first step amplifies rounding errors of
+    gradients near 0.
     """
     monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", trl_fixtures.PlainHead)
     norms = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
     for name in ("Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"):
         if hasattr(norms, name):
             monkeypatch.setattr(getattr(norms, name), "forward", trl_fixtures.plain_norm)
-    d = dumped(folder, tmp_path, kind, dtype=torch.float64, max_grad_norm=0.5, **SAME, **theirs)
-    if "late" in theirs:
+    options = {"dtype": torch.float64, "max_grad_norm": 0.5} | SAME | trl_options
+    d = dumped(folder, tmp_path, kind, **options)
+    if "late" in trl_options:
         assert 0 < d["completion_mask"].sum() < (d["attention_mask"].bool() & d.completion).sum()
-    mine = step_of(kind, d, folder, **ours)
+    parameters = step_of(kind, d, folder, **our_options)
     after = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("after").items()}
     before = {hub_name(name.removeprefix("module.")): x for name, x in d.parameters("before").items()}
-    assert after.keys() == mine.keys()
+    assert after.keys() == parameters.keys()
     moved = max((after[name] - before[name]).abs().max().item() for name in after)
-    apart = {name: (after[name] - mine[name].detach()).abs().max().item() for name in after}
+    apart = {name: (after[name] - parameters[name].detach()).abs().max().item() for name in after}
     assert moved > 2.9e-4 and max(apart.values()) < 1e-6, max(apart.items(), key=lambda item: item[1])
 
 
 def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
-    """Three steps of KTOTrainer: losses, KLs, whose pairing of prompts and answers is TRL's, and weights."""
+    """Losses, KLs and weights equal those of TRL's KTOTrainer in three steps.
+
+    The KL uses the same mismatched pairs of prompts and answers as TRL.
+    """
     monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", trl_fixtures.PlainHead)
     in_float64(monkeypatch, "qwen2_5_vl")
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "max_grad_norm": 0.5}
     trainer = trl_fixtures.kto(folder, tmp_path / "trainer", 12, torch.float64, **options, **SAME, logging_steps=1)
     trainer.ref_model.double()
-    seen, compute = [], trainer._compute_loss
+    batches, compute = [], trainer._compute_loss
     monkeypatch.setattr(trainer, "_compute_loss", lambda model, inputs, *rest: (
-        seen.append(inputs), compute(model, inputs, *rest))[1])  # fmt: skip
+        batches.append(inputs), compute(model, inputs, *rest))[1])  # fmt: skip
     trainer.train()
     run = load_config("shapes_kto.yaml", ["--kto={prompts_per_step: 4}", "--optimizer.max_grad_norm=0.5"])
     for name, value in OURS.items():
         setattr(run.kto, name, value)
     model, processor = load_model(folder, torch.float64), load_processor(folder)
-    ours = find_trainer("kto", run)(run, model, processor, World())
-    optimizer, lines = build_optimizer(ours.trained, run.kto, run.optimizer), []
-    for number, inputs in enumerate(seen):
-        monkeypatch.setattr(ours, "encode", lambda rows, inputs=inputs: encoded(inputs))
-        step = next(ours.steps(iter([[Row([], [], {"label": good}) for good in inputs["label"]]])))
-        lines.append(optimizer_step(ours, step, optimizer, number))
-    theirs = [line for line in trainer.state.log_history if "kl" in line]
+    our_trainer = find_trainer("kto", run)(run, model, processor, World())
+    optimizer, lines = build_optimizer(our_trainer.trained, run.kto, run.optimizer), []
+    for number, inputs in enumerate(batches):
+        monkeypatch.setattr(our_trainer, "encode", lambda rows, inputs=inputs: encoded(inputs))
+        labelled_rows = [Row([], [], {"label": good}) for good in inputs["label"]]
+        step = next(our_trainer.steps(iter([labelled_rows])))
+        lines.append(optimizer_step(our_trainer, step, optimizer, number))
+    trl_lines = [line for line in trainer.state.log_history if "kl" in line]
     assert lines[-1]["kl"] > 0.1
-    for ours, line in zip(lines, theirs, strict=True):
-        assert ours["loss"] == pytest.approx(line["loss"], rel=1e-6)  # which is logged in float32
+    for ours, line in zip(lines, trl_lines, strict=True):
+        assert ours["loss"] == pytest.approx(line["loss"], rel=1e-6)  # TRL logs the loss in float32
         for name in ("kl", "rewards/chosen", "rewards/rejected"):
             assert ours[name] == pytest.approx(line[name], rel=1e-9)
     after = {hub_name(name.removeprefix("module.")): x for name, x in trainer.model.named_parameters()}
@@ -182,7 +194,7 @@ def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     pytest.param(name, marks=[] if name in QUICK else SLOW) for name in BUGS
 ])  # fmt: skip
 def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
-    """Put into the installed TRL, it makes one stage differ, and one of the explanations that are printed names it."""
+    """A bug in TRL makes one stage differ, and one of the printed explanations names the bug."""
     bug = BUGS[name]
     if not bug.late:
         bug.patch(monkeypatch.setattr, None)
@@ -194,8 +206,8 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
 
 
 def is_named(bug, finding):
-    said = [f"{cause.name} {cause.says}" for cause in finding.explained[:4]]
-    return any(all(part in one for part in bug.cause.split(", ")) for one in said)
+    texts = [f"{cause.name} {cause.says}" for cause in finding.explained[:4]]
+    return any(all(part in text for part in bug.cause.split(", ")) for text in texts)
 
 
 @pytest.mark.parametrize("names", [
@@ -224,14 +236,14 @@ def test_bugs_of_two_stages_are_both_named(names, folder, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
-    """Its formula is computed, with a stub for the model's forward; what a formula raises is not swallowed."""
+def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch):
+    """The formula of every cause can be computed on a step. The model's forward is a stub."""
     several, never = {"per_device_train_batch_size": 4, "rows": 8}, {}
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
     model = load_model(folder, torch.float64)
     monkeypatch.setattr(
         "minivlmrl_audit.optimizer_checks.load_model", lambda *_: copy.deepcopy(model)
-    )  # some change it
+    )  # a copy, because some causes change the model
     monkeypatch.setattr(type(model), "__call__", lambda self, batch, select: torch.zeros(
         len(select), self.lm_head.in_features, dtype=torch.float64))  # fmt: skip
     for kind, options in steps:
@@ -239,7 +251,8 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
         for name, stage in STAGES.items():
             d.part = torch.arange(1) if name in LOGPS else None
             for cause in possible_causes(name, d) if stage(d, Change(d, {})) else ():
-                answer = True  # a loss may refuse it, such as answers without a token
+                # stays True if a loss raises ValueError, for example for answers without a token
+                answer = True
                 if never.get((name, cause.name), True):
                     with suppress(ValueError):
                         answer = stage(d, Change(d, cause.change))
@@ -247,7 +260,7 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
     assert len(never) > 1000 and not any(never.values()), [of for of, empty in never.items() if empty]
 
 
-def test_what_has_no_definition_is_refused_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
+def test_label_smoothing_is_rejected_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the audit does not support label smoothing"):
         STEPS_OF["sft"](trl_fixtures.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
     trainer = trl_fixtures.grpo(folder, tmp_path / "grpo")
@@ -262,9 +275,10 @@ def test_what_has_no_definition_is_refused_and_the_sampler_is_compared(folder, t
 
 OFF = {"num_iterations": 2, "rows": 8}  # the second step is off-policy
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5, "learning_rate": 1e-2}
-TELL = {"tools": ("tell",)}  # TRL 1.16 cannot leave out a cut completion that has a picture
+# no images, because TRL 1.16 cannot mask truncated completions with images
+TELL = {"tools": ("tell",)}
 SEQUENCE = {"importance_sampling_level": "sequence", "beta": 0.05, **OFF}
-HEALTHY = {  # tests/parity has every loss
+HEALTHY = {  # tests/parity compares all loss types
     "grpo": [
         *({"loss_type": name} for name in ("grpo", "bnpo", "cispo", "sapo", "vespo")),
         *({"loss_type": name, **SEQUENCE} for name in ("dr_grpo", "luspo")),
@@ -307,8 +321,8 @@ HEALTHY = {  # tests/parity has every loss
     pytest.param(kind, options, marks=SLOW if number else [])
     for kind, some in HEALTHY.items() for number, options in enumerate(some)
 ])  # fmt: skip
-def test_no_alarm_in_healthy_steps(kind, options, folder, tmp_path):
-    """Two steps each."""
+def test_no_alarm_in_steps_without_a_bug(kind, options, folder, tmp_path):
+    """The audit reports no difference in two training steps of TRL without a bug."""
     trainer = getattr(trl_fixtures, kind)(folder, tmp_path / "trainer", max_steps=2, seed=len(str(options)), **options)
     with STEPS_OF[kind](trainer, tmp_path, 2):
         trainer.train()
@@ -319,11 +333,12 @@ def test_no_alarm_in_healthy_steps(kind, options, folder, tmp_path):
         stages = {finding.stage for finding in findings}
         assert {"loss", "clip", "update", "schedule"} <= stages
         assert options.get("beta") is None or kind != "grpo" or "logps of reference" in stages
-        assert ("gradients" in stages) == ("neftune_noise_alpha" not in options)  # noise is drawn once
+        # NEFTune's noise cannot be sampled again
+        assert ("gradients" in stages) == ("neftune_noise_alpha" not in options)
 
 
-def test_dropout_of_attention_is_noise(folder, tmp_path):
-    """A number in transformers' modules: what it draws is drawn once, so what a forward gives is not compared."""
+def test_forwards_with_attention_dropout_are_not_compared(folder, tmp_path):
+    """Log-probabilities and gradients are not compared, because dropout cannot be repeated."""
 
     def drop(trainer):
         for module in trainer.model.modules():
@@ -335,8 +350,8 @@ def test_dropout_of_attention_is_noise(folder, tmp_path):
     assert not {"logps", "logps of old", "gradients"} & {finding.stage for finding in findings}
 
 
-def test_the_tool(folder, tmp_path, capsys, monkeypatch):
-    """Exit status and what is printed: of a bug, and of a folder that is no step."""
+def test_the_audit_command(folder, tmp_path, capsys, monkeypatch):
+    """The command prints the cause of a bug, returns 1, and raises for a folder without a step."""
     BUGS["divided_twice"].patch(monkeypatch.setattr, None)
     dumped(folder, tmp_path, "grpo")
     assert main([str(tmp_path / "0")]) == 1

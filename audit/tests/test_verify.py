@@ -1,4 +1,4 @@
-"""Verify: honest runs pass, killed and resumed ones too; what was forged is named by its file."""
+"""Test that `reproduce` accepts unchanged runs, also resumed runs, and names forged files."""
 
 import contextlib
 import functools
@@ -37,7 +37,10 @@ RECIPE = tiny.recipe(
 
 @pytest.fixture(scope="module", autouse=True)
 def lively():
-    """Let an untrained model earn different rewards at different lengths."""
+    """Make completions of an untrained model differ in length and reward.
+
+    Every eighth token is a stop token, and the reward counts letters.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(REWARDS, "letters", "on_ranks:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
@@ -59,7 +62,7 @@ def run(recipe, folder, *options):
 
 @pytest.fixture(scope="module")
 def trained(recipe):
-    """A run with states after its second, fourth and sixth step, of which it keeps two."""
+    """Train with a checkpoint every two of six steps, so that the run keeps its last two states."""
     return run(recipe, recipe.parent / "run", "--checkpoint_steps=2")
 
 
@@ -70,7 +73,11 @@ def copy(trained, tmp_path):
 
 @pytest.fixture
 def verify(capsys):
-    """verify(folder, options) -> exit status and lines, without those of files that it does not compare."""
+    """Return a function that runs `reproduce` on a folder.
+
+    The function returns the exit status and the printed lines, except lines about files that are
+    not compared.
+    """
 
     def verify(folder, *options):
         shutil.rmtree(f"{folder}.again", ignore_errors=True)
@@ -86,12 +93,12 @@ def verify(capsys):
 HONEST = 0, ["nothing differs"]
 
 
-def test_an_honest_run_and_nothing_is_written_in_its_folder(trained, verify):
+def test_an_unchanged_run_is_reproduced_and_its_folder_stays_unchanged(trained, verify):
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     assert verify(trained) == HONEST
     assert verify(trained, "--state=000004") == HONEST
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
-    assert main(["reproduce", str(trained)]) == 2, "RUN.again is there"
+    assert main(["reproduce", str(trained)]) == 2, "RUN.again exists already"
 
 
 class Killed(BaseException):
@@ -116,7 +123,7 @@ def test_a_run_that_was_killed_and_resumed_with_other_options(recipe, tmp_path, 
 
 
 def edit(file, number, change):
-    """Change a line of a file."""
+    """Call `change` on one line of a JSONL file, as a dict, and write the file again."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     change(lines[number])
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -183,7 +190,7 @@ def hash_again(state):
 
 
 def in_state(forge):
-    """Forge something in a state, and the hashes beside it."""
+    """Return a function that applies `forge` to a run, and then updates the hashes of its state."""
 
     def forge_state(run):
         forge(run)
@@ -230,7 +237,7 @@ FORGERIES = {
 
 @pytest.fixture(scope="module")
 def trained_again(trained, tmp_path_factory):
-    """What verify trains again of the run, which it leaves beside it."""
+    """Run `reproduce` once, and return the folder with the repeated run."""
     again = tmp_path_factory.mktemp("again") / "run"
     shutil.rmtree(f"{trained}.again", ignore_errors=True)
     assert main(["reproduce", str(trained)]) == 0
@@ -240,7 +247,7 @@ def trained_again(trained, tmp_path_factory):
 
 @pytest.fixture
 def instant(trained_again, monkeypatch):
-    """Copy what was trained again instead of training it each time."""
+    """Make `reproduce` copy the repeated run instead of training it in each test."""
 
     def start(config, see):
         shutil.copytree(trained_again, config.output_dir, dirs_exist_ok=True)
@@ -250,7 +257,7 @@ def instant(trained_again, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_what_was_forged_is_named(name, copy, verify, instant):
+def test_a_forged_file_is_named(name, copy, verify, instant):
     forge, files = FORGERIES[name]
     forge(copy)
     code, lines = verify(copy)
@@ -259,25 +266,25 @@ def test_what_was_forged_is_named(name, copy, verify, instant):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint", "states/000004"])
-def test_links_are_refused(name, copy, verify, instant):
-    """They led into RUN.again, so the run was compared with itself."""
+def test_symbolic_links_are_rejected(name, copy, verify, instant):
+    """Links are rejected, because a link into RUN.again would compare that run with itself."""
     shutil.move(copy / name, copy.parent / "moved")
     (copy / name).symlink_to(copy.parent / "run.again" / name)
     code, [line] = verify(copy)
     assert code == 2 and f"{copy / name} is a symbolic link" in line
 
 
-def test_a_run_is_found_however_it_is_written(copy, verify, instant, monkeypatch):
-    """RUN/ and . wrote RUN.again inside of RUN."""
+def test_a_run_can_be_given_by_different_paths(copy, verify, instant, monkeypatch):
+    """RUN.again is written beside RUN, also if the run is given as RUN/ or as `.`."""
     before = {*copy.rglob("*")}
     assert verify(f"{copy}/") == HONEST
     monkeypatch.chdir(copy)
-    assert (main(["reproduce", "."]), main(["reproduce", "../run/"])) == (2, 2), "run.again is there"
+    assert (main(["reproduce", "."]), main(["reproduce", "../run/"])) == (2, 2), "run.again exists"
     assert {*copy.rglob("*")} == before
 
 
 def rounded(run, share=1e-6):
-    """Metrics and weights as another processor makes them."""
+    """Change losses and weights by rounding errors, as if another CPU had trained the run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line["loss"] += share
@@ -289,13 +296,13 @@ def rounded(run, share=1e-6):
 
 
 def other_rows(run):
-    """Of one step, as another seed draws them."""
+    """Change the row numbers of one step's completions, as if another seed had sampled them."""
     for number in range(8, 12):
         edit(run / "completions.jsonl", number, lambda line: line.update(row=line["row"] + 100))
 
 
 def fewer_rows(run):
-    """Those of one of two ranks."""
+    """Remove every second completion, so that only one of two ranks seems to have logged."""
     lines = (run / "completions.jsonl").read_text().splitlines(keepends=True)
     (run / "completions.jsonl").write_text("".join(lines[0::2]))
 
@@ -312,24 +319,27 @@ def fewer_rows(run):
     ],
     ids=["nothing else", "fewer rows", "other pictures", "no rows", "other rows", "another reward"],
 )
-def test_rounding_has_the_same_rows_and_small_differences(expected, forge, copy, verify, instant):
+def test_rounding_errors_with_equal_or_other_rows(expected, forge, copy, verify, instant):
     rounded(copy)
     forge(copy)
     assert verify(copy)[0] == expected
 
 
 def test_rounded_metrics_of_equal_weights(copy, verify, instant):
-    """As of the same run on fewer ranks; no number of any step may then be another one."""
-    kept = (copy / "checkpoint" / "model.safetensors").read_bytes()
+    """If weights are equal, metrics may differ only by rounding errors in every step.
+
+    The same run on fewer ranks gives such metrics.
+    """
+    weights = (copy / "checkpoint" / "model.safetensors").read_bytes()
     rounded(copy)
-    (copy / "checkpoint" / "model.safetensors").write_bytes(kept)
+    (copy / "checkpoint" / "model.safetensors").write_bytes(weights)
     assert verify(copy)[0] == 3
     edit(copy / "metrics.jsonl", 5, lambda line: line.update(reward=0.99))
     assert verify(copy)[0] == 1
 
 
 def on_two_ranks(work):
-    """Call work() in two forked ranks; their exit codes."""
+    """Call work() in two forked ranks, and return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -343,7 +353,7 @@ def on_two_ranks(work):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_verified_by_two_and_nearly_by_one(recipe, tmp_path, verify):
+def test_a_run_of_two_ranks_is_reproduced_by_two_ranks_and_nearly_by_one(recipe, tmp_path, verify):
     folder = tmp_path / "run"
     assert on_two_ranks(lambda: train_recipe([str(recipe), f"--output_dir={folder}", "--checkpoint_steps=3"])) == [0, 0]
     assert on_two_ranks(lambda: main(["reproduce", str(folder)])) == [0, 0]

@@ -1,4 +1,4 @@
-"""Small real trainers of TRL on a tiny Qwen2.5-VL, for what the audit is to find in them. Import it where TRL is."""
+"""Build small TRL trainers with a tiny Qwen2.5-VL for the audit's tests. Importing needs TRL."""
 
 import inspect
 import json
@@ -24,20 +24,24 @@ STEPS_OF = {"grpo": grpo_steps, "turns": grpo_steps, "dpo": dpo_steps, "sft": sf
 CHAT_TEMPLATES = os.path.join(os.path.dirname(trl.__file__), "chat_templates")
 QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none", "save_strategy": "no"}
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
-END = shapes.tokenizer().special_tokens["<|im_end|>"]  # made likely when sampling: completions of several lengths
+# tests make this token likely, so that completions end at different lengths
+END = shapes.tokenizer().special_tokens["<|im_end|>"]
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
 class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-    """transformers' processor without the video processor: checking its type needs torchvision."""
+    """Processor of transformers without its video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         return type(argument)
 
 
 def write_model(folder):
-    """A model of shapes' tokenizer with telling weights, in a folder."""
+    """Save a tiny random model with the tokenizer of the task `shapes`, and return its folder.
+
+    Its weights are chosen so that mistakes change its outputs visibly.
+    """
     (folder / "sizes.json").write_text(json.dumps(tiny.RUN_MODEL))
     model, processor = random_model(folder / "sizes.json", shapes.tokenizer(), seed=0)
     tiny.telling_weights(model)
@@ -52,10 +56,11 @@ def processor(folder, template="qwen2_5_vl"):
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         padding_side="left",
     )  # fmt: skip
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # not of 4
+    # missing in transformers 4
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    if not os.path.isdir(CHAT_TEMPLATES):  # of older releases
+    if not os.path.isdir(CHAT_TEMPLATES):  # older releases of TRL have no chat templates
         return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=CHATML)
     with open(os.path.join(CHAT_TEMPLATES, f"{template}.jinja")) as file:
         return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=file.read())
@@ -79,7 +84,7 @@ def lower(completions, **_):
 
 
 class PlainHead:
-    """TRL's fused head, which computes in float32, by its definition in the hidden states' type."""
+    """TRL's fused head, but computed in the hidden states' dtype instead of float32."""
 
     @staticmethod
     def apply(hidden, weight, bias, labels, temperature, *_):
@@ -89,7 +94,7 @@ class PlainHead:
 
 
 def plain_norm(self, x):
-    """transformers' norm, which computes in float32, in the hidden states' type."""
+    """Compute transformers' RMS norm in the hidden states' dtype instead of float32."""
     return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
 
 
@@ -105,9 +110,9 @@ def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32,
 
 
 class Look:
-    """Tools: one shows a picture and says something, one says something, and they may fail."""
+    """Environment with a tool `look` that returns an image and text, and a tool `tell`."""
 
-    large = False  # pictures as large as the prompt's
+    large = False  # whether `look` returns images as large as the prompt's
 
     def reset(self, image, **columns):
         self.image = image
@@ -120,8 +125,8 @@ class Look:
         """
         width = 28 * (1 + n % 2)
         box = (0, n, 56, 56 + n) if self.large else (14, n + 6, 14 + width, n + 34)
-        said = {"type": "text", "text": "seen " * (n % 3)}
-        return [{"type": "image", "image": self.image.crop(box)}, said]
+        text = {"type": "text", "text": "seen " * (n % 3)}
+        return [{"type": "image", "image": self.image.crop(box)}, text]
 
     def tell(self, n: int) -> str:
         """Tell.
@@ -129,7 +134,7 @@ class Look:
         Args:
             n: What.
         """
-        return "red " * (10 // (n % 4))  # which divides by zero for some
+        return "red " * (10 // (n % 4))  # raises ZeroDivisionError if n is a multiple of 4
 
 
 def unjudged(completions, **_):
@@ -138,7 +143,10 @@ def unjudged(completions, **_):
 
 def text(folder, output, name="GRPO", columns=("prompt",), rewards=("distinct", "lower"), pad="<|endoftext|>", bias=0.1,
          rows=8, **options):  # fmt: skip
-    """A trainer of text alone, of any release since 0.15; it gets those of the options that it knows."""
+    """Build a text-only trainer of any TRL release since 0.15.
+
+    Options that the release does not have are ignored.
+    """
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|im_end|>", pad_token=pad, chat_template=CHATML,
         padding_side="left" if name == "GRPO" else "right", model_input_names=["input_ids", "attention_mask"],
@@ -153,14 +161,16 @@ def text(folder, output, name="GRPO", columns=("prompt",), rewards=("distinct", 
                "gradient_accumulation_steps": 1} | QUIET | options  # fmt: skip
     options["per_device_train_batch_size"] = size // options["gradient_accumulation_steps"]
     options["generation_kwargs"] = {"sequence_bias": [[[END], bias]]}
-    kinds = getattr(inspect.getmodule(trl.DPOConfig), "FDivergenceType", str)  # no text, up to 0.28
+    # up to 0.28, the option is an enum member
+    kinds = getattr(inspect.getmodule(trl.DPOConfig), "FDivergenceType", str)
     options["f_divergence_type"] = kinds(options.get("f_divergence_type", "reverse_kl"))
     options = {key: x for key, x in options.items() if key in config.__dataclass_fields__}
     if name == "GRPO" and "logits_to_keep" not in inspect.signature(policy.forward).parameters:
-        forward = type(policy).forward  # of transformers 4.51: the trainer then cuts logits itself
+        # transformers 4.51 has no logits_to_keep, so the trainer cuts the logits
+        forward = type(policy).forward
         type(policy).forward = lambda self, *given, logits_to_keep=0, **named: forward(self, *given, **named)
-    policy.config.model_type = "qwen2"  # or DPO wants a processor
-    # 0.19 takes a reference by this class alone
+    policy.config.model_type = "qwen2"  # otherwise DPOTrainer requires a processor
+    # TRL 0.19 can load a reference model only with this class
     transformers.AutoModelForCausalLM.register(type(policy.config), type(policy), exist_ok=True)
     trainer = getattr(trl, f"{name}Trainer")(
         policy, args=config(output_dir=str(output), **options), processing_class=tokenizer,
@@ -173,13 +183,16 @@ def text(folder, output, name="GRPO", columns=("prompt",), rewards=("distinct", 
 
 
 def dump(folder, output, kind, options, **_):
-    """The steps of a case of audit/history.py, by the release that is imported; one that cannot run says why."""
+    """Train and dump the steps of a case of audit/history.py with the imported release of TRL.
+
+    If training fails, error.txt has the error.
+    """
     output.mkdir(parents=True)
     try:
         trainer = globals()[kind](folder, output / "trainer", **options)
         with STEPS_OF[options.get("name", kind).lower().replace("text", "grpo")](trainer, output, 2):
             trainer.train()
-    except Exception as error:  # of whatever an old release raises here
+    except Exception as error:  # an old release may raise any error
         (output / "error.txt").write_text(f"{type(error).__name__}: {error}")
 
 
@@ -197,8 +210,11 @@ def variety(completions, **_):
 
 def turns(folder, output, rows=4, dtype=torch.float32, seed=0, calls=0.6, tools=("look", "tell"), ends=0.8, large=False,
           **options):  # fmt: skip
-    """A GRPOTrainer with tools, whose draws are a script's: each turn asks for one with probability `calls`, and a turn
-    without a call ends with probability `ends`."""
+    """Build a GRPOTrainer with tools, whose completions are random tokens.
+
+    Each turn calls a tool with probability `calls`. A turn without a call ends with probability
+    `ends`, and is truncated otherwise.
+    """
     data = [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(rows)]
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "seed": seed,
                "max_completion_length": 240, "max_steps": 1, "max_tool_calling_iterations": 3} | options  # fmt: skip
@@ -207,30 +223,33 @@ def turns(folder, output, rows=4, dtype=torch.float32, seed=0, calls=0.6, tools=
         train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder, "qwen3_vl"),
         environment_factory=type('Look', (Look,), {'large': large}),
     )  # fmt: skip
-    # TRL has found what parses calls; without its description of tools prompts are short
+    # TRL has already selected its parser of tool calls. Remove the description of tools from the
+    # template, so that prompts are short.
     template = trainer.processing_class.chat_template
     trainer.processing_class.chat_template = template.replace("if tools", "if false", 1)
     rng, encode = random.Random(seed), trainer._tokenizer.encode
 
     def generate(input_ids, generation_config, **_):
-        drawn = []
+        completions = []
         for _ in input_ids:
             ids, asks = [rng.randrange(256) for _ in range(rng.randrange(1, 9))], rng.random() < calls
             if asks:
                 arguments = f'{{"name": "{rng.choice(tools)}", "arguments": {{"n": {rng.randrange(9)}}}}}'
                 ids += encode(f"<tool_call>\n{arguments}\n</tool_call>")
             ids = ids + [END] * (asks or rng.random() < ends)
-            drawn.append(torch.tensor(ids[: generation_config.max_new_tokens]))
-        width = max(map(len, drawn))  # what did not end is as long as was allowed, here short for all
-        for i, ids in enumerate(drawn):
+            completions.append(torch.tensor(ids[: generation_config.max_new_tokens]))
+        # a completion that did not end is continued to the longest of the batch
+        width = max(map(len, completions))
+        for i, ids in enumerate(completions):
             more = torch.tensor([rng.randrange(256) for _ in range(width - len(ids))]).long()
-            drawn[i] = torch.cat([ids, more if ids[-1] != END else more * 0 + trainer._tokenizer.pad_token_id])
-        drawn = torch.stack(drawn)
-        return torch.cat([input_ids, drawn], 1)
+            padding = torch.full_like(more, trainer._tokenizer.pad_token_id)
+            completions[i] = torch.cat([ids, padding if ids[-1] == END else more])
+        return torch.cat([input_ids, torch.stack(completions)], 1)
 
     tokenize = trainer._tokenize_prompts
 
-    def as_tensors(prompts):  # without torchvision the processor gives lists, which the loop does not split
+    # without torchvision, the processor returns lists, which TRL's tool loop cannot split
+    def as_tensors(prompts):
         ids, images, fields = tokenize(prompts)
         given = {name: torch.tensor(numpy.array(fields[name])) for name in ("pixel_values", "image_grid_thw")}
         return ids, images, fields | given

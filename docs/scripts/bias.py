@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
 from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards
 from minivlmrl.losses.preference import DPO_LOSSES, DPOLossOptions, dpo_loss
 
-END, T = 2, 3  # the token that ends a completion; tokens of the longest
+END, T = 2, 3  # id of the end token, and length of the longest completion
 PREFIXES = [prefix for n in range(T) for prefix in product(range(END), repeat=n)]  # 7: (), (0,), (1,), (0, 0), ...
 COMPLETIONS = sorted({c[: c.index(END) + 1] if END in c else c for c in product(range(END + 1), repeat=T)})  # 15
 ALL = torch.arange(len(COMPLETIONS))
@@ -33,7 +33,7 @@ BETA = 0.5  # of the preference losses
 
 
 def logps_of(logits: Tensor) -> Tensor:
-    """(7, 3) logits -> (15, T) log-probabilities of the tokens of all completions, nats."""
+    """Compute log-probabilities (15, T), in nats, of all completions' tokens from logits (7, 3)."""
     return logits.log_softmax(-1)[PREFIX, TOKENS] * MASK
 
 
@@ -46,7 +46,7 @@ def chances(logps: Tensor) -> Tensor:
 
 
 def by_prefix(per_completion: Tensor) -> Tensor:
-    """(15,) -> (7,): for each prefix the sum over completions that continue it."""
+    """Sum values of completions (15,) over the completions that continue each prefix, (7,)."""
     return torch.zeros(len(PREFIXES)).double().index_put((PREFIX,), per_completion[:, None] * MASK, accumulate=True)
 
 
@@ -131,7 +131,7 @@ PAIRS = 2 * chances(REF).outer(chances(REF)) * (GRADED[:, None] - GRADED).sigmoi
 
 
 def policy_table() -> list[list[str]]:
-    """Policy losses, compared with the gradient of the expected reward."""
+    """Compare the gradients of policy losses with the gradient of the expected reward."""
     kinds = {name: (name, "token", "none") for name in LOSS_TYPES}
     kinds |= {f"dr_grpo, scale_rewards {scale}": ("dr_grpo", "token", scale) for scale in ("group", "batch")}
     kinds |= {"dr_grpo, level sequence": ("dr_grpo", "sequence", "none")}
@@ -154,7 +154,7 @@ def policy_table() -> list[list[str]]:
 
 
 def kl_table() -> list[list[str]]:
-    """Only the KL term, compared with the gradients of two KLs."""
+    """Compare the gradient of the KL term alone with the gradients of two KLs."""
     table, none = [["KL", "token KL", "KL of completions", "token KL, off-policy"]], 0 * GRADED
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
@@ -171,7 +171,7 @@ def kl_table() -> list[list[str]]:
 
 
 def ppo_table() -> list[list[str]]:
-    """PPO, compared with the gradient of the expected reward."""
+    """Compare the gradient of PPO's loss with the gradient of the expected reward."""
     table = [["values", "lam", "on-policy", "off-policy"]]
     true = by_prefix(chances(OLD) * GRADED) / by_prefix(chances(OLD))
     for (name, values), lam in product({"true": true, "half": true / 2, "zero": 0 * true}.items(), (1.0, 0.95, 0.0)):
@@ -184,7 +184,11 @@ def ppo_table() -> list[list[str]]:
 
 
 def preference_table() -> list[list[str]]:
-    """Preference losses, compared with the gradient of the expected reward minus beta times the KL of completions."""
+    """Compare the gradients of preference losses with the gradient of the KL-regularised reward.
+
+    That is the gradient of the expected reward minus beta times the KL of completions to the
+    reference.
+    """
     table = [["loss_type", "at the reference", "elsewhere", "at the optimum"]]
     best = (chances(REF) * (GRADED / BETA).exp())[:, None] * MASK  # the optimum's probabilities, up to a factor
     optimum = torch.zeros_like(POLICY).index_put((PREFIX, TOKENS), best, accumulate=True).log()
@@ -215,7 +219,10 @@ def noise(logits: Tensor, rewards: Tensor, G: int) -> dict[str, float]:
 
 
 def noise_table() -> list[list[str]]:
-    """Noise for the same number of completions: means over 20 random policies with rewards 0 and 1."""
+    """Compare the variance of gradients for an equal number of completions.
+
+    The values are means over 20 random policies with rewards 0 and 1.
+    """
     random = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
     cases = [(torch.randn(POLICY.shape, **random), torch.rand(len(ALL), **random)) for _ in range(20)]
     cells, sizes = {}, (2, 4, 8, 16)

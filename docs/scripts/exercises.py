@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[1] / "exercises.md"
 
 
 def page() -> str:
-    """Return the page with the current output of its commands, which run one after the other in an empty folder."""
+    """Run the page's commands in an empty folder, and return the page with their current output."""
     text, file, exercise = PAGE.read_text(encoding="utf-8"), Path("exercise_9.py"), load(9)
     [wrong] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

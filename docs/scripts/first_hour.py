@@ -1,21 +1,20 @@
-"""docs/first_hour.ipynb: a notebook for the first hour, made of the cells below.
+"""Generate docs/first_hour.ipynb, a notebook for the first hour with minivlmrl.
 
-`python -m docs.scripts.make_pages` writes it.
-
-tests/repository/test_wheel.py runs its cells in order, with fewer rows and steps.
+`python -m docs.scripts.make_pages` writes the notebook. tests/repository/test_wheel.py runs its
+cells in order, with fewer rows and steps.
 """
 
 import json
 import re
 from pathlib import Path
 
-REPOSITORY = "minivlmrl/minivlmrl"  # of the badges
+REPOSITORY = "minivlmrl/minivlmrl"  # repository in the links of the badges
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 BADGE += f"(https://colab.research.google.com/github/{REPOSITORY}/blob/main/docs/NAME.ipynb)"
 INSTALL = """
 import importlib.util, subprocess, sys
 
-if not importlib.util.find_spec("minivlmrl"):  # on Colab; in a clone it is there
+if not importlib.util.find_spec("minivlmrl"):  # on Colab; a clone has it installed
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "minivlmrl"], check=True)
 """.strip()
 LOSSES = (Path(__file__).parents[1] / "policy_gradients.md").read_text(encoding="utf-8")
@@ -24,21 +23,24 @@ CELLS = """
 
 BADGE
 
-A tiny vision-language model that learns on two CPU cores while you watch: look at its data, its tensors and its
-answers, train it, and then train it with a reward of your own. All cells take 76 seconds on two idle cores (Intel
-Xeon). In a clone: `pip install -c constraints.txt -e . notebook`, then `jupyter notebook docs/first_hour.ipynb`.
-The [walkthrough](walkthrough.md) has every number of one step, [this page](step.html) every line of it; the
-[FAQ](faq.md) answers what others have asked.
+In this notebook, you train a tiny vision-language model on two CPU cores. You look at its data, its
+tensors and its answers, train it, and then train it with a reward of your own. All cells take 76
+seconds on two idle cores (Intel Xeon). To run the notebook in a clone, use
+`pip install -c constraints.txt -e . notebook` and then `jupyter notebook docs/first_hour.ipynb`.
+The [walkthrough](walkthrough.md) shows every number of one training step, and
+[this page](step.html) shows every line of code that a step runs. The [FAQ](faq.md) answers common
+questions.
 ---
 INSTALL
 ---
-**Rows** are a picture, a question and its solution; for SFT also a demonstrated answer.
+**Rows.** A row has an image, a question and its solution. For SFT, it also has a demonstrated
+answer.
 ---
 from minivlmrl.tasks.shapes import Shapes
 
-ROWS, HELD_OUT, STEPS = 512, 64, 100  # fewer make it faster, more make it better
+ROWS, HELD_OUT, STEPS = 512, 64, 100  # fewer are faster, more give better answers
 
-def as_rows(pictures):  # an image, what is asked, the solution, and for SFT a demonstrated answer
+def as_rows(pictures):  # columns: image, problem, solution, and for SFT the demonstrated completion
     shown = [pictures[i] for i in range(len(pictures))]
     return [{"image": row.images[0], "completion": row.completion, **row.columns} for row in shown]
 
@@ -48,7 +50,8 @@ rows, held_out = as_rows(pictures), as_rows(Shapes(HELD_OUT, "eval"))
 print({name: value for name, value in rows[0].items() if name != "image"})
 rows[0]["image"].resize((168, 168))
 ---
-**A prompt is tensors.** The image becomes rows of patches, the text ids; the image has an id for each 2 x 2 patches.
+**A prompt consists of tensors.** The image becomes rows of patches, and the text becomes token ids.
+In these ids, the image has one placeholder for each 2 x 2 patches.
 ---
 from minivlmrl.model.build import random_model
 from minivlmrl.config.loading import recipes_folder
@@ -60,7 +63,8 @@ for name in ("input_ids", "pixel_values", "image_grid_thw"):
     print(f"{name:15}", tuple(getattr(prompt, name).shape), getattr(prompt, name).dtype)
 processor.tokenizer.decode(prompt.input_ids.tolist())
 ---
-**A group of answers.** Sampling reads the prompt once and decodes all answers together. Random weights say noise.
+**A group of answers.** The sampler processes the prompt once, and decodes all its answers together.
+The weights are still random, so the answers are random text.
 ---
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.generation.sampler import Sampler
@@ -68,16 +72,17 @@ from minivlmrl.generation.sampler import Sampler
 [answers] = Sampler(model, processor, SamplingOptions(max_new_tokens=12))([prompt], 4, keys=["first"])
 [processor.decode(answer.ids) for answer in answers]
 ---
-**A loss** takes log-probabilities and advantages, and imports torch alone, so it can be copied out. An answer's
-advantage is how much better it is than its group.
+**A loss** takes log-probabilities and advantages. Its file imports only torch, so you can copy it
+into your own code. The advantage of an answer is its reward compared with the rewards of its group.
 ---
 LOSS
 from minivlmrl.losses.advantages import group_advantages
 
 print(loss.item(), group_advantages(torch.tensor([1.5, 0.5, 0.5, 0.0]), 4))
 ---
-**Train.** SFT on the demonstrations teaches the form and a vague idea of the task; GRPO goes on with a reward for the
-form and the truth of the answer. `runs/first/report.html` shows curves and answers: open it in a browser.
+**Train.** SFT on the demonstrations teaches the model the answer format and a rough idea of the
+task. GRPO then rewards the format and the correctness of answers. Open `runs/first/report.html` in
+a browser to see curves and answers.
 ---
 from minivlmrl.commands.notebook import train
 
@@ -86,8 +91,8 @@ start = {"path": "runs/sft/checkpoint", "config": None}
 steps = {"grpo": {"max_steps": STEPS}, "stages": ["grpo"], "resume": "never"}
 train("shapes.yaml", rows, held_out, output_dir="runs/first", model=start, **steps)
 ---
-**What does it say?** `completions.jsonl` has answers of training with the sum of their weighted rewards: here of the
-first and the last step that it has logged.
+**What does the model answer?** `completions.jsonl` has answers from training, with the weighted sum
+of their rewards. This cell prints answers of the first and the last logged step.
 ---
 import json
 from pathlib import Path
@@ -103,8 +108,9 @@ def show(run):
 
 show("runs/first")
 ---
-**Your own reward** is a function of texts. This one likes triangles, whatever the picture shows. Training begins once
-more after SFT: the model learns what you reward, not what you meant. Change it, and see.
+**Your own reward** is a function of the completions' texts. This function rewards the answer
+"triangle", whatever the image shows. Training starts again from the checkpoint after SFT. You will
+see that the model learns what you reward, not what you meant. Change the reward, and train again.
 ---
 def triangles(completions, **columns):
     return [float("triangle</answer>" in text) for text in completions]
@@ -120,18 +126,20 @@ show("runs/triangles")
 
 
 def page() -> str:
-    """The notebook, without outputs."""
+    """Return the notebook first_hour.ipynb as JSON text, without outputs."""
     [loss] = [code for code in re.findall(r"```python\n(.*?)```", LOSSES, re.DOTALL) if "grpo_loss" in code]
     return notebook("first_hour", CELLS.replace("LOSS\n", loss, 1))
 
 
 def notebook(name: str, cells: str) -> str:
-    """A notebook of docs/ of its cells: Markdown and code by turns."""
-    written, badge = [], BADGE.replace("NAME", name)
+    """Build a notebook from `cells`, which alternate between Markdown and code, as JSON text."""
+    cell_list, badge = [], BADGE.replace("NAME", name)
     for number, text in enumerate(cells.split("\n---\n")):
         text = text.strip("\n").replace("BADGE", badge).replace("INSTALL", INSTALL)
         kind = "code" if number % 2 else "markdown"
         cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
-        written.append(cell | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+        code_fields = {"execution_count": None, "outputs": []} if kind == "code" else {}
+        cell_list.append(cell | code_fields)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return json.dumps({"cells": written, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+    content = {"cells": cell_list, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(content, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Record the default run, first_run.json, and draw README's moving picture of it, first_run.svg.
+"""Record the default run in first_run.json, and draw README's animation of this run, first_run.svg.
 
 python -m docs.scripts.first_run     # train as `python train.py` does, a few minutes; options are those of training
 python -m docs.scripts.make_pages    # draw the recorded run again
@@ -31,10 +31,10 @@ from minivlmrl.run.evaluate import generate_for_rows
 from minivlmrl.run.loop import run_training
 from minivlmrl.tasks.shapes import CHANCE
 
-SHOWN = 4  # pictures
-EVERY = 4  # steps
+SHOWN = 4  # number of images in the animation
+EVERY = 4  # number of steps between two recordings
 FILE = Path(__file__).with_suffix(".json")
-# the chart: left, right, bottom, top
+# edges of the chart in pixels
 LEFT, RIGHT, BOTTOM, TOP = 58, 640, 408, 238
 
 
@@ -65,29 +65,30 @@ class Recorder(Callback):
 
 
 def record(options: list[str]):
-    """Train, in the folder of the recipe, and write first_run.json."""
+    """Train with these options, and write first_run.json."""
     config = load_config(recipes_folder() / "shapes.yaml", options)
     folder = Path(config.output_dir)
     recorder = Recorder(config)
     run_training(config, [*default_callbacks(config), recorder])
     checkpoint = folder / "checkpoint"
     recorder.record_answers(load_model(checkpoint), load_processor(checkpoint), config.grpo.max_steps)
-    kept = {
+    recording = {
         "command": " ".join(["python -m docs.scripts.first_run", *options]),
         "summary": json.loads((folder / "summary.json").read_text()),
         "pictures": [row.columns | {"png": png(row.images[0])} for row in islice(recorder.rows, SHOWN)],
         "moments": recorder.moments,
     }
-    FILE.write_text(json.dumps(kept, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
+    text = json.dumps(recording, separators=(",", ":"))
+    FILE.write_text(text.replace('{"step"', '\n{"step"') + "\n")
 
 
 def colour(is_right: bool) -> str:
-    """Blue or orange."""
+    """Return blue for right answers and orange for wrong answers."""
     return BLUES[0] if is_right else ORANGES[0]
 
 
 def tile(number: int, shown: dict, moments: list[dict]) -> list[str]:
-    """A held-out picture, and below it what the model answers."""
+    """Draw a held-out image, and below it the model's answer at each moment."""
     middle = 748 / SHOWN * (number + 0.5)
     answers = [moment["answers"][number] for moment in moments]
     words = [(escape((answer or "no answer")[:16]), colour(answer == shown["solution"])) for answer in answers]
@@ -99,7 +100,7 @@ def tile(number: int, shown: dict, moments: list[dict]) -> list[str]:
 
 
 def chart(picture: Picture, moments: list[dict]):
-    """Accuracy on held-out pictures over the steps, uncovered while the run goes on."""
+    """Draw the accuracy on held-out images; the animation reveals the curve step by step."""
     last_step = moments[-1]["step"]
 
     def place(step: float, share: float) -> tuple[float, float]:
@@ -125,7 +126,7 @@ def chart(picture: Picture, moments: list[dict]):
 
 
 def draw() -> str:
-    """The moving picture; where nothing moves, its end."""
+    """Return the animated SVG; viewers without animation show its last moment."""
     data = json.loads(FILE.read_text())
     moments = data["moments"]
     picture = Picture(748, 430, "A model learns to name shapes in held-out pictures over 160 steps of GRPO")

@@ -1,10 +1,12 @@
-"""Record a run of recipes/localisation.yaml, held_out.json, and draw the moving picture of it, held_out.svg.
+"""Record a run of recipes/localisation.yaml in held_out.json, and animate it in held_out.svg.
 
-python -m docs.scripts.held_out --seed=1 --num_threads=1   # train again, minutes; options are those of training
-python -m docs.scripts.make_pages                          # draw the recorded run again
+    python -m docs.scripts.held_out --seed=1 --num_threads=1   # train again, with any options
+    python -m docs.scripts.make_pages                          # draw the recorded run again
 
-Before every fourth step of GRPO the policy boxes the object in held-out pictures: SHOWN of them DRAWN times each, and
-HELD_OUT once. A picture's answers are always drawn by the same numbers, so what moves is the policy.
+Before every fourth step of GRPO, the policy predicts the object's box in held-out images. It gives
+DRAWN sampled answers for each of the SHOWN images, and one answer for each of HELD_OUT images. Each
+image is always sampled with the same random numbers, so that boxes move only because the policy
+changes.
 """
 
 import base64
@@ -33,16 +35,16 @@ from recipes.localisation import GRID, UNIT, Localisation, constant_box
 
 SHOWN, DRAWN, HELD_OUT, EVERY = 8, 8, 256, 4
 FILE = Path(__file__).with_suffix(".json")
-# of an IoU of 0, 0.4, 0.7 and 1
+# IoUs, and the RGB colours in which their boxes are drawn
 SHARES, COLOURS = (0, 0.4, 0.7, 1), ((240, 101, 0), (224, 49, 118), (121, 64, 222), (16, 88, 200))
-REST, END, MOMENT = 3, 14, 0.25  # moments that the first and the last one are shown longer; seconds
-TILE, GAP, LEFT, TOP = 124, 14, 24, 92  # of the pictures
+REST, END, MOMENT = 3, 14, 0.25  # extra moments at the first and last one; seconds per moment
+TILE, GAP, LEFT, TOP = 124, 14, 24, 92  # side, distance, left and top of the images in pixels
 CHART, FLOOR, WIDE, HIGH = 628, 390, 204, 278
 MONO = FONT.replace("Helvetica, Arial, sans-serif", "ui-monospace, Menlo, Consolas, monospace")
 
 
 class Recorder(Callback):
-    """Keeps what a policy answers while it is trained, before each step."""
+    """Callback that records the policy's answers to held-out images during training."""
 
     def __init__(self, sampling):
         pictures = Localisation(HELD_OUT, "test")
@@ -70,13 +72,13 @@ class Recorder(Callback):
 
 
 def png(image) -> str:
-    """The bytes of a picture, in base64."""
+    """Encode an image as PNG, in base64."""
     image.save(file := io.BytesIO(), "png", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 
 def record(options: list[str], folder: Path):
-    """Train, and write held_out.json."""
+    """Train with these options, and write the recorded answers to held_out.json."""
     config = load_config(recipes_folder() / "localisation.yaml", [*options, f"--output_dir={folder}"])
     recorder = Recorder(config.sampling)
     run_training(config, [*default_callbacks(config), recorder])
@@ -94,12 +96,12 @@ def record(options: list[str], folder: Path):
 
 
 def held(values: list) -> list:
-    """Repeat the first and the last of the moments' values, for a rest at both ends."""
+    """Repeat the first and the last value, so that the animation pauses at both ends."""
     return [values[0]] * REST + values + [values[-1]] * END
 
 
 def moving(attribute: str, values: list, discrete=False, kind="animate", more="") -> str:
-    """An animation, for ever, of one attribute of the element that it lies in."""
+    """Return an SVG element that animates one attribute of its parent in an endless loop."""
     values = held(values)
     mode = " calcMode='discrete'" if discrete else ""
     return (
@@ -109,7 +111,11 @@ def moving(attribute: str, values: list, discrete=False, kind="animate", more=""
 
 
 def column(x: float, y: float, lines: list[tuple[str, str]], size: int, name: str, anchor="middle", font=FONT) -> str:
-    """Text that changes: (words, colour) of each moment, below each other in a window of one line."""
+    """Return an animated text that shows one line per moment.
+
+    `lines` has the text and the colour for each moment. The lines are drawn below each other, and a
+    window that is one line high moves over them.
+    """
     step = 2 * size
     written = "".join(
         f"<tspan x='{x:g}' y='{y + step * i:g}' fill='{fill}'>{words}</tspan>" for i, (words, fill) in enumerate(lines)
@@ -125,13 +131,13 @@ def column(x: float, y: float, lines: list[tuple[str, str]], size: int, name: st
 
 
 def colour(share: float) -> str:
-    """Of an IoU, between two of COLOURS."""
+    """Interpolate the colour of an IoU between two entries of COLOURS."""
     values = (np.interp(share, SHARES, one) for one in zip(*COLOURS, strict=True))
     return "#" + "".join(f"{round(value):02x}" for value in values)
 
 
 def judged(answers: list, true: list[int]) -> list[tuple[tuple, str]]:
-    """Each answer's box in units, a point if it has none, and the colour of its IoU."""
+    """Return each answer's box, or a point if the answer has none, with the colour of its IoU."""
     sizes, extents = [(GRID * UNIT,) * 2] * len(answers), [(GRID, GRID)] * len(answers)
     found = [parse_boxes(answer or "") for answer in answers]
     boxes = [some[0] if some else (GRID / 2,) * 4 for some in found]
@@ -139,7 +145,7 @@ def judged(answers: list, true: list[int]) -> list[tuple[tuple, str]]:
 
 
 def tile(number: int, shown: dict, moments: list[dict]) -> list[str]:
-    """A held-out picture, the boxes drawn for it, and the likeliest answer below."""
+    """Draw a held-out image with its sampled boxes, and the greedy answer below."""
     x, y = LEFT + number % 4 * (TILE + GAP), TOP + number // 4 * (TILE + 50)
     middle = x + TILE / 2
     lines = [
@@ -165,7 +171,7 @@ def tile(number: int, shown: dict, moments: list[dict]) -> list[str]:
 
 
 def chart(picture: Picture, rewards: list[float], moments: list[dict]):
-    """Rewards of training and of held-out pictures over the steps, uncovered while the run goes on."""
+    """Draw rewards in training and on held-out images; the curves appear step by step."""
 
     def at(step: float, value: float) -> tuple[float, float]:
         return round(CHART + WIDE * step / moments[-1]["step"], 1), round(FLOOR - HIGH * value, 1)
@@ -202,7 +208,7 @@ def chart(picture: Picture, rewards: list[float], moments: list[dict]):
 
 
 def draw() -> str:
-    """The moving picture; where nothing moves, its end."""
+    """Return the animated SVG; viewers without animation show its last moment."""
     data = json.loads(FILE.read_text())
     moments = data["moments"]
     picture = Picture(860, 430, "A model learns to box objects in held-out pictures, over the steps of a run of GRPO")

@@ -1,4 +1,4 @@
-"""Write every page and picture of docs/ that code prints: python -m docs.scripts.make_pages
+"""Write every generated page and image of docs/: python -m docs.scripts.make_pages
 
 tests/repository/test_docs.py compares the pages with the files, test_exercises.py compares exercises.md.
 """
@@ -14,7 +14,7 @@ PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES
 
 
 def main():
-    """Write all."""
+    """Generate all pages and images, and write them into docs/."""
     walkthrough.write_picture()
     walkthrough.write_step_page()
     for name, page in {**PAGES, "exercises.md": exercises.page}.items():

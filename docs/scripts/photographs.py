@@ -1,8 +1,7 @@
-"""docs/photographs.ipynb: from a folder of photographs to a model and its page.
+"""Generate docs/photographs.ipynb, a notebook that trains a classifier on a folder of photographs.
 
-`python -m docs.scripts.make_pages` writes it.
-
-tests/repository/test_wheel.py runs its cells in order, with fewer pictures and steps.
+`python -m docs.scripts.make_pages` writes the notebook. tests/repository/test_wheel.py runs its
+cells in order, with fewer images and steps.
 """
 
 from docs.scripts import first_hour
@@ -12,18 +11,20 @@ CELLS = """
 
 BADGE
 
-A folder with one folder a class, `photographs/cat/1.jpg`, becomes a model that names the class of a picture: LoRA, and
-a reward for the right name. With a GPU it is Qwen2-VL-2B, which fits a T4 of 16 GB; without one a toy of random weights
-goes the same way, in 45 seconds on two idle cores (Intel Xeon).
+This notebook trains a model to name the class of an image, with LoRA and a reward for the right
+name. It needs a folder with one subfolder per class, for example `photographs/cat/1.jpg`. With a
+GPU, it trains Qwen2-VL-2B, which fits a T4 of 16 GB. Without a GPU, it trains a tiny model with
+random weights, in 45 seconds on two idle cores (Intel Xeon).
 ---
 INSTALL
 ---
-**The folder.** Upload your own beside this notebook, as `photographs`. If there is none, this cell draws one.
+**The folder.** Upload your images next to this notebook, in a folder `photographs`. If the folder
+does not exist, this cell creates one with drawings of shapes.
 ---
 from pathlib import Path
 from minivlmrl.tasks.shapes import Shapes
 
-PICTURES, STEPS = 240, 60  # fewer make it faster, more make it better
+PICTURES, STEPS = 240, 60  # fewer are faster, more give better answers
 FOLDER = Path("photographs")
 if not FOLDER.is_dir():
     for number, row in enumerate(Shapes(PICTURES, "photographs")):
@@ -33,8 +34,8 @@ if not FOLDER.is_dir():
 classes = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 print(classes)
 ---
-**Rows.** A picture, a question, and the class as its solution. Every fifth picture is held out: the model is not
-trained on it.
+**Rows.** A row has an image, a question, and the class as its solution. Every fifth image is held
+out, which means that the model is not trained on it.
 ---
 QUESTION = f"Which of these is it: {', '.join(classes)}?"
 photographs = [
@@ -45,8 +46,9 @@ held_out, rows = photographs[::5], [row for number, row in enumerate(photographs
 print(len(rows), "rows,", len(held_out), "held out")
 rows[0]
 ---
-**What fits.** `plan` counts what a step takes, of the sizes in config.json alone: here of Qwen2-VL-2B on 16 GB. It is a
-prediction; a T4 computes bfloat16 slowly.
+**GPU memory.** `memory` estimates how much memory a training step needs, from the sizes in
+config.json. This cell does so for Qwen2-VL-2B on a GPU with 16 GB. Note that a T4 computes bfloat16
+slowly.
 ---
 import json
 from minivlmrl.commands import memory
@@ -59,7 +61,8 @@ RECIPE, LORA = "cls_qwen2_vl_2b.yaml", {"r": 64}
 options = ["--adapter.r=64", "--model.dtype=bfloat16", "--model.compute_dtype=null", "--image_tokens=196"]
 memory.main(["--model=config.json", "--gpu_memory=16", RECIPE, *options])
 ---
-**Train.** A toy has to learn to speak before it can be rewarded: a few steps of SFT. Qwen2-VL-2B can speak.
+**Train.** The tiny model first needs a few steps of SFT, because GRPO can only reward a model that
+sometimes answers correctly. Qwen2-VL-2B needs no SFT.
 ---
 import torch
 from minivlmrl.config.loading import recipes_folder
@@ -78,8 +81,9 @@ else:
     how["grpo"] = {"max_steps": STEPS, "learning_rate": 3e-3}
 summary = train(RECIPE, rows, held_out, **how)
 ---
-**The model and its page.** `runs/photographs/report.html` shows curves, pictures and answers: open it in a browser.
-`checkpoint/` is the model, with the adapter in its weights; `checkpoint/adapter/` is the adapter alone, for PEFT.
+**The model and its report.** Open `runs/photographs/report.html` in a browser to see curves, images
+and answers. `checkpoint/` is the model with the adapter merged into its weights.
+`checkpoint/adapter/` is only the adapter, for PEFT.
 ---
 from minivlmrl.commands import chat
 

@@ -1,7 +1,8 @@
-"""docs/walkthrough.md and its drawings: what happens to one prompt of the default recipe in its first GRPO step.
+"""Generate docs/walkthrough.md and its images, which follow one prompt through a GRPO step.
 
-The model has had 12 steps of SFT, and weights and activations are float64: so no number that is printed depends on the
-machine. `python -m docs.scripts.make_pages` writes the page, and a test compares it with what the code prints.
+The page shows the first GRPO step of the default recipe, with 12 steps of SFT before GRPO. Weights
+and activations are float64, so that no printed number depends on the machine. `python -m
+docs.scripts.make_pages` writes the page, and a test compares the page with the output of this code.
 """
 
 import contextlib
@@ -141,7 +142,7 @@ tokens with the right answers.
 
 @dataclass
 class Stop:
-    """A stop on the way: the function that does it, what there is here, and the same for drawings."""
+    """A section of the walkthrough: a function, its printed lines, and data for images."""
 
     title: str
     code: Callable
@@ -150,7 +151,7 @@ class Stop:
 
 
 class Walk:
-    """The prompt of what go_to returns, its completions, and what happens to them."""
+    """Follow one prompt and its completions through a training step."""
 
     def __init__(self, trainer, optimizer, step, rows):
         self.trainer, self.optimizer, self.step, self.index = trainer, optimizer, step, PROMPT
@@ -161,13 +162,13 @@ class Walk:
         [self.prompt], self.ids = self.group.prompts, self.group.completion_ids.split(self.group.layout.row_lengths)
 
     def stops(self) -> Iterator[Stop]:
-        """All stops; the last ones train the step."""
+        """Yield all sections in order; the last sections train the model for one step."""
         for part in (self.see, self.ask, self.answer, self.earn, self.learn):
             yield from part()
 
     @torch.no_grad()
     def see(self) -> Iterator[Stop]:
-        """The first picture, and all images as vectors of the decoder."""
+        """Yield the sections about images: from pixels to input vectors of the decoder."""
         settings, grids = self.trainer.processor.image_processor, self.prompt.image_grid_thw
         pixels = np.asarray(image.to_rgb(self.row.images[0]))
         yield Stop("RGB", image.load_image, [shown("pixels", pixels, 9)], {"pixels": pixels})
@@ -180,7 +181,7 @@ class Walk:
         yield Stop("Image tokens", vision.VisionTransformer.forward, [shown("vision_embeds", merged)])
 
     def ask(self) -> Iterator[Stop]:
-        """The prompt as ids, their positions, and the run that it shares with its completions."""
+        """Yield the sections about the prompt: its ids, positions, and packed sequence."""
         ids, lengths, config = self.prompt.input_ids, self.group.layout.row_lengths, self.policy.config
         same = [(word, len(list(some))) for word, some in itertools.groupby(self.spell(ids))]
         words = " ".join(f"{word} x {count}" if count > 1 else word for word, count in same)
@@ -197,7 +198,7 @@ class Walk:
 
     @torch.no_grad()
     def answer(self) -> Iterator[Stop]:
-        """The completions: log-probabilities, texts."""
+        """Yield the sections about the completions: their log-probabilities and texts."""
         words = [self.spell(row) for row in self.ids]
         rows = self.logps()
         lines = [shown("logps", rows[self.group.completion_mask.bool()]), shown("padded", rows, 0)]
@@ -207,7 +208,7 @@ class Walk:
         yield Stop("Text", Processor.decode, [f"{number}  {text!r}" for number, text in enumerate(texts)])
 
     def earn(self) -> Iterator[Stop]:
-        """What the completions of a rollout are worth."""
+        """Yield the sections about rewards and advantages of the completions."""
         about = list(groups(self.trainer, self.step))[self.index]
         lines = ["".join(f"{name:>12}" for name in ("completion", *self.trainer.run.rewards, "sum"))]
         for number, said in enumerate(about["completions"]):
@@ -217,7 +218,7 @@ class Walk:
         yield Stop("Advantages", group_advantages, [shown("advantages", self.batch.advantages, 20)])
 
     def learn(self) -> Iterator[Stop]:
-        """Loss, gradient, and what the update changes."""
+        """Yield the sections about the loss, its gradient, and the change by the optimizer step."""
         norms, before, limit = {}, self.logps(), self.trainer.run.optimizer.max_grad_norm
         with torch.no_grad():
             share = self.trainer.loss(self.batch)[0].item()
@@ -235,24 +236,24 @@ class Walk:
 
     @torch.no_grad()
     def logps(self) -> Tensor:
-        """(R, T) log-probabilities of the completions by the policy as it is now."""
+        """Compute log-probabilities (R, T) of the completions under the current policy."""
         return self.group.pad(logprobs.per_token_logps(self.policy, self.group, self.temperature)[0])
 
     def spell(self, ids: Tensor) -> list[str]:
-        """The text of each token, with what does not show spelled out."""
+        """Return the text of each token, with escapes such as \\n for invisible characters."""
         decode = self.trainer.processor.tokenizer.decode
         return [repr(decode([number]))[1:-1] for number in ids.tolist()]
 
 
 def link(code: Callable) -> str:
-    """Link to a function, where Python finds it."""
+    """Return a Markdown link to the source of a function."""
     code = inspect.unwrap(code)
     path = Path(inspect.getsourcefile(code)).relative_to(DOCS.parent)
     return f"[`{code.__qualname__}`](../{path.as_posix()})"
 
 
 def gradient_norms(model) -> dict[str, float]:
-    """The norm of the gradient of each layer, block, or other module."""
+    """Compute the gradient norm of each layer, block, or other module."""
     squares = Counter()
     for name, parameter in model.named_parameters():
         parts = name.removeprefix("policy.").split(".")[:-1]
@@ -262,12 +263,12 @@ def gradient_norms(model) -> dict[str, float]:
 
 
 def clean(value: float | None) -> str:
-    """Three digits; 0 for what is only rounding."""
+    """Format a number with three digits, and a rounding error as 0."""
     return f"{0.0 if abs(value) < 2e-7 else value:.3g}" if isinstance(value, float) else str(value)
 
 
 def shown(name: str, value: Tensor | np.ndarray, count: int = 4) -> str:
-    """A line for a tensor: name, shape, dtype, its first numbers."""
+    """Format a tensor as one line: name, shape, dtype and the first `count` elements."""
     flat, dtype = value.reshape(-1), str(value.dtype).removeprefix("torch.")
     numbers = [*map(clean, flat[:count].tolist()), *["..."] * (0 < count < len(flat))]
     return " ".join([name, str(tuple(value.shape)), dtype, *numbers])
@@ -284,7 +285,10 @@ def write_step_page():
 
 @cache
 def begin() -> tuple[Walk, nn.Module]:
-    """Train 12 steps of SFT and sample, some seconds; also a copy of the policy, which the walk's last stops train."""
+    """Train 12 steps of SFT, and sample completions, which takes some seconds.
+
+    Also returns a copy of the policy, which the last sections of the walkthrough train.
+    """
     with contextlib.redirect_stdout(io.StringIO()):
         moment = go_to(run_config(RECIPE, None, OPTIONS), "grpo", 0)
     return Walk(*moment), copy.deepcopy(moment[0].policy)
@@ -292,7 +296,7 @@ def begin() -> tuple[Walk, nn.Module]:
 
 @cache
 def stops() -> list[Stop]:
-    """Follow the prompt."""
+    """Train a step, and return all sections of the walkthrough."""
     return list(begin()[0].stops())
 
 
@@ -308,7 +312,7 @@ def page() -> str:
 
 
 def numbers() -> dict[str, float]:
-    """The numbers that the texts name."""
+    """Return the numbers that the text of the page mentions."""
     walk, settings = begin()[0], begin()[0].trainer.processor.image_processor
     said, ids = data("Rewards")["completions"], walk.prompt.input_ids
     form, truth = walk.trainer.run.rewards.values()
@@ -320,19 +324,19 @@ def numbers() -> dict[str, float]:
 
 
 def data(title: str) -> dict:
-    """What a stop has for drawings."""
+    """Return the data for images of the section with this title."""
     return next(stop.data for stop in stops() if stop.title == title)
 
 
 def write_picture():
-    """Write walkthrough.png, if it does not show the picture yet."""
+    """Write the prompt's image to walkthrough.png, unless the file already has this image."""
     path, pixels = DOCS / "walkthrough.png", data("RGB")["pixels"]
     if not path.is_file() or not np.array_equal(np.asarray(PIL.Image.open(path)), pixels):
         PIL.Image.fromarray(pixels).save(path)
 
 
 def patches() -> str:
-    """The picture with its patches in their order; beside it the merged tokens, numbered by windows."""
+    """Draw the image with its patches in order, and its merged tokens, numbered by windows."""
     pixels, side, order = data("RGB")["pixels"], data("Patches")["side"], data("Windows")["order"]
     (_, rows, cols), scale, left, top = data("Patches")["grid"], 5, 24, 64
     size, right = cols * side * scale, 24 + cols * side * scale + 48
@@ -366,7 +370,7 @@ def patches() -> str:
 
 
 def tokens() -> str:
-    """The completions, a row each: a box for each token, darker where it is less likely."""
+    """Draw each completion as a row with a box per token; less likely tokens are darker."""
     words, logps = data("Log-probabilities")["words"], data("Log-probabilities")["logps"]
     said = data("Rewards")["completions"]
     width = max(sum(8 + 7.2 * len(word) for word in row) for row in words)
@@ -387,13 +391,13 @@ def tokens() -> str:
 
 
 def shade(colour: str, share: float) -> str:
-    """A colour between white (0) and `colour` (1)."""
+    """Return a colour between white (share 0) and `colour` (share 1)."""
     ends = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(255 + (end - 255) * min(1.0, share)):02x}" for end in ends)
 
 
 def token(picture: Picture, x: float, y: float, word: str, colour: str) -> float:
-    """Draw a token; returns how wide it is."""
+    """Draw a token's box, and return its width."""
     width = 8 + 7.2 * len(word)
     picture.box(x, y, width - 2, 22, colour, FAINT)
     picture.text(x + width / 2 - 1, y + 15, html.escape(word, quote=False).replace("\ufffd", "?"), 11)
@@ -401,7 +405,7 @@ def token(picture: Picture, x: float, y: float, word: str, colour: str) -> float
 
 
 def update() -> str:
-    """Gradient norms of the modules; and by how much the log-probability of each completion moves."""
+    """Draw the gradient norm of each module, and the change of completions' log-probabilities."""
     norms, change = data("Gradient")["norms"], data("Update")["change"]
     worth = [one["advantage"] for one in data("Rewards")["completions"]]
     picture = Picture(760, 84 + 26 * max(len(norms), len(change)), "Gradients and what the update moves")
