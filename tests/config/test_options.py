@@ -200,15 +200,15 @@ OUTPUTS = [  # field, another value, base, the file that it changes, or where a 
 ELSEWHERE = {  # fields of the machine, of several processes, or of what takes longer: the test that needs their effect
     "output_dir": "run/test_loop.py: test_eval_rows_and_eval_file_choose_what_is_evaluated",
     "num_threads": "run/test_loop.py: test_num_threads",
-    "resume": "run/test_checkpoints.py: test_a_run_killed_anywhere_ends_like_one_that_was_not",
+    "resume": "run/test_checkpoints.py: test_a_killed_and_resumed_run_gives_the_same_result",
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
     "report_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",  # noqa: E501
-    "timeout": "run/test_checkpoints.py: test_timeout_is_how_long_a_rank_waits_for_another",
+    "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
     "model.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
     "adapter.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
-    "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_left_out_and_named_before_training",
+    "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_skipped_and_reported",
     "data.image_workers": "data/test_loader.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
     "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
     "sharding.enabled": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
