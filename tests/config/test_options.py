@@ -211,7 +211,7 @@ ELSEWHERE = {
     "num_threads": "run/test_loop.py: test_num_threads",
     "resume": "run/test_checkpoints.py: test_a_killed_and_resumed_run_gives_the_same_result",
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
-    "report_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",  # noqa: E501
+    "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",  # noqa: E501
     "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
     "model.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
