@@ -213,14 +213,14 @@ ELSEWHERE = {
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
     "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",  # noqa: E501
     "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
-    "model.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
+    "model.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
-    "adapter.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
+    "adapter.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_skipped_and_reported",
     "data.image_workers": "data/test_loader.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
     "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
-    "sharding.enabled": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
+    "sharding.enabled": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",  # noqa: E501
     "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
     "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_draw_the_same",
@@ -237,7 +237,7 @@ ELSEWHERE = {
     "distill.teacher": "recipes/test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
     "distill.teacher_prompt": "recipes/test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
 }
-BALANCE = "model/families/test_routers.py: test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches"
+BALANCE = "model/families/test_routers.py: test_the_mean_balance_loss_of_micro_batches_is_added"
 ELSEWHERE |= {f"{stage}.router_aux_loss_coef": BALANCE for stage in (*STAGES, *FILES)}
 
 
