@@ -218,8 +218,8 @@ ELSEWHERE = {
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
     "adapter.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_skipped_and_reported",
-    "data.image_workers": "data/test_loader.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
-    "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
+    "data.image_workers": "data/test_loader.py: test_workers_prepare_a_limited_number_of_rows",
+    "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_is_replaced_by_the_next",
     "sharding.enabled": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",  # noqa: E501
     "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
