@@ -211,7 +211,7 @@ ELSEWHERE = {
     "num_threads": "run/test_loop.py: test_num_threads",
     "resume": "run/test_checkpoints.py: test_a_killed_and_resumed_run_gives_the_same_result",
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
-    "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",  # noqa: E501
+    "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",
     "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
     "model.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
@@ -221,8 +221,8 @@ ELSEWHERE = {
     "data.image_workers": "data/test_loader.py: test_workers_prepare_a_limited_number_of_rows",
     "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_is_replaced_by_the_next",
     "sharding.enabled": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
-    "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",  # noqa: E501
-    "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
+    "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint",
+    "sharding.cpu_offload": "distributed/test_fsdp.py: test_offloading_does_not_change_results",
     "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_sample_the_same_tokens",
     "sampling.max_batch_tokens": "generation/test_sampler.py: test_samples_depend_only_on_keys",
     "sampling.cuda_graph": "generation/test_sampler.py: test_the_option_cuda_graph_selects_the_decode_step",
@@ -230,10 +230,10 @@ ELSEWHERE = {
     "sampling.history": "agents/test_trajectories.py: test_what_windows_show",
     "sampling.engine": "generation/test_vllm.py: test_a_run_equals_a_run_with_the_native_engine",
     "sampling.vllm": "generation/test_vllm.py: test_unsupported_uses_of_vllm_are_refused",
-    "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_are_the_references",
-    "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",  # noqa: E501
-    "ppo.critic_path": "trainers/test_ppo.py: test_a_saved_critic_is_where_another_run_begins",
-    "reference.path": "trainers/test_reference.py: test_a_reference_of_a_folder_scores_as_transformers_does",
+    "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_equal_the_references",
+    "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_is_scored_at_its_last_token",
+    "ppo.critic_path": "trainers/test_ppo.py: test_a_run_continues_with_a_saved_critic",
+    "reference.path": "trainers/test_reference.py: test_a_reference_from_a_folder_matches_transformers",
     "distill.teacher": "recipes/test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
     "distill.teacher_prompt": "recipes/test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
 }
