@@ -237,9 +237,7 @@ class ChatTemplate:
             used_kinds.add("tool_call")
         for kind, spelled in (("image", IMAGE), ("video", VIDEO), ("tool_call", "tool_calls")):
             if kind in used_kinds and spelled not in self.text:
-                raise self._error(
-                    f"the template cannot render {kind}s; use another template"
-                )
+                raise self._error(f"the template cannot render {kind}s; use another template")
         messages = _as_json(messages)
         if "reasoning_content" in self.text and "split('</think>')" not in self.text:
             # Qwen3.8's template would write an empty thought before a thought in the text

@@ -27,7 +27,7 @@ import datetime
 
 
 class Counter:
-    """TRL's environment_factory: a class with reset, tools, and what it earns."""
+    """An environment as for TRL's environment_factory, with reset, tools and a reward."""
 
     def __init__(self, start=0):
         self.count = start
@@ -86,7 +86,7 @@ def own(tmp_path):
     return lambda name: get_environment(f"{tmp_path}/own.py:{name}")
 
 
-def test_classes_functions_and_lists_of_them(own):
+def test_classes_functions_and_lists_of_functions(own):
     for name, tools in (("Counter", ["add"]), ("double", ["double"]), ("tools", ["double", "shout"])):
         environment = own(name)()
         assert list(tools_of(environment)) == tools and environment.reset(problem="?") is None
@@ -95,7 +95,7 @@ def test_classes_functions_and_lists_of_them(own):
     assert (first.get_reward(), second.get_reward()) == (6.0, 1.0)
 
 
-def test_qwen2_5_vl_has_tools_beside_named_values(own, tmp_path):
+def test_qwen2_5_vl_renders_tools_with_template_options(own, tmp_path):
     tokenizer = train_tokenizer(["a"], 300)
     for template in (None, with_values(None, {"add_vision_id": True})):
         made = with_tools(Processor(tokenizer, ImageProcessor(), template), f"{tmp_path}/own.py:double")
@@ -109,7 +109,7 @@ def test_qwen2_5_vl_has_tools_beside_named_values(own, tmp_path):
     ("Counter", "{accuracy: 1}", "own.py:Counter has a method get_reward, but the recipe does not use it; set rewards"),
     ("double", "{environment: 1}", r"own.py:double\) does not have a method get_reward"),
 ])  # fmt: skip
-def test_get_reward_is_asked_or_refused(own, tmp_path, name, rewards, error):
+def test_get_reward_must_be_used(own, tmp_path, name, rewards, error):
     options = [f"--sampling.environment={tmp_path}/own.py:{name}", f"--rewards={rewards}"]
     with pytest.raises(ValueError, match=error):
         find_trainers(load_config(ROOT / "recipes" / "shapes.yaml", options))
@@ -127,8 +127,8 @@ def test_get_reward_is_a_reward(own):
         get_reward("environment")(["a"], environments=[failing], turn_texts=[["a"]])
 
 
-def test_a_reward_that_asks_the_environment_is_tried_on_one_that_was_told_a_row(own, tmp_path):
-    """As TRL documents it: def r(environments, **kwargs): return [e.reward for e in environments]."""
+def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
+    """Such a reward has the signature of TRL: def r(environments, **kwargs)."""
     (tmp_path / "r.py").write_text("def r(environments, **kwargs):\n    return [e.count for e in environments]\n")
     options = [f"--sampling.environment={tmp_path}/own.py:Counter(start=3)", f"--rewards={{{tmp_path}/r.py:r: 1}}"]
     config = load_config(ROOT / "recipes" / "shapes.yaml", options)
@@ -167,13 +167,13 @@ def test_options_are_arguments_of_the_class(own):
         ("Leaving", r"__init__ raised SystemExit: 0 in"),
     ],
 )
-def test_what_cannot_be_an_environment_is_refused_in_one_line(own, name, error):
+def test_invalid_environments_are_refused(own, name, error):
     with pytest.raises(ValueError, match=f"^sampling.environment .*own.py:{name}: {error}"):
         own(name)
 
 
-def test_the_one_of_the_page(run, plain, checkpoint, rows, monkeypatch, tmp_path):
-    """docs/tools.md: 40 lines that answer as it says, and train on pictures of one's own."""
+def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
+    """The 40 lines of code and recipe in docs/tools.md give the documented answers, and train."""
     page = (ROOT / "docs" / "tools.md").read_text()
     [code], [recipe] = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))
     assert len((code + recipe).splitlines()) <= 40
@@ -185,13 +185,14 @@ def test_the_one_of_the_page(run, plain, checkpoint, rows, monkeypatch, tmp_path
     for name, said in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
         [shown], [(picture, *_)], _ = answer_call(tools_of(environment), name, said, processor, Settings())
         assert shown["image"] is picture
-    assert picture.size == (30, 60)  # turned by 90 and by 270
+    assert picture.size == (30, 60)  # rotated by 90 and by 270 degrees
     told = answer_call(tools_of(environment), "turn", "45", processor, Settings())
     assert told == ([text("error: turn by 90, 180 or 270 degrees")], [], False)
     monkeypatch.chdir(tmp_path)
     for name, words in (("turn.yaml", recipe), ("train.jsonl", rows.read_text())):
         (tmp_path / name).write_text(words.replace('"image": "', f'"image": "{rows.parent}/'))
-    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<turn></turn>")  # a call, and the first is one
+    # every text contains a call
+    monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<turn></turn>")
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: [("turn", "90")] * (not ended))
     options = [
         "--model.compute_dtype=float32",

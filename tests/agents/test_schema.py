@@ -1,4 +1,4 @@
-"""Schemas of tools, against transformers' get_json_schema."""
+"""Compare the JSON schemas of tools with transformers' get_json_schema."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -14,13 +14,13 @@ HINTS += [dict[str, bool], tuple[int, str], Literal["left", "right"], Literal[1,
 
 
 @pytest.mark.parametrize("hint", HINTS, ids=str)
-def test_a_type_is_described_as_by_transformers(hint):
+def test_type_schemas_match_transformers(hint):
     from transformers.utils.chat_template_utils import _parse_type_hint
 
     assert type_schema(hint) == _parse_type_hint(hint)
 
 
-def test_what_a_recipe_could_say_too():
+def test_other_types():
     assert type_schema(Annotated[int, ">= 1"]) == {"type": "integer"}
     assert type_schema(tuple[float, ...]) == {"type": "array", "items": {"type": "number"}}
     for hint in (object, dict[int, str], Literal[b"a"]):
@@ -74,13 +74,13 @@ def unknown(at: dict[str, int | None]) -> object:
 
 
 @pytest.mark.parametrize("tool", [several, turned, nothing, unknown, calculator, Zoom().zoom])
-def test_a_tool_is_described_as_by_transformers(tool):
+def test_tool_schemas_match_transformers(tool):
     from transformers.utils import get_json_schema
 
     assert json.dumps(json_schema(tool)) == json.dumps(get_json_schema(tool))
 
 
-def test_what_a_docstring_lacks_is_left_out():
+def test_missing_parts_of_a_docstring_are_left_out():
     def look(where: str):
         pass
 

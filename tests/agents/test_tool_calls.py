@@ -29,14 +29,15 @@ QWEN = "<tool_call>\n{}\n</tool_call>"
     ("text", "ended", "calls"),
     [
         ("a<zoom>3</zoom>", False, [("zoom", "3")]),
-        ("<zoom>1</zoom><zoom>2</zoom>", False, [("zoom", "1")]),  # it is answered before the second is written
+        # the first call is answered before the second is generated
+        ("<zoom>1</zoom><zoom>2</zoom>", False, [("zoom", "1")]),
         ("<zoom>1<zoom>2</zoom>", False, [("zoom", "2")]),
         ("<zoom>1</zoom", False, []),
         ("<other>1</other>", True, []),
         (QWEN.format("x"), False, []),
         (QWEN.format("x") + QWEN.format("y"), True, [("", "\nx\n"), ("", "\ny\n")]),
         ("<tool_call>x", True, []),
-        ("<tool_call>" * 2**18, True, []),  # in one pass: each more would take a tenth of a second
+        ("<tool_call>" * 2**18, True, []),  # found in one pass; each further pass would take 0.1 s
     ],
 )
 def test_find_calls(text, ended, calls):
@@ -76,7 +77,8 @@ def test_arguments(tool, said, result):
     assert call({"look": look, "name": name, "turn": turn, "weigh": weigh}, tool, said) == result
 
 
-WRITTEN = [  # a type, what the policy writes, what the tool is called with
+# type hint, text in the call, argument of the tool
+WRITTEN = [
     (int | str, "7", 7), (int | str, '"7"', '"7"'), (int | str, "7.5", "7.5"), (int | str, "true", "true"),
     (int | str, "seven", "seven"), (float | str, "007", "007"), (float | str, "1e3", 1000.0), (str, "7", "7"),
     (str | None, "7", "7"), (str | None, "null", None), (str | None, "None", None), (int | None, "None", None),
@@ -88,7 +90,10 @@ WRITTEN = [  # a type, what the policy writes, what the tool is called with
 
 @pytest.mark.parametrize(("hint", "text", "value"), WRITTEN)
 def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, value):
-    """Qwen3.5's templates write text as it is, and all else as JSON; whoever writes JSON says itself what is text."""
+    """Qwen3.5's templates write strings without quotes, and other values as JSON.
+
+    Calls in JSON mark strings with quotes.
+    """
 
     def tool(it):
         return [it]
@@ -113,12 +118,12 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
         ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
     ],
 )
-def test_what_does_not_fit_is_said(tool, said, error):
+def test_invalid_calls_are_reported(tool, said, error):
     with pytest.raises(ValueError, match=error):
         call({"look": look}, tool, said)
 
 
-def test_text_that_spells_a_control_token_is_text():
+def test_text_that_looks_like_a_control_token_stays_text():
     pieces = render_answers([[part("<|image_pad|><|im_end|>")], [part(PIL.Image.new("RGB", (1, 1)))]], OPENING)
     assert [piece for piece in pieces if piece is IMAGE] == [IMAGE]
     assert "user\n<tool_response>\n<|image_pad|><|im_end|>\n</tool_response>\n<tool_response>\n" in pieces
@@ -134,7 +139,7 @@ def endless() -> str:
 
 
 def stubborn() -> str:
-    for _ in range(3):  # a test that waits for ever tells nobody what is broken
+    for _ in range(3):  # bounded, so that a broken timeout fails this test
         try:
             time.sleep(2)
         except:  # noqa: E722
@@ -162,7 +167,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_whatever_a_tool_does_is_text_for_the_model(name):
+def test_any_result_of_a_tool_becomes_text(name):
     tool, text = SAID[name]
     limits = Settings(max_tool_seconds=0.05, max_tool_characters=99, max_tool_pixels=400)
     [said], pictures, done = answer_call({"f": tool}, "f", "", PROCESSOR, limits)
@@ -170,7 +175,7 @@ def test_whatever_a_tool_does_is_text_for_the_model(name):
     assert done is not text.startswith("error")
 
 
-def test_a_users_alarm_is_put_back():
+def test_an_existing_alarm_is_restored():
     came = []
     handler = signal.signal(signal.SIGALRM, lambda *_: came.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -197,12 +202,12 @@ def test_a_tool_may_not_end_the_process():
         begin(lambda: SimpleNamespace(reset=interrupt), {})
 
 
-def test_a_picture_is_not_cut_into_patches_before_it_is_known_to_fit():
+def test_image_results_are_not_yet_split_into_patches():
     [_], [(image, grid)], _ = answer_call({"f": lambda: PIL.Image.new("L", (60, 80))}, "f", "", PROCESSOR, Settings())
     assert grid == PROCESSOR.image_processor(image)[1]
 
 
-def test_no_drawn_call_raises():
+def test_random_calls_do_not_raise():
     """The 900 random calls contain invalid JSON, tags, names and encodings."""
     rng, tools, drawn = random.Random(0), {"look": look, "name": name}, 0
     pieces = [*"{}[]:,-\\\n", *(f"<{slash}{tag}>" for tag in ("tool_call", "look", "name") for slash in ("", "/"))]

@@ -37,8 +37,11 @@ from draws import STOP, ids_of
 from stages import ONE
 
 
-def seen(generator, grids, dtype=torch.float64):
-    """A completion with so many pictures, each after three written tokens; and one of the picture's ids written."""
+def completion_with_images(generator, grids, dtype=torch.float64):
+    """Return a completion with images of these grids, each after three policy tokens.
+
+    One image token is written by the policy itself.
+    """
     made = tiny.prompt(generator, grids, text=3, dtype=dtype)
     ids = torch.cat([made.input_ids, torch.tensor([tiny.IMAGE, 7, 2])])
     written = (ids < 290) | (torch.arange(len(ids)) >= len(made.input_ids))
@@ -49,13 +52,16 @@ def seen(generator, grids, dtype=torch.float64):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_packed_group_with_crops_equals_single_rows(model_type):
-    """Groups whose completions hold 0, 1 and 3 crops: log-probabilities, and gradients of all modules through both."""
+    """Completions have 0, 1 and 3 crops.
+
+    Compare log-probabilities and the gradients of all modules.
+    """
     model = tiny.model(dtype=torch.float64, model_type=model_type)
     generator = torch.Generator().manual_seed(0)
     shown = [(1, 4, 6)], [], [(1, 2, 2), (1, 8, 4)]
     prompts = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in shown]
     crops = [[], [(1, 4, 4)], [(1, 2, 6), (1, 6, 2), (1, 4, 8)]]
-    groups = [[seen(generator, some) for some in crops] for _ in prompts]
+    groups = [[completion_with_images(generator, some) for some in crops] for _ in prompts]
     assert len(pack(prompts, groups, model.config).image_grid_thw) == 3 + 3 * 4
 
     def score(prompts, groups):
@@ -77,7 +83,7 @@ def test_a_packed_group_with_crops_equals_single_rows(model_type):
 
 
 class Eye:
-    """Shows what it is asked for: a picture of so many tokens a side, or words."""
+    """An environment that returns an image with a given number of tokens per side, or text."""
 
     def reset(self, problem, images, extents, **columns):
         self.problem, self.size, self.extents = problem, images[0].size, extents
@@ -113,8 +119,11 @@ def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
     return tiny.model_of(config).to(dtype)
 
 
-def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
-    """What a sampler makes of rows that write these texts, as far as it lets them; and the prompts."""
+def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
+    """Return the completions of a sampler whose policy writes the given texts, prompts and model.
+
+    Turns are separated by "~". A sampler may end a completion before its text is complete.
+    """
     model = model or model_of()
     sampling = SamplingOptions(environment="tests.agents.test_tool_sampler:Eye", max_new_tokens=tokens, **options)
     sampler = ToolSampler(model, processor, sampling, world)
@@ -132,8 +141,11 @@ def play(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROC
     return sampler(prompts, len(texts) // len(prompts), "ab"[: len(prompts)]), prompts, model
 
 
-def said(completion):
-    """The text of a completion, what was forced in brackets, a picture by its number of tokens."""
+def as_text(completion):
+    """Return the text of a completion, with forced text in brackets.
+
+    An image is shown as its number of tokens.
+    """
     runs = groupby(zip(completion.policy_mask.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
     texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
     text = "".join(text if written else f"[{text}]" for written, text in texts)
@@ -147,13 +159,15 @@ TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</
 @pytest.mark.parametrize("options", [{}, {"min_p": 1e-9, "repetition_penalty": 1.01}], ids=["", "filters"])
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
-    """Two prompts, rows with 0, 1 and 3 pictures between other rows' words: each written token within 1e-5 nats.
+    """The log-probability of each policy token agrees to 1e-5 nats.
 
-    An answer costs no decode step: there are as many as the longest row wrote, less the first token.
+    Two prompts have rows with 0, 1 and 3 images between the texts of other rows. A tool result
+    needs no decode step, so the number of steps is the number of policy tokens in the longest row,
+    minus 1.
     """
     model, steps, step = model_of(model_type), [], generate.Decode.__call__
     monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
-    groups, prompts, _ = play(monkeypatch, *TEXTS, model=model, **options)
+    groups, prompts, _ = sample_texts(monkeypatch, *TEXTS, model=model, **options)
     assert len(steps) == max(int(c.policy_mask.sum()) for group in groups for c in group) - 1
     assert [len(c.pictures) for group in groups for c in group] == [0, 1, 3, 1]
     batch = pack(prompts, groups, model.config)
@@ -164,15 +178,15 @@ def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5"])
-def test_a_graph_of_the_pretended_card_goes_on_after_answers(monkeypatch, model_type):
+def test_a_simulated_graph_continues_after_tool_results(monkeypatch, model_type):
     """A tool result enlarges the key and value buffers."""
     monkeypatch.setattr(cuda_graphs, "KEYS", 16)
     monkeypatch.setattr(cuda_graphs.StaticDecodeAttention, "check_every", 4)
-    expected, *_ = play(monkeypatch, *TEXTS, model=model_of(model_type))
+    expected, *_ = sample_texts(monkeypatch, *TEXTS, model=model_of(model_type))
     with PretendCuda(), torch.inference_mode():
-        found, *_ = play(monkeypatch, *TEXTS, model=pretend(model_of(model_type)), world=World(device=CUDA))
+        found, *_ = sample_texts(monkeypatch, *TEXTS, model=pretend(model_of(model_type)), world=World(device=CUDA))
     for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
-        assert said(ours) == said(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-5
+        assert as_text(ours) == as_text(theirs) and (ours.logps - theirs.logps).abs().max() < 1e-5
 
 
 def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch):
@@ -181,8 +195,8 @@ def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch
     ends = {"</read>": "<read>x</read>", "t><look>": f"<read>x</read>{answer}<look>"}
     ends["ult>"] = f"<read>x</read>{answer}<look>1</look>[(1)]end<|im_end|>"
     for stop, expected in ends.items():
-        [[completion]], *_ = play(monkeypatch, "<read>x</read><look>1</look>end", stop_strings=[stop])
-        assert said(completion) == expected and completion.stopped
+        [[completion]], *_ = sample_texts(monkeypatch, "<read>x</read><look>1</look>end", stop_strings=[stop])
+        assert as_text(completion) == expected and completion.stopped
         assert len(completion.pictures) == expected.count("(1)")
 
 
@@ -197,8 +211,8 @@ def test_a_stop_string_ends_a_completion_before_its_call_is_answered(monkeypatch
     ],
 )  # fmt: skip
 def test_a_call_in_tags(monkeypatch, words, answer, after):
-    [[completion]], _, _ = play(monkeypatch, words + after)
-    assert said(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
+    [[completion]], _, _ = sample_texts(monkeypatch, words + after)
+    assert as_text(completion) == words + f"[{answer}]" * bool(answer) + after + "<|im_end|>" and completion.stopped
     assert PROCESSOR.decode(completion.ids[completion.policy_mask]) == words + after
     assert (completion.logps[~completion.policy_mask] == 0).all()
 
@@ -223,14 +237,14 @@ DEMONSTRATED = {
 
 
 @pytest.mark.parametrize("name", DEMONSTRATED)
-def test_a_demonstrated_call_is_what_the_sampler_makes(monkeypatch, name):
-    """In the forms in which one writes it first: the same ids are written and read."""
+def test_demonstrated_calls_have_the_ids_of_the_sampler(monkeypatch, name):
+    """Tool calls in demonstrations, in all supported formats, give the ids of the sampler."""
     turns = DEMONSTRATED[name]
     demonstrated = encode_completion(replace(PROCESSOR, tools=("both", "look", "read")), [], turns)
     words = PROCESSOR.decode(demonstrated.ids[demonstrated.policy_mask]).replace("\n", "")
-    [[completion]], _, _ = play(monkeypatch, words)
+    [[completion]], _, _ = sample_texts(monkeypatch, words)
     assert demonstrated.ids.tolist() == completion.ids.tolist() or "\n" in turns[0]["content"]
-    assert said(demonstrated).replace("\n", "") == said(completion)
+    assert as_text(demonstrated).replace("\n", "") == as_text(completion)
 
 
 WRONG = 'error: a tool call must have the form {"name": ..., "arguments": {...}}'
@@ -246,9 +260,9 @@ TURN = "[\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|
         ("<tool_call>3</tool_call>", WRONG),
     ],
 )  # fmt: skip
-def test_a_call_as_qwen_writes_it(monkeypatch, words, answer):
-    [[completion]], _, _ = play(monkeypatch, f"{words}~done")
-    assert said(completion) == f"{words}<|im_end|>{TURN.format(answer)}done<|im_end|>" and completion.stopped
+def test_a_call_in_qwens_format(monkeypatch, words, answer):
+    [[completion]], _, _ = sample_texts(monkeypatch, f"{words}~done")
+    assert as_text(completion) == f"{words}<|im_end|>{TURN.format(answer)}done<|im_end|>" and completion.stopped
 
 
 PARAMETERS = "<tool_call>\n<function={}>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
@@ -259,9 +273,11 @@ FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_finished_conversation_is_what_the_published_template_makes_of_it(monkeypatch, published, name):
-    """Declared tools, calls, answers and a picture in the form of each family: the ids that are trained on, and those
-    of a file that demonstrates them."""
+def test_conversations_with_tools_match_the_published_template(monkeypatch, published, name):
+    """Conversations with tools, calls, results and an image have the ids of the published template.
+
+    The same ids are trained on for a demonstration in a file.
+    """
     form, thought = FAMILIES[name]
     template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
     processor = with_tools(replace(PROCESSOR, template=template), "tests.agents.test_tool_sampler:Eye")
@@ -274,7 +290,7 @@ def test_a_finished_conversation_is_what_the_published_template_makes_of_it(monk
         turns += [{"role": "assistant", "content": ""} | called | reasons, {"role": "tool", "content": answer}]
     turns += [assistant("done") | reasons]
     words += thought.format("hm") + "done"
-    [[completion]], [prompt], _ = play(monkeypatch, words, processor=processor, tokens=900)
+    [[completion]], [prompt], _ = sample_texts(monkeypatch, words, processor=processor, tokens=900)
     given = {"chat_template": processor.template.text, "tools": processor.template.tools}
     (theirs,), _ = render_jinja_template([prompt.row.messages + turns], **given)
     grids = [*prompt.image_grid_thw.tolist(), *(grid for *_, grid in completion.pictures)]
@@ -283,26 +299,27 @@ def test_a_finished_conversation_is_what_the_published_template_makes_of_it(monk
     turns[0]["content"], [call] = None, turns[0]["tool_calls"]
     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     demonstrated = encode_completion(processor, prompt.row.messages, turns)
-    assert said(demonstrated) == said(completion)
+    assert as_text(demonstrated) == as_text(completion)
 
 
 def test_limits(monkeypatch):
     """Calls over the limit remain text. A result that does not fit ends the completion, which counts as truncated."""
     words = "<look>1</look><look>2</look>end"
     monkeypatch.setattr(Eye, "max_tool_calls", 1, raising=False)
-    [[completion]], _, _ = play(monkeypatch, words)
-    assert said(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
+    [[completion]], _, _ = sample_texts(monkeypatch, words)
+    assert as_text(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
     long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
-    for tokens, fits in ((long + 83, False), (long + 84, True)):  # 81 of the picture, 2 around it, one more
-        [[completion]], _, _ = play(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
+    # 81 image tokens, 2 around them, and one more token
+    for tokens, fits in ((long + 83, False), (long + 84, True)):
+        [[completion]], _, _ = sample_texts(monkeypatch, "<look>9, 9</look>end", tokens=tokens)
         assert not completion.stopped and len(completion.pictures) == fits
         assert len(completion.ids) == (tokens if fits else long) and completion.policy_mask[-1]
         assert completion.calls == (1, 0, not fits)
-    [[completion]], _, _ = play(monkeypatch, "<look>two</look>end")
+    [[completion]], _, _ = sample_texts(monkeypatch, "<look>two</look>end")
     assert completion.calls == (1, 1, False)
 
 
-def test_what_an_environment_cannot_have(monkeypatch):
+def test_invalid_environments_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="gather_weights is false"):
         ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
     resets = {
@@ -316,10 +333,10 @@ def test_what_an_environment_cannot_have(monkeypatch):
         with pytest.raises(
             ValueError, match=f"^row -1: sampling.environment tests.agents.test_tool_sampler:Eye: {error}"
         ):
-            play(monkeypatch, "a")
+            sample_texts(monkeypatch, "a")
 
 
-def test_no_completion_sees_what_another_did_to_its_row(monkeypatch):
+def test_completions_do_not_share_changes_of_their_row(monkeypatch):
     """Each completion of a group has its own list of images, columns and pixels."""
 
     def reset(self, images, marks, **columns):
@@ -334,14 +351,14 @@ def test_no_completion_sees_what_another_did_to_its_row(monkeypatch):
 
     monkeypatch.setattr(Eye, "reset", reset)
     monkeypatch.setattr(Eye, "read", draw)
-    groups, [prompt, _], _ = play(monkeypatch, *["<read>a</read>"] * 4, columns={"marks": {"all": []}})
+    groups, [prompt, _], _ = sample_texts(monkeypatch, *["<read>a</read>"] * 4, columns={"marks": {"all": []}})
     told = "[<result>1 {'all': []} (0, 0, 0)</result>]"
-    assert {said(c) for group in groups for c in group} == {f"<read>a</read>{told}<|im_end|>"}
+    assert {as_text(c) for group in groups for c in group} == {f"<read>a</read>{told}<|im_end|>"}
     assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
 
 
-def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
-    """Otherwise the text would be searched for each of 20,000 tokens."""
+def test_text_without_a_complete_call_is_searched_once(monkeypatch):
+    """The text is searched only once, and not after each of up to 20,000 tokens."""
     read = []
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, tools, ended: read.append(len(text)) or [])
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<tool_call><look></other>")
@@ -352,7 +369,7 @@ def test_a_policy_that_only_opens_and_closes_is_read_once(monkeypatch):
     assert read == [2000 * 25]
 
 
-def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
+def test_without_a_call_the_samples_equal_those_without_tools():
     model = model_of(dtype=torch.float64)
     prompts = [row().prompt(PROCESSOR) for _ in range(2)]
     options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
@@ -362,14 +379,14 @@ def test_without_a_call_it_draws_what_a_sampler_without_tools_draws():
     assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
 
 
-def test_a_prompt_without_its_row_says_what_to_set():
+def test_a_prompt_without_a_row_is_refused():
     asked = row()
     sampler = ToolSampler(model_of(), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
     with pytest.raises(ValueError, match="the prompt does not have a row"):
         sampler([PROCESSOR(asked.messages, asked.images)], 1, [""])
 
 
-def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypatch, tmp_path):
+def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<zoom></zoom>")
     monkeypatch.setattr(
@@ -381,11 +398,12 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
     options = ["--stages=[grpo]", "--num_threads=1", "--data.eval_rows=2", "--log_completions=1"]
     options += ["--grpo.max_steps=2", "--grpo.prompts_per_step=2"]
     whole = run(*options, recipe=tmp_path / "zoom.yaml")
-    said = [one for line in metrics(whole, "completions.jsonl") for one in line["completions"]]
-    assert max(len(one.get("pictures", ())) for one in said) == 2
-    for one in said:
+    logged = [one for line in metrics(whole, "completions.jsonl") for one in line["completions"]]
+    assert max(len(one.get("pictures", ())) for one in logged) == 2
+    for one in logged:
         forced = [text for text, logp in one["tokens"] if logp is None]
-        begins = [text for text in forced if text.endswith("<|vision_start|>")]  # after half a character, too
+        # also after an incomplete character
+        begins = [text for text in forced if text.endswith("<|vision_start|>")]
         assert len(begins) == len(one.get("pictures", ()))
         assert all((whole / path).is_file() for path in one.get("pictures", ()))
     for line in metrics(whole):
@@ -394,8 +412,8 @@ def test_a_run_shows_and_saves_the_pictures_of_completions(run, plain, monkeypat
 
 
 @pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50))])
-def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent):
-    """In pixels of Qwen2.5-VL those of the picture that the model sees, not of the file."""
+def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
+    """For Qwen2.5-VL, the size is that of the resized image, not of the file."""
     processor = replace(PROCESSOR, box_space=space)
     sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="tests.agents.test_tool_sampler:Eye"), ONE)
     sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])
@@ -403,8 +421,8 @@ def test_a_tool_is_told_the_size_of_pictures_in_the_units_of_boxes(space, extent
     assert episode.environment.extents == [extent]
 
 
-def test_a_policy_that_only_closes_is_not_searched(monkeypatch):
-    """Otherwise 8,192 tokens would take half a minute."""
+def test_closing_tags_alone_are_not_searched(monkeypatch):
+    """A search after each of 8,192 tokens would take half a minute."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
     episode = tool_sampler.ToolEpisode(Eye())
@@ -413,7 +431,7 @@ def test_a_policy_that_only_closes_is_not_searched(monkeypatch):
         episode.step(7, False, False, SimpleNamespace(processor=PROCESSOR, sampling=sampling))
 
 
-def test_a_picture_that_does_not_fit_is_not_cut_into_patches(monkeypatch):
+def test_an_image_that_does_not_fit_is_not_split_into_patches(monkeypatch):
     picture = PIL.Image.new("RGB", (9, 9))
     shown = [{"type": "image", "image": picture}], [(picture, (1, 400, 400))], True
     monkeypatch.setattr(tool_sampler, "answer_call", lambda *_: shown)

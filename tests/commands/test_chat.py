@@ -1,4 +1,4 @@
-"""`python -m minivlmrl chat`: what it prints is what a run's sampler draws, character by character."""
+"""Test `python -m minivlmrl chat`, which prints completions as a run's sampler generates them."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ TEXT = ["How many cats are there on the mat? naïve café 猫が好き 🐈"] * 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint of a random model, which says half characters more often than whole ones, and two images."""
+    """Save a random model, which often generates incomplete UTF-8 characters, and two images."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     model, processor = random_model(folder / "model.json", train_tokenizer(TEXT, vocab_size=360), seed=0)
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def ask(folder, capsys):
-    """Run the command in this process; its status, stdout and stderr."""
+    """Return a function that runs the command and returns its status, stdout and stderr."""
 
     def ask(*arguments, prompt="How many cats?"):
         status = start(["chat", "--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
@@ -56,8 +56,13 @@ def ask(folder, capsys):
     return ask
 
 
-def said(folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings):
-    """What the sampler draws, as text, and whether it was cut; pixels: the least and the most."""
+def sample_text(
+    folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings
+):
+    """Return the text that the sampler generates, and whether it was truncated.
+
+    `pixels` are the minimum and maximum number of pixels of an image.
+    """
     model = load_model(folder / "checkpoint")
     processor = load_processor(folder / "checkpoint", *pixels)
     messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
@@ -67,7 +72,10 @@ def said(folder, images=(), prompt="How many cats?", system=None, seed=0, pixels
 
 
 def test_images_text_system_and_size_reach_the_model(folder, ask):
-    """Each changes the answer as it changes the sampler's; images replace <image>, in their order."""
+    """Each input changes the answer as with the sampler.
+
+    Images replace the <image> placeholders in order.
+    """
     a = folder / "a.png"
     b = folder / "b.png"
     cases = [
@@ -81,21 +89,24 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
     answers = []
     for expected, arguments in cases:
         prompt = expected.get("prompt", "How many cats?")
-        text, cut = said(folder, max_new_tokens=30, temperature=0.3, **expected)
+        text, cut = sample_text(folder, max_new_tokens=30, temperature=0.3, **expected)
         status, out, err = ask(*arguments, "--max_new_tokens", 30, "--temperature", 0.3, prompt=prompt)
         assert (status, out, bool(err)) == (0, text + "\n", cut)
         answers.append(text)
     assert len(set(answers)) == len(cases)
 
 
-def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, published, tmp_path):
-    """With the thought that its prompt opens in front of what the model writes."""
+def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
+    """The prompt template and the system prompt are those of training.
+
+    A thought that the prompt opens is printed in front of the completion.
+    """
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "minivlmrl.yaml").write_text(
         "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"
     )
     for system, more in (("Be brief.", []), ("Go.", ["--system", "Go."])):
-        text, _ = said(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
+        text, _ = sample_text(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
         status, out, err = ask("--model", copy, "--max_new_tokens", 12, *more)
         assert (status, out) == (0, text + "\n")
         assert f"prompt template of {copy / 'minivlmrl.yaml'}: 'Look. {{problem}} Now.'" in err
@@ -106,20 +117,23 @@ def test_a_model_is_asked_as_the_run_that_trained_it(folder, ask, published, tmp
 
 
 def test_videos_reach_the_model(folder, ask, monkeypatch):
-    """Beside an image, where <video> says; reading files is for the tests of data/video.py."""
+    """The video is placed at <video>, next to an image.
+
+    Reading video files is tested in tests/data/test_video.py.
+    """
     frames = [PIL.Image.new("RGB", (56, 84), (60 * i, 99, 0)) for i in range(4)]
     monkeypatch.setattr(command, "load_video", lambda source, **_: Video(frames[:: int(source)], 2.0))
     answers = []
     prompt = "Is <video> like <image>?"
     for step in (1, 2):
-        text, _ = said(folder, ["a.png"], prompt, videos=[Video(frames[::step], 2.0)], max_new_tokens=12)
+        text, _ = sample_text(folder, ["a.png"], prompt, videos=[Video(frames[::step], 2.0)], max_new_tokens=12)
         answers.append(ask("--image", folder / "a.png", "--video", step, "--max_new_tokens", 12, prompt=prompt)[1])
         assert answers[-1] == text + "\n"
     assert answers[0] != answers[1]
 
 
-def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
-    """But the engine: it is the model itself."""
+def test_every_sampling_option_exists_and_has_help(folder):
+    """All options except `engine` and `vllm` exist, because chat runs the model itself."""
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 30,
         "stop_token_ids": [5, 6], "stop_strings": ["a b", "%"],
@@ -137,18 +151,24 @@ def test_every_sampling_option_can_be_given_and_says_what_it_does(folder):
 
 
 def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
-    """Its temperature would make draws nearly greedy; options of the command line say what is drawn."""
+    """The temperature in this file would make sampling nearly greedy.
+
+    Only options of the command line set the sampling.
+    """
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
-    plain = said(folder, max_new_tokens=9)
-    greedy = said(folder, max_new_tokens=9, temperature=1e-6)
+    plain = sample_text(folder, max_new_tokens=9)
+    greedy = sample_text(folder, max_new_tokens=9, temperature=1e-6)
     assert ask("--model", copy, "--max_new_tokens", 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
 
 
 @pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
-    """With one token a byte; the sign for the unreadable is a character like others, half a character at the end is
-    shown as it, and a stop token not at all."""
+    """Each byte is one token.
+
+    U+FFFD in the text is printed like any character. An incomplete character at the end is printed
+    as U+FFFD. Stop tokens are not printed.
+    """
     tokenizer = train_tokenizer([], vocab_size=270)
     stop = tokenizer.special_tokens["<|im_end|>"]
     stream = command.Stream(tokenizer, [stop])
@@ -167,14 +187,14 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     (["--prompt", "<image>"], "the prompt has 1 image placeholder(s), but 0 image(s) were given; the prompt must "
      "have one placeholder for each image\n"),
 ], ids=str)  # fmt: skip
-def test_a_mistake_is_one_line_without_a_traceback(folder, ask, arguments, message):
+def test_a_mistake_is_reported_in_one_line(folder, ask, arguments, message):
     status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
     assert (status, out) == (2, "")
     assert err.startswith("python -m minivlmrl chat: ") and message in err
     assert err.count("\n") == 1
 
 
-def test_weights_are_read_in_the_dtype_that_is_asked_for_and_ctrl_c_ends_without_a_traceback(ask, monkeypatch):
+def test_the_dtype_is_an_option_and_ctrl_c_prints_no_traceback(ask, monkeypatch):
     dtypes = []
 
     def interrupted(model, *rest, **_):
@@ -186,10 +206,10 @@ def test_weights_are_read_in_the_dtype_that_is_asked_for_and_ctrl_c_ends_without
     assert dtypes == [torch.float32, torch.bfloat16]
 
 
-def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder, tmp_path):
-    """As in `ask | head`, where nobody reads any more; Python flushes once more in the end."""
+def test_a_closed_stdout_prints_no_traceback(folder, tmp_path):
+    """With `chat | head`, the reader closes stdout, and Python flushes once more at the exit."""
     reader, writer = os.pipe()
-    os.close(reader)  # before a word is said
+    os.close(reader)  # the reader is closed before the command prints
 
     def work():
         os.dup2(writer, 1)
@@ -199,8 +219,8 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(folder, tmp_path):
     assert exit_code(fork(work)) == 141 and (tmp_path / "errors").read_text() == ""
 
 
-def test_a_tool_answers(ask, monkeypatch):
-    """It is called after the first words; what it says is printed with the rest."""
+def test_a_tool_is_called(ask, monkeypatch):
+    """The tool is called after the first tokens, and its result is printed with the completion."""
     calls = iter([[("calculator", "1 + 1")]])
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<calculator></calculator>")
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: next(calls, []))

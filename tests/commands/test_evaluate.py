@@ -1,4 +1,4 @@
-"""`evaluate` and `generate` over a file of rows: lines and means; pass@k and a band of such a file."""
+"""Test the commands `evaluate` and `generate`, and the recipes that read their output files."""
 
 import json
 import runpy
@@ -18,9 +18,13 @@ SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
 @pytest.fixture
 def evaluate(checkpoint, rows, tmp_path, monkeypatch):
-    """Evaluate the untrained checkpoint on eight rows; returns lines and summary."""
+    """Return a function that evaluates the untrained checkpoint on eight rows.
+
+    The function returns the result lines and the summary.
+    """
     monkeypatch.chdir(tmp_path)
-    bare = shutil.copytree(checkpoint, tmp_path / "bare")  # beside no config.yaml of a run
+    # without the config.yaml of a run in the parent folder
+    bare = shutil.copytree(checkpoint, tmp_path / "bare")
 
     def evaluate(*arguments, tool=command.main, model=bare, data=rows):
         tool(["--model", str(model), "--data", str(data), "--out", "out.jsonl", *SMALL, *arguments])
@@ -30,7 +34,7 @@ def evaluate(checkpoint, rows, tmp_path, monkeypatch):
     return evaluate
 
 
-def test_results_scored_again_give_the_same_mean(evaluate, capsys):
+def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys):
     lines, summary = evaluate("--num_generations=2", "--data.answer_format=whole")
     assert [line["row"] for line in lines] == list(range(8)) and summary["rows"] == 8
     texts = [one["text"] for line in lines for one in line["answers"]]
@@ -42,8 +46,8 @@ def test_results_scored_again_give_the_same_mean(evaluate, capsys):
     assert f"accuracy                    {summary['accuracy']:.3f}" in capsys.readouterr().out
 
 
-def test_the_recipe_of_the_models_run_is_taken_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
-    """A run's checkpoint has the adapter in its weights."""
+def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
+    """The adapter is not loaded, because its weights are merged into the checkpoint."""
     options = "--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null"
     plain = evaluate(*options)[0]
     (tmp_path / "config.yaml").write_text("data: {prompt_template: 'Look. {problem}'}\nadapter: {r: 2}\n")
@@ -52,7 +56,9 @@ def test_the_recipe_of_the_models_run_is_taken_without_its_adapter(evaluate, che
         assert f"recipe: {tmp_path / 'config.yaml'}\n" in capsys.readouterr().out
 
 
-def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
+def test_a_copied_checkpoint_is_evaluated_with_the_options_of_its_run(
+    evaluate, checkpoint, own, run, plain, tmp_path, capsys
+):
     said = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer_format=whole")
     trained = run("--stages=[]", *own, *said, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
     lines = evaluate("--rows=2", model=trained / "checkpoint")[0]
@@ -65,8 +71,8 @@ def test_a_folder_alone_is_asked_as_its_run_asked(evaluate, checkpoint, own, run
 
 
 @pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/answers.py:class_name(classes=None)", "accuracy"]])
-def test_rewards_judge_as_they_are_named(evaluate, names):
-    """As held-out rewards, one or several, or as rewards with their weights, which do not matter here."""
+def test_rewards_are_set_by_name(evaluate, names):
+    """Rewards can be set as eval_rewards or as training rewards, whose weights are ignored here."""
     asked = json.dumps(dict.fromkeys(names, 0.5))
     for option in (f"--data.eval_rewards={json.dumps(names)}", f"--rewards={asked}"):
         lines, summary = evaluate("--rows=2", option)
@@ -74,22 +80,28 @@ def test_rewards_judge_as_they_are_named(evaluate, names):
     assert set(summary) - set(names) == {"rows", "cut"}
 
 
-def test_generate_writes_answers_alone(evaluate):
+def test_generate_writes_answers_without_rewards(evaluate):
     lines, summary = evaluate(tool=command.generate_main)
     assert summary.keys() == {"rows", "cut"} and lines[0]["answers"][0]["rewards"] == {}
     assert evaluate("--rows=3", tool=command.generate_main)[0] == lines[:3]
 
 
 def test_pass_at_k_by_hand():
-    """Two of four right: pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6; none of four: 0; without a solution nothing."""
+    """If two of four answers are right, pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6.
+
+    If none is right, pass@2 is 0, and a row without a solution does not count.
+    """
     rows = [("cat", ["Cat.", "dog", "cat", "bird"]), ("cat", ["dog"] * 4), (None, ["dog"])]
     lines = [{"solution": truth, "answers": [{"answer": text} for text in texts]} for truth, texts in rows]
     by_hand = {"pass@1": 0.25, "pass@2": 5 / 12, "pass@4": 0.5, "majority": 0.5}
     assert pass_at_k.summarise(lines) == approx(by_hand)
 
 
-def test_a_band_is_the_rows_that_are_answered_right_now_and_then(evaluate, rows, monkeypatch, capsys):
-    """Of what `generate` wrote, with other answers: row i of eight is right i times; the last is not judged."""
+def test_a_band_selects_rows_by_their_fraction_of_right_answers(evaluate, rows, monkeypatch, capsys):
+    """Select rows whose fraction of right answers is in the band, from the output of `generate`.
+
+    In this output, i of the 8 answers to row i are right, and the last row has no solution.
+    """
     lines, _ = evaluate("--num_generations=8", tool=command.generate_main)
     for i, line in enumerate(lines):
         for g, answer in enumerate(line["answers"]):
@@ -107,8 +119,8 @@ def test_a_band_is_the_rows_that_are_answered_right_now_and_then(evaluate, rows,
     assert capsys.readouterr().out == rows.read_text()  # the untrained model is never right
 
 
-def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_path):
-    """Somebody may have sent the folder; a judge gets the key."""
+def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpoint, tmp_path):
+    """The folder may come from somebody else, and a judge's URL would receive the API key."""
     model = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     evil = tmp_path / "evil.py"
     trace = tmp_path / "executed"
@@ -121,10 +133,10 @@ def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_
             match=r"config.yaml was found automatically and would run the code .*; read the code, then pass --recipe=",
         ):
             evaluate("--rows=1", model=model)
-        evaluate("--rows=1", model=model, tool=command.generate_main)  # asks no reward
+        evaluate("--rows=1", model=model, tool=command.generate_main)  # generate calls no reward
         assert not trace.exists()
     recipe.write_text(json.dumps({"stages": [f"{evil}:f"], "data": {"eval_rewards": ["format"]}, "own": {}}))
-    evaluate("--rows=1", model=model)  # trains by no stage
+    evaluate("--rows=1", model=model)  # evaluation loads no stage
     assert not trace.exists()
     asked = f"--data.eval_rewards=[{evil}:f, format]"
     assert evaluate("--rows=1", asked, model=model)[1][f"{evil}:f"] == 1.0 and trace.exists()
@@ -132,8 +144,8 @@ def test_code_of_a_recipe_that_was_found_does_not_run(evaluate, checkpoint, tmp_
     assert evaluate("--rows=1", f"--recipe={recipe}", model=model)[1][f"{evil}:f"] == 1.0
 
 
-def test_answers_are_beside_the_model(checkpoint, rows, tmp_path, monkeypatch):
-    """Not in the folder where the command runs, which the next model's answers would replace."""
+def test_answers_are_written_next_to_the_model(checkpoint, rows, tmp_path, monkeypatch):
+    """Do not write into the working folder, where the next model would overwrite the answers."""
     monkeypatch.chdir(tmp_path)
     model = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint")
     command.generate_main(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])

@@ -1,4 +1,4 @@
-"""`train.py --help`: every option is there, with its default, its type and its sentence."""
+"""Test `train.py --help`, which lists every option with its type, default and description."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 
 
-def test_every_option_is_listed_once_and_has_a_sentence(capsys):
+def test_every_option_is_listed_once_with_a_description(capsys):
     page.print_options()
     out = capsys.readouterr().out
     for options in page.options_by_section().values():
@@ -31,13 +31,13 @@ def test_the_section_of_a_stage_in_a_file(capsys):
     assert "  --kto.beta=0.1\n" in capsys.readouterr().out
 
 
-def test_an_unknown_section_is_named_with_the_valid_ones():
+def test_an_unknown_section_is_refused():
     said = r"--help grop: unknown section 'grop'; the sections are run, model, .*grpo"
     with pytest.raises(ValueError, match=said):
         page.print_options("grop")
 
 
-def test_the_defaults_as_they_are_printed_give_the_default_run(tmp_path, capsys):
+def test_the_printed_defaults_are_the_defaults(tmp_path, capsys):
     page.print_options()
     options = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     (tmp_path / "empty.yaml").write_text("{}")

@@ -1,4 +1,4 @@
-"""`python -m minivlmrl`: the table of tools, and a mistake in one line for each of them."""
+"""Test `python -m minivlmrl`: the list of commands, and mistakes in one line."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ import pytest
 from minivlmrl import __main__ as start
 
 
-def test_every_tool_exists_and_has_a_sentence():
+def test_every_command_exists_and_has_a_description():
     for module, _, function in (target.partition(":") for target, _ in start.COMMANDS.values()):
         assert callable(getattr(importlib.import_module(module), function))
     assert all(sentence for _, sentence in start.COMMANDS.values())
@@ -29,8 +29,8 @@ ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segme
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
     ],
 )
-def test_the_package_sets_what_torch_reads_unless_the_user_says_otherwise(own, expected):
-    """In a notebook too; without torch, which is imported later and then reads it."""
+def test_environment_variables_of_torch_have_defaults(own, expected):
+    """Importing the package sets the variables without importing torch, so also in a notebook."""
     asked = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
     said = f"print(json.dumps([{{n: os.environ.get(n) for n in {asked}}}, 'torch' in sys.modules]))"
     clean = {name: value for name, value in os.environ.items() if name not in asked}
@@ -41,7 +41,7 @@ def test_the_package_sets_what_torch_reads_unless_the_user_says_otherwise(own, e
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)
-def test_the_table_of_tools(capsys, arguments):
+def test_the_list_of_commands(capsys, arguments):
     assert start.main(arguments) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m minivlmrl COMMAND") and all(
@@ -50,7 +50,7 @@ def test_the_table_of_tools(capsys, arguments):
 
 
 @pytest.mark.parametrize("tool", ["chat", "memory", "audit"])
-def test_every_tool_has_a_help_page(capsys, tool):
+def test_commands_have_a_help_page(capsys, tool):
     with pytest.raises(SystemExit, match="0"):
         start.main([tool, "--help"])
     assert f"usage: python -m minivlmrl {tool}" in capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line(capsys):
     assert capsys.readouterr().err.startswith(says)
 
 
-def test_a_log_that_is_a_folder_is_one_line(tmp_path, capsys):
+def test_a_log_that_is_a_folder_is_reported_in_one_line(tmp_path, capsys):
     (tmp_path / "run" / "warnings.jsonl").mkdir(parents=True)
     with pytest.raises(SystemExit) as ended:
         start.main(["train", "recipes/shapes.yaml", f"--output_dir={tmp_path / 'run'}", "--stages=[]"])
@@ -72,6 +72,6 @@ def test_a_log_that_is_a_folder_is_one_line(tmp_path, capsys):
     assert line.startswith("[Errno 21] Is a directory: ")
 
 
-def test_a_reader_that_is_gone_is_no_error():
+def test_a_closed_stdout_is_no_error():
     done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
     assert done.stderr == ""

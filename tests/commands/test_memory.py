@@ -1,4 +1,4 @@
-"""The command `plan`: what it prints, and what recipes' heads say of cards."""
+"""Test the command `memory`, and the memory sizes that recipes, docs and README mention."""
 
 import copy
 import functools
@@ -20,14 +20,14 @@ import tiny
 
 
 def head_of(path):
-    """The comment at the head of a recipe."""
+    """Return the comment lines of a recipe as one string."""
     lines = path.read_text().splitlines()
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
 
 @functools.cache
-def costs_of(model, num_layers=None):
-    """Of a model of the hub, or of one with its first layers alone."""
+def estimator_for(model, num_layers=None):
+    """Return the estimator of a model on the Hub, or of the model with only its first layers."""
     values = copy.deepcopy(real_config(model))
     if num_layers is not None:
         values["text_config"]["num_hidden_layers"] = num_layers
@@ -37,8 +37,8 @@ def costs_of(model, num_layers=None):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def counted_once():
-    """Several rows count the activations of one and the same model: once here, by all that they depend on."""
+def cached_activations():
+    """Cache the activation counts, because several tests need the same model."""
     counted = {}
     count = MemoryEstimator.activations
 
@@ -56,24 +56,24 @@ def counted_once():
 
 
 def needed(config, stage, model, num_layers=None):
-    """GB of a step of these lengths on one card, as the command says."""
-    return peak_bytes(plan(config, stage, costs_of(model, num_layers), 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+    """Return the peak memory in GB of a step on one GPU, as the command prints it."""
+    return peak_bytes(plan(config, stage, estimator_for(model, num_layers), 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
 
 
 def needed_by_layers(config, stage, model):
-    """The same of a model whose layers each add as much: what 4 and 8 of them need gives it."""
-    of_four, of_eight = (needed(config, stage, model, num_layers) for num_layers in (4, 8))
+    """Extrapolate the memory from 4 and 8 layers, because each layer adds the same amount."""
+    gb_of_4_layers, gb_of_8_layers = (needed(config, stage, model, num_layers) for num_layers in (4, 8))
     num_layers = real_config(model)["text_config"]["num_hidden_layers"]
-    return of_four + (of_eight - of_four) / 4 * (num_layers - 4)
+    return gb_of_4_layers + (gb_of_8_layers - gb_of_4_layers) / 4 * (num_layers - 4)
 
 
 def cell(size):
-    """A size in GB and the cards that hold it, as docs/memory.md has them."""
+    """Format a size in GB and the GPU sizes that are large enough, as in docs/memory.md."""
     return f"{size:.1f}: {', '.join(str(card) for card in (24, 48, 80) if size <= card)}"
 
 
 def rows_of_memory(name):
-    """Cells of the rows of docs/memory.md of this name."""
+    """Return the cells of all table rows of docs/memory.md whose first cell is `name`."""
     lines = Path("docs/memory.md").read_text().splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith(f"| {name} |")]
     return [[text.strip() for text in row] for row in rows]
@@ -106,8 +106,8 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_recipes_fit_the_cards_that_their_heads_name():
-    """Each recipe of a real size says what it needs on one card of 80 GB, and with which options on one of 24 GB."""
+def test_recipes_fit_the_gpus_that_their_comments_name():
+    """Recipes state the memory on an 80 GB GPU, and the options for a GPU of 24 GB."""
     recipes = []
     for path in sorted(Path("recipes").glob("*.yaml")):
         head = head_of(path)
@@ -139,17 +139,17 @@ def test_recipes_fit_the_cards_that_their_heads_name():
         ("lora_qwen3_5_9b", "Qwen3.5-9B", 30, THOUGHTS),
     ],
 )
-def test_recipes_of_one_card_fit_it(name, model, other, options):
+def test_recipes_for_one_gpu_fit(name, model, other, options):
     path = Path("recipes") / f"{name}.yaml"
     head = head_of(path)
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl memory`", head).groups())
-    by_layers = model in ("Qwen3.5-4B", "Qwen3.5-9B")  # the 2B has all of its layers here
+    by_layers = model in ("Qwen3.5-4B", "Qwen3.5-9B")  # the 2B is counted with all its layers
     size_of = needed_by_layers if by_layers else needed
     found = [size_of(load_config(path, given), "grpo", model) for given in ([], options)]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
     [row] = rows_of_memory(name) or [None]
-    if model.startswith("Qwen3-VL"):  # docs/memory.md has a line of it
+    if model.startswith("Qwen3-VL"):  # docs/memory.md has a row for these recipes
         assert row[1:] == [cell(size) for size in sorted(found)[::-1]]
     if options is THOUGHTS:
         card_and_sizes = [str(card), *(f"{size:.1f}" for size in found)]
@@ -158,8 +158,8 @@ def test_recipes_of_one_card_fit_it(name, model, other, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B"])
-def test_recipes_of_experts_fit_their_card(model):
-    """Which docs/experts.md says, too."""
+def test_recipes_for_mixture_of_experts_models_fit(model):
+    """docs/experts.md states the same size."""
     name = f"lora_{model.lower().replace('-', '_').replace('.', '_')}"
     path = Path("recipes") / f"{name}.yaml"
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m min", head_of(path)).groups())
@@ -170,11 +170,11 @@ def test_recipes_of_experts_fit_their_card(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "model"), [("all weights, float32", "3B"), ("LoRA on bfloat16", "3B"), ("LoRA on NF4", "7B")]
+    ("row", "model"), [("all weights, float32", "3B"), ("LoRA on bfloat16", "3B"), ("LoRA on NF4", "7B")]
 )
-def test_the_readme_and_the_table_of_one_card(what, model):
-    """What README quotes of docs/memory.md is what plan says of the row's options, and which cards hold it."""
-    [[*cells, options]] = rows_of_memory(what)
+def test_memory_sizes_in_the_readme(row, model):
+    """Sizes in README and docs/memory.md agree with the estimate for the options of the row."""
+    [[*cells, options]] = rows_of_memory(row)
     config = load_config("own_data.yaml", shlex.split(options.replace("`", "")))
     size = needed(config, "grpo", f"Qwen2.5-VL-{model}")
     assert cells[1 if model == "3B" else 2] == cell(size)

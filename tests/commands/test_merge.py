@@ -1,4 +1,4 @@
-"""`merge`: a plain folder whose logits are those of base plus adapter, here and in transformers."""
+"""Test `merge`, whose output has the logits of base plus adapter, here and in transformers."""
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from tests.model.test_peft import FORMS, base, prompts
 
 @pytest.mark.parametrize(("model_type", "tied"), FORMS)
 def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
-    processor = Processor(shapes.tokenizer(), ImageProcessor())  # has other ids than the tiny models of random prompts
+    # its ids do not matter here, because prompts are random ids
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
     monkeypatch.setattr(merge, "load_processor", lambda folder: processor)
     base(tmp_path, model_type, tied)
     gather_adapter(adapted(EVERYTHING, model_type=model_type, dtype=torch.float32))(tmp_path / "adapter")
@@ -29,7 +30,7 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
-def test_a_merged_folder_is_not_merged_again_and_keeps_what_the_run_said(tmp_path, checkpoint, own, run, plain, capsys):
+def test_a_merged_folder_keeps_the_run_options_and_is_not_merged_again(tmp_path, checkpoint, own, run, plain, capsys):
     said = "--data.prompt_template=Look. {problem}"
     trained = run(*own, said, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
 

@@ -1,4 +1,7 @@
-"""Training from Python: own rows and rewards. The README's lines are run in test_docs.py."""
+"""Test training from Python with custom rows and rewards.
+
+test_docs.py runs the lines of the README.
+"""
 
 from functools import partial
 
@@ -18,7 +21,7 @@ def length(completions, **columns):
 
 @pytest.fixture
 def own(home, checkpoint, tmp_path, monkeypatch, plain):
-    """Train the tiny checkpoint in a folder of its own; functions leave the table of rewards again."""
+    """Return a function that trains the tiny checkpoint. Reset the reward registry afterwards."""
     before = dict(REWARDS)
     monkeypatch.chdir(tmp_path)
     step = {"max_steps": 1, "prompts_per_step": 2, "micro_batch_size": 2}
@@ -32,15 +35,15 @@ COLORS = "red", "blue"
 ROWS = [{"image": PIL.Image.new("RGB", (30, 40), color), "problem": "?", "solution": color} for color in COLORS]
 
 
-def test_rows_and_rewards_of_this_process(own, tmp_path):
+def test_rows_and_rewards_from_python_objects(own, tmp_path):
     summary = own(ROWS, ROWS[:1], rewards={"accuracy": 1.0, length: 0.5})
     assert {"start", "after_grpo"} <= set(summary)
     [line] = metrics(tmp_path / "run")
     assert line["reward"] == pytest.approx(line["rewards/accuracy/mean"] + 0.5 * line["rewards/length/mean"])
 
 
-def test_files_are_named_by_what_they_hold(tmp_path, monkeypatch):
-    """So a finished run's rows are not overwritten, and a resumed run finds its own."""
+def test_row_files_are_named_by_their_content(tmp_path, monkeypatch):
+    """The file name is a hash, so runs with other rows do not overwrite the file."""
     monkeypatch.chdir(tmp_path)
     PIL.Image.new("L", (4, 4)).save("a.png")
 
@@ -55,7 +58,7 @@ def test_files_are_named_by_what_they_hold(tmp_path, monkeypatch):
     assert write_rows(forms("a.png")[:1], tmp_path / "rows") != path
 
 
-def test_a_reward_of_our_name_is_refused(own):
+def test_a_reward_with_a_built_in_name_is_refused(own):
     def accuracy(completions, **columns):
         return [0.0] * len(completions)
 

@@ -1,4 +1,4 @@
-"""Names of code, with options or without."""
+"""Test how objects are loaded by name, with or without options."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ from minivlmrl.run.optimizer import OPTIMIZERS
 
 
 def test_a_module_and_a_file(tmp_path):
-    """A file need not be where Python looks for modules; it is run once."""
+    """A file need not be on sys.path, and it is executed only once."""
     assert load_name("json:dumps") is json.dumps
     file = tmp_path / "own.py"
     file.write_text("import json\nWRITE = json.dumps\n\n\ndef double(x):\n    return 2 * x\n")
@@ -24,8 +24,8 @@ def test_a_module_and_a_file(tmp_path):
     assert inspect.getsource(load_name(f"{file}:double")).startswith("def double")
 
 
-def test_what_tables_name_are_our_modules_wherever_a_command_runs():
-    """A file of the same name in the folder of somebody else may not run unasked."""
+def test_registries_name_modules_of_the_package():
+    """A file with the same name in the working folder must not be imported instead."""
     targets = [target for table in (ENGINES, OPTIMIZERS) for target in table.values() if isinstance(target, str)]
     assert len(targets) == 3 and all(target.startswith("minivlmrl.") for target in targets)
 
@@ -34,7 +34,7 @@ def test_what_tables_name_are_our_modules_wherever_a_command_runs():
     ("json:dumpz", "AttributeError"), ("jsonn:dumps", "ModuleNotFoundError"), ("gone.py:f", "FileNotFoundError"),
     ("FILE:other", "AttributeError"), ("no name", "ValueError"), ("json:dumpz", r".*\); did you mean dump\?$"),
 ])  # fmt: skip
-def test_what_is_not_there_is_named(tmp_path, target, cause):
+def test_missing_objects_are_reported(tmp_path, target, cause):
     (tmp_path / "own.py").write_text("")
     target = target.replace("FILE", str(tmp_path / "own.py"))
     with pytest.raises(ValueError, match=rf"^{target} cannot be loaded \({cause}"):
@@ -50,7 +50,7 @@ def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, 
     (f"{__file__}:rows(share=1)", (8, 1.0, None)), (f"{__name__}:rows( )", (8, 0.5, None)),
 ])  # fmt: skip
 def test_a_name_with_options(text, expected):
-    """Parameters with a default, as literals."""
+    """Options are Python literals for the parameters that have a default."""
     function, options = resolve_object("task", text, {"rows": rows})
     assert with_options(function, options)("data", 0) == ("data", 0, *expected)
 
@@ -63,6 +63,6 @@ def test_a_name_with_options(text, expected):
     ("lines(pairs=2)", "^unknown task 'lines'; known names are: rows, file.py:name$"),
     ("row", "^unknown task 'row'; known names are: rows, file.py:name; did you mean rows\\?$"),
 ])  # fmt: skip
-def test_options_that_are_refused(text, error):
+def test_invalid_options_are_refused(text, error):
     with pytest.raises(ValueError, match=error):
         with_options(*resolve_object("task", text, {"rows": rows}))

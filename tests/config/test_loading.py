@@ -140,7 +140,9 @@ def test_a_recipe_that_is_no_yaml_is_named(write, content):
 @pytest.mark.parametrize("content", ["sft: {max_steps: 1}\nsft: {}", "sft:\n  max_steps: 1\n  max_steps: 2"])
 def test_a_key_that_is_there_twice_is_refused(write, content):
     """YAML takes the last one."""
-    with pytest.raises(ValueError, match=r"recipe\.yaml: the text is not valid YAML \(the key '(sft|max_steps)' occurs twice\n"):
+    with pytest.raises(
+        ValueError, match=r"recipe\.yaml: the text is not valid YAML \(the key '(sft|max_steps)' occurs twice\n"
+    ):
         load_config(write(content))
 
 

@@ -1,4 +1,7 @@
-"""No option is dead: each changes what a run of a few steps leaves, or has a test of its own that is named here."""
+"""Test that every option has an effect.
+
+Each option changes the results of a short run, or ELSEWHERE names the test of its effect.
+"""
 
 import functools
 import itertools
@@ -39,21 +42,23 @@ SFT, DPO, KTO, RM = (
 )
 GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
 BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
-# a second iteration at a high rate leaves the ratio far from 1, where clipping and the KL penalty show
+# a second iteration at a high learning rate gives ratios far from 1, where clipping and KL matter
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
-# "drift": the sampler records log-probabilities that are not quite the trainer's
+# "drift": the log-probabilities of the sampler differ a little from the trainer's
 DRIFT = ["drift", *GRPO, "--rollout.max_logp_mismatch=.inf"]
 FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
-# later rollouts of a policy that has moved away from its reference
+# the policy of later rollouts has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 TWO_STEPS, THREE_STEPS = ([f"--{stage}.max_steps={steps}" for stage in STAGES] for steps in (2, 3))
-STAGE_OPTIONS = {  # what all stages inherit: each tried on one of them, in turn
+# options that all stages inherit; each is tested with one stage, in turn
+STAGE_OPTIONS = {
     "max_steps": 2, "prompts_per_step": 2, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.5,
     "warmup_steps": 2, "adam_beta2": 0.5,
 }  # fmt: skip
 MOVING = ["--reference.sync_ref_model", "--reference.ref_model_sync_steps=1"]
 DISTILL = [*of_file("distill", STAGE | {"max_steps": 2}), LETTERS, "--distill.teacher_prompt=teachers:hint"]
-OPTIONS = [  # field, another value, base
+# option, changed value, base options
+OPTIONS = [
     ("reference", "{sync_ref_model: true, ref_model_sync_steps: 1}", DPO),
     ("reference.ref_model_mixup_alpha", 0.1, [*DPO, *MOVING]),
     ("reference.ref_model_sync_steps", 2, [*DPO, *MOVING, "--dpo.max_steps=3"]),
@@ -142,7 +147,7 @@ OPTIONS = [  # field, another value, base
 
 
 def choices(name):
-    """What the Literal of a field names."""
+    """Return the values in the Literal type of a field."""
     section, name = name.split(".")
     cls = KTOConfig if section == "kto" else typing.get_type_hints(RunConfig)[section]
     hint = typing.get_type_hints(cls)[name]
@@ -151,17 +156,19 @@ def choices(name):
     return (("null",) if type(None) in parts else ()) + values
 
 
-ENUMERATIONS = [  # field, its values, base: no two values give the same run
+# option, its values, base options: no two values give the same run
+ENUMERATIONS = [
     *[(name, choices(name), base) for name, base in {
         "sft.loss_type": SFT,
         "dpo.f_divergence_type": DPO,
-        "kto.loss_type": [*KTO, "--kto.undesirable_weight=0", "--kto.max_steps=3"],  # good answers get likelier
+        # answers with label true get likelier
+        "kto.loss_type": [*KTO, "--kto.undesirable_weight=0", "--kto.max_steps=3"],
         "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2"],
         "grpo.importance_sampling_level": [*FAR, "--grpo.beta=0.5"],
         "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
         "grpo.scale_rewards": GRPO,
         "grpo.multi_objective_aggregation": GRPO,
-        "data.answer_format": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:said: 1}}"],
+        "data.answer_format": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:lengths: 1}}"],
     }.items()],
     ("grpo.rollout_correction", CORRECTION_MODES, [*DRIFT, "--grpo.rollout_correction_bounds=[null, 1.5]"]),
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
@@ -169,7 +176,8 @@ ENUMERATIONS = [  # field, its values, base: no two values give the same run
 EVALUATED = ["evaluated", *SFT]
 OWN = ["own", *SFT]
 SEVERAL = [*OWN, "--data.train_file=null", "--data.train=[{file: {home}/rows.jsonl}]"]
-OUTPUTS = [  # field, another value, base, the file that it changes, or where a name of it begins; "error": the message
+# option, changed value, base options, and the prefix of the outputs that change ("error": message)
+OUTPUTS = [
     *[(f"{stage}.micro_batch_size", 1, BASES[stage], METRICS) for stage in ("sft", "reward_model", "ppo")],
     *[(f"{stage}.max_tokens_per_micro_batch", 100, BASES[stage], METRICS) for stage in ("grpo", "ppo")],
     *[("kto.micro_batch_size", 1, KTO, METRICS), ("distill.micro_batch_size", 1, DISTILL, METRICS)],
@@ -197,51 +205,55 @@ OUTPUTS = [  # field, another value, base, the file that it changes, or where a 
     ("report_to", "[tensorboard]", SFT, "tensorboard"),
     ("rollout.max_logp_mismatch", 0.1, DRIFT, "error"),
 ]  # fmt: skip
-ELSEWHERE = {  # fields of the machine, of several processes, or of what takes longer: the test that needs their effect
+# options that need several processes, other hardware or more time, and the tests of their effect
+ELSEWHERE = {
     "output_dir": "run/test_loop.py: test_eval_rows_and_eval_file_choose_what_is_evaluated",
     "num_threads": "run/test_loop.py: test_num_threads",
-    "resume": "run/test_checkpoints.py: test_a_run_killed_anywhere_ends_like_one_that_was_not",
+    "resume": "run/test_checkpoints.py: test_a_killed_and_resumed_run_gives_the_same_result",
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
-    "report_minutes": "diagnostics/test_page.py: test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it",  # noqa: E501
-    "timeout": "run/test_checkpoints.py: test_timeout_is_how_long_a_rank_waits_for_another",
-    "model.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
+    "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",
+    "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
+    "model.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
-    "adapter.path": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
-    "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_left_out_and_named_before_training",
-    "data.image_workers": "data/test_loader.py: test_workers_make_the_next_rows_meanwhile_and_no_more",
-    "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_gives_way_to_the_next_and_is_counted",
-    "sharding.enabled": "model/test_trainable.py: test_a_run_goes_on_from_an_adapter",
-    "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint",  # noqa: E501
-    "sharding.cpu_offload": "distributed/test_fsdp.py: test_one_process_that_offloads_computes_what_it_would_unsharded",
-    "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_draw_the_same",
-    "sampling.max_batch_tokens": "generation/test_sampler.py: test_keys_alone_decide",
-    "sampling.cuda_graph": "generation/test_sampler.py: test_the_option_cuda_graph_chooses_how_a_step_is_run",
-    "sampling.environment": "agents/test_environment.py: test_the_one_of_the_page",
+    "adapter.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
+    "data.max_prompt_tokens": "run/test_preflight.py: test_long_prompts_are_skipped_and_reported",
+    "data.image_workers": "data/test_loader.py: test_workers_prepare_a_limited_number_of_rows",
+    "data.skip_unreadable": "data/test_loader.py: test_an_unreadable_row_is_replaced_by_the_next",
+    "sharding.enabled": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
+    "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint",
+    "sharding.cpu_offload": "distributed/test_fsdp.py: test_offloading_does_not_change_results",
+    "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_sample_the_same_tokens",
+    "sampling.max_batch_tokens": "generation/test_sampler.py: test_samples_depend_only_on_keys",
+    "sampling.cuda_graph": "generation/test_sampler.py: test_the_option_cuda_graph_selects_the_decode_step",
+    "sampling.environment": "agents/test_environment.py: test_the_environment_of_the_docs",
     "sampling.history": "agents/test_trajectories.py: test_what_windows_show",
-    "sampling.engine": "generation/test_vllm.py: test_a_run_is_the_native_engines_run",
-    "sampling.vllm": "generation/test_vllm.py: test_what_it_cannot_do_is_refused",
-    "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_are_the_references",
-    "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_gets_the_number_after_its_last_token",  # noqa: E501
-    "ppo.critic_path": "trainers/test_ppo.py: test_a_saved_critic_is_where_another_run_begins",
-    "reference.path": "trainers/test_reference.py: test_a_reference_of_a_folder_scores_as_transformers_does",
+    "sampling.engine": "generation/test_vllm.py: test_a_run_equals_a_run_with_the_native_engine",
+    "sampling.vllm": "generation/test_vllm.py: test_unsupported_uses_of_vllm_are_refused",
+    "dpo.precompute_ref_log_probs": "trainers/test_dpo.py: test_precomputed_references_equal_the_references",
+    "reward_model.path": "trainers/test_reward_model_scores.py: test_each_completion_is_scored_at_its_last_token",
+    "ppo.critic_path": "trainers/test_ppo.py: test_a_run_continues_with_a_saved_critic",
+    "reference.path": "trainers/test_reference.py: test_a_reference_from_a_folder_matches_transformers",
     "distill.teacher": "recipes/test_distill.py: test_a_teacher_in_a_folder_with_a_larger_picture",
     "distill.teacher_prompt": "recipes/test_distill.py: test_a_step_is_the_divergence_from_the_teacher",
 }
-BALANCE = "model/families/test_routers.py: test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches"
+BALANCE = "model/families/test_routers.py: test_the_mean_balance_loss_of_micro_batches_is_added"
 ELSEWHERE |= {f"{stage}.router_aux_loss_coef": BALANCE for stage in (*STAGES, *FILES)}
 
 
 @pytest.fixture(scope="module")
-def outputs_of(home, own):
-    """What a run by its overrides leaves, {path: bytes}, and its "error"; each is run once."""
+def run_outputs(home, own):
+    """Return a cached function that runs a recipe with overrides.
+
+    The function returns the files of the run as {path: bytes}, and its "error".
+    """
     (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
     (home / "elsewhere").mkdir()
     for number in range(8):
         PIL.Image.new("RGB", (56, 56), "grey").save(home / "elsewhere" / f"{number}.png")
 
     @functools.cache
-    def outputs_of(*overrides):
+    def run_outputs(*overrides):
         with pytest.MonkeyPatch.context() as patch:
             kinds = {"own", "boxes", "film", "drift", "evaluated"} & {*overrides}
             options = [override for override in overrides if override not in kinds]
@@ -269,30 +281,30 @@ def outputs_of(home, own):
                 outputs[str(path.relative_to(folder))] = path.read_bytes()
         return outputs
 
-    return outputs_of
+    return run_outputs
 
 
 @pytest.fixture(scope="module")
-def lines_of(outputs_of):
-    """Metrics of a run by its overrides; the logged learning rate alone is no effect."""
+def run_metrics(run_outputs):
+    """Return a function from the overrides of a run to its metrics."""
 
-    def lines_of(*overrides):
-        outputs = outputs_of(*overrides)
+    def run_metrics(*overrides):
+        outputs = run_outputs(*overrides)
         assert not outputs["error"]
         return [json.loads(line) for line in outputs[METRICS].splitlines()]
 
-    return lines_of
+    return run_metrics
 
 
 def note_save(folder, *_):
-    """Note that a model is saved, in place of its weights."""
+    """Append a line to a file instead of saving the weights of a model."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "saves").open("a") as file:
         file.write("once more\n")
 
 
 def drifting(*arguments):
-    """The sampler, with log-probabilities that are off by -1 to 1 nats, each token by its own amount."""
+    """Return a token sampler with log-probabilities off by -1 to 1 nats, depending on the id."""
     choose = make_token_sampler(*arguments)
 
     def drift(logits, rows, step):
@@ -303,17 +315,17 @@ def drifting(*arguments):
 
 
 def boxed(processor, ids):
-    """What an untrained model does not write: a box, at the image's corner."""
+    """Return text with a box at the image's corner, which an untrained model does not generate."""
     return f"Here:\n<answer>0 0 {ids[0] % 90 + 1} {ids[-1] % 50 + 1}</answer>"
 
 
-def said(answer_texts, **columns):
-    """A reward for the length of answers."""
+def lengths(answer_texts, **columns):
+    """Return the lengths of the answers as rewards."""
     return [float(len(text)) for text in answer_texts]
 
 
 def differ(first, second):
-    """Whether some metric that both have differs by more than rounding does. The learning rate is no effect."""
+    """Return whether a common metric, except the learning rate, differs by more than rounding."""
     if len(first) != len(second):
         return True
     names = (first[0].keys() & second[0].keys()) - {"stage", "step", "learning_rate"}
@@ -322,43 +334,43 @@ def differ(first, second):
 
 
 @pytest.mark.parametrize(("name", "value", "base"), OPTIONS, ids=[f"{name}={v}" for name, v, _ in OPTIONS])
-def test_no_dead_option(lines_of, lively, home, name, value, base):
+def test_no_dead_option(run_metrics, lively, home, name, value, base):
     changed = f"--{name}={value}".replace("{home}", str(home))
-    assert differ(lines_of(*base), lines_of(*base, changed))
+    assert differ(run_metrics(*base), run_metrics(*base, changed))
 
 
 @pytest.mark.parametrize(("name", "values", "base"), ENUMERATIONS, ids=[name for name, _, _ in ENUMERATIONS])
-def test_no_two_values_are_alike(lines_of, lively, name, values, base):
+def test_no_two_values_give_the_same_run(run_metrics, lively, name, values, base):
     for one, other in itertools.combinations(values, 2):
-        assert differ(*(lines_of(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
+        assert differ(*(run_metrics(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
 
 
-# but soft_punish_cache, which is logged and teaches nothing
+# without soft_punish_cache, which is logged but does not change training
 TRAINED = re.compile(r"grpo\.(?!soft).*|ppo\.(kl|clip).*|dpo\.f_.*|adapter\.(alpha|dropout|target)|reference\.ref_.*")
 REFUSED = [(name, value, others) for name, value, without, _ in CASES for others in without if TRAINED.match(name)]
 
 
 @pytest.mark.parametrize(("name", "value", "others"), REFUSED, ids=[f"{name} {others}" for name, _, others in REFUSED])
-def test_what_is_refused_would_change_nothing(lines_of, lively, monkeypatch, name, value, others):
+def test_refused_options_would_change_nothing(run_metrics, lively, monkeypatch, name, value, others):
     monkeypatch.setattr("minivlmrl.trainers.registry.check_effects", lambda *_, **__: None)
     base = [*BASES.get(name.split(".")[0], GRPO), *as_overrides(others)]
-    assert not differ(lines_of(*base), lines_of(*base, *as_overrides({name: value})))
+    assert not differ(run_metrics(*base), run_metrics(*base, *as_overrides({name: value})))
 
 
 @pytest.mark.parametrize(("name", "value", "base", "begin"), OUTPUTS, ids=[name for name, *_ in OUTPUTS])
-def test_an_option_changes_what_a_run_leaves(outputs_of, lively, home, name, value, base, begin):
+def test_options_that_change_the_output_files(run_outputs, lively, home, name, value, base, begin):
     if value == "[tensorboard]":
         pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
     both = []
     for options in (base, [*base, f"--{name}={value}"]):
-        outputs = outputs_of(*(option.replace("{home}", str(home)) for option in options))
+        outputs = run_outputs(*(option.replace("{home}", str(home)) for option in options))
         assert not outputs["error"] or begin == "error"
         both.append({path: content for path, content in outputs.items() if path.startswith(begin)})
     assert both[0] != both[1]
 
 
-def test_every_option_has_an_effect_that_a_test_shows():
-    """A new field of the config needs a row above; what it needs for its effect is in config/validation.py."""
+def test_every_option_is_tested():
+    """Every option has a row above, and config/validation.py lists the conditions of its effect."""
     names = {"rewards.letters": "rewards", "reference": "reference.sync_ref_model"}
     tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
     tested |= {f"{stage}.{name}" for stage in (*STAGES, *FILES) for name in STAGE_OPTIONS}
@@ -374,7 +386,7 @@ def test_every_option_has_an_effect_that_a_test_shows():
 
 
 def test_all_images_can_have_one_size(home, own):
-    """Its area keeps the bounds of the folder."""
+    """The area of this size stays within the bounds of the model folder."""
     size = "{resized_height: 50, resized_width: 86}"
     config = load_config(home / "recipe.yaml", [*own, f"--data.image={size}", "--data.min_pixels=784"])
     (_, processor), rows = build_model(config, ONE), load_datasets(config, {"sft": "demonstrations"})["sft"]

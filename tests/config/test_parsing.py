@@ -1,4 +1,4 @@
-"""Recipes and config files: what a dataclass declares is what a file may say."""
+"""Test how recipes and config files are parsed into dataclasses."""
 
 import re
 from dataclasses import dataclass, field
@@ -82,13 +82,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("values", "message"), WRONG)
-def test_wrong_values_are_named(values, message):
+def test_wrong_values_are_reported(values, message):
     with pytest.raises(ValueError) as error:
         build(Whole, {"needed": 1} | values, "x.yaml")
     assert str(error.value).startswith(f"x.yaml: {message}")
 
 
-def test_what_is_no_mapping_or_lacks_a_field_is_named():
+def test_other_types_and_missing_fields_are_reported():
     with pytest.raises(
         ValueError, match=r"^x.yaml: the file is \[1\], but it must be an object with names and values$"
     ):
@@ -99,7 +99,7 @@ def test_what_is_no_mapping_or_lacks_a_field_is_named():
         build(Base, {"steps": 0}, "x.json", prefix="vision.")
 
 
-def test_a_file_written_by_a_program_has_more_keys_and_its_text_is_text():
+def test_json_files_may_have_more_keys_and_are_not_converted():
     assert build(Base, {"steps": 2, "more": 3}, "x.json", json=True) == Base(2)
     for values in ({"rate": "1e-4"}, {"rate": "x"}):
         with pytest.raises(ValueError, match="it must be of type float"):
@@ -108,7 +108,7 @@ def test_a_file_written_by_a_program_has_more_keys_and_its_text_is_text():
         build(Whole, {"needed": 1, "names": "one"}, "x.json", json=True)
 
 
-def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
+def test_numbers_too_large_for_a_float_are_reported_and_shortened():
     with pytest.raises(ValueError, match="rate is 10000"):
         build(Base, {"rate": 10**400}, "x.yaml")
     with pytest.raises(ValueError) as error:
@@ -129,8 +129,8 @@ def test_a_number_too_large_for_a_float_is_named_and_a_long_value_is_cut():
     ("reward_model_path=x", "here this option is reward_model: path"),
     ("zzz=1", "did you mean "),
 ])  # fmt: skip
-def test_an_unknown_option_is_told_its_name_here(override, meant):
-    """A slip of the keyboard, and what TRL and ms-swift call it."""
+def test_an_unknown_option_gets_a_suggestion(override, meant):
+    """Typing errors, and the option names of TRL and ms-swift, get a suggestion."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
     ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.TRL_ALIASES.values()}
@@ -138,15 +138,21 @@ def test_an_unknown_option_is_told_its_name_here(override, meant):
 
 
 def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
-    """20,000 keys took half a minute, and every valid value a text for an error."""
+    """Reading must stay fast.
+
+    20,000 keys once took half a minute, and each valid value built the text of an error.
+    """
     assert len(parse_yaml("\n".join(f"k{i}: 1" for i in range(20_000)))) == 20_000
     texts = []
     monkeypatch.setattr(parsing, "type_text", texts.append)
     assert len(read_value(tuple[Literal["a", "b"], ...], ["a", "b"] * 9, "x", json=True)) == 18 and len(texts) == 1
 
 
-def test_what_an_error_quotes_is_cut():
-    """A picture in base64, a text with spaces; not a path, nor what stands between two apostrophes of words."""
+def test_long_quoted_values_are_shortened():
+    """Long quoted values, such as a base64 image, are shortened.
+
+    Paths and text between two apostrophes of words are not.
+    """
     picture = "A" * 200_000
     assert shortened(f"column is {picture!r}; drop it") == f"column is '{'A' * 79}...'; drop it"
     assert len(shortened(f"{picture} is no file")) < 120

@@ -1,4 +1,7 @@
-"""config/renames.py: names of version 0.3 are read from files that 0.3 wrote, and rejected where a user types them."""
+"""Test config/renames.py.
+
+Option names of version 0.3 are read from files that 0.3 wrote, and rejected when a user types them.
+"""
 
 import json
 
@@ -11,7 +14,7 @@ from minivlmrl.config.parsing import options_of
 from minivlmrl.config.renames import RENAMED_OPTIONS, rename_metric
 from minivlmrl.run.trainer_state import TrainerState, read_trainer_state
 
-# a recipe in the words of 0.3, and the same one in those of 0.4
+# the same recipe with the option names of 0.3 and of 0.4
 OLD = {
     "state_minutes": 3.0,
     "keep_best": "unseen greedy",
@@ -57,7 +60,7 @@ def test_files_of_0_3_are_read_with_one_note(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_OPTIONS.items())
-def test_an_old_name_that_a_user_types_is_rejected_with_the_new_one(tmp_path, old, new):
+def test_a_typed_old_name_is_rejected_with_the_new_one(tmp_path, old, new):
     message = rf"unknown key {old}; since 0\.4\.0 this option is called {new}"
     with pytest.raises(ValueError, match=message):
         load_config("shapes.yaml", [f"--{old}=1"])
@@ -83,7 +86,7 @@ def test_metrics_are_named_by_reward_and_way(old, new):
     assert rename_metric(old, ["iou", "box_format", "acc_0_5"]) == new
 
 
-def test_a_state_of_0_3_is_read_with_new_names(tmp_path, capsys):
+def test_a_checkpoint_of_0_3_is_read_with_new_names(tmp_path, capsys):
     recipe = flat(OLD) | {"weights below the adapter": "a1", "rewards.mine.py:f": 1.0}
     state = TrainerState(0, ["sft"], results={"start": {"sampled": 0.5, "format": 1.0}}, recipe=recipe)
     (tmp_path / "run.json").write_text(json.dumps(vars(state)))

@@ -1,4 +1,4 @@
-"""What has no effect beside the other options of a recipe is refused, and with what it needs it is not.
+"""Test that options without effect are refused, and accepted once the other options give them one.
 
 tests/config/test_options.py shows that every option has an effect.
 """
@@ -31,7 +31,8 @@ GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
 BOTH = {"stages": ["dpo", "grpo"], "grpo.beta": 0.1, "reference.path": "folder"}
 MOVING = {"reference.sync_ref_model": True}
-CASES = [  # option, a value, recipes in which it has no effect, and in which it has one
+# option, value, recipes in which the option has no effect, and recipes in which it has one
+CASES = [
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
     ("best_metric", "eval/accuracy_greedy", [FILES], [{}]),
     ("adapter.path", "folder", [{}], [ADAPTER]),
@@ -90,7 +91,7 @@ CASES = [  # option, a value, recipes in which it has no effect, and in which it
 
 
 def recipe(options, **more):
-    """A plain recipe of the embedded task with these options."""
+    """Return the overrides of a plain recipe of the built-in task with these options."""
     sections = [name.partition(".")[0] for name in options]
     stage = next((name for name in sections if name in ("dpo", "ppo")), "grpo")
     base = {"data.task": "shapes", "model.config": "model.json", "stages": [stage]}
@@ -125,14 +126,14 @@ def test_an_option_without_effect_is_refused(empty, name, value, without, with_i
 
 
 def lines_that_yield(function):
-    """Line numbers of the yields in a function, but for those that hand on what another one yields."""
+    """Return the line numbers of the `yield` statements of a function, without `yield from`."""
     lines, start = inspect.getsourcelines(function)
     nodes = ast.walk(ast.parse("".join(lines)))
     return {(function.__name__, start + node.lineno - 1) for node in nodes if isinstance(node, ast.Yield)}
 
 
-def test_every_check_is_tried(empty):
-    """Every line that finds an option without effect does so in a row whose recipe is refused for it."""
+def test_cases_cover_every_check(empty):
+    """Every `yield` of a check is reached by a row of CASES."""
     checks = [function for name, function in vars(validation).items() if name.startswith("check_")]
     lines = set().union(*map(lines_that_yield, checks))
     assert len(lines) > 30
@@ -147,13 +148,14 @@ def test_every_check_is_tried(empty):
     assert not lines
 
 
-def test_every_option_that_may_be_without_effect_is_tried(empty):
+def test_cases_cover_every_option_that_may_have_no_effect(empty):
     found = set()
     for name, value, without, with_it in CASES:
         for others in [*without, *with_it]:
             run = load_config(empty, recipe(others | {name: value}))
             found |= {option for option, _ in options_without_effect(run, has_reference(run))}
-    others = {f"{stage}.min_lr_ratio" for stage in ("sft", "dpo", "reward_model", "ppo")}  # grpo's is tried
+    # CASES has this option for grpo only
+    others = {f"{stage}.min_lr_ratio" for stage in ("sft", "dpo", "reward_model", "ppo")}
     assert found - others == {name for name, *_ in CASES}
     assert found <= {option.path for option in options_of(RunConfig)}
 
@@ -164,20 +166,20 @@ def test_the_message_names_recipe_option_value_and_reason(empty):
     assert str(error.value) == f"{empty}: grpo.kl_estimator is 'k2' and has no effect: there is no KL unless beta > 0"
 
 
-def test_defaults_and_stages_that_are_not_named_are_not_refused(empty):
-    """A note says so of these, see tests/run/test_preflight.py."""
+def test_defaults_and_options_of_unused_stages_are_accepted(empty):
+    """Options of unused stages are only reported as a note, see tests/run/test_preflight.py."""
     check(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
     check(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
     check(RunConfig())
 
 
 @pytest.mark.parametrize("path", sorted(recipes_folder().glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_recipes_have_no_dead_option(path):
+def test_shipped_recipes_have_no_option_without_effect(path):
     check(load_config(path))
 
 
 @pytest.mark.parametrize("command", [train_recipe, check_main])
-def test_it_is_refused_before_anything_is_loaded(command, empty, monkeypatch):
+def test_options_are_checked_before_anything_is_loaded(command, empty, monkeypatch):
     monkeypatch.setattr("minivlmrl.distributed.process_group.setup", None)  # calling it would fail
     with pytest.raises(
         ValueError, match=r"recipe\.yaml: adapter\.dropout is 0\.1 and has no effect: there is no adapter"
@@ -187,7 +189,7 @@ def test_it_is_refused_before_anything_is_loaded(command, empty, monkeypatch):
 
 @dataclass
 class Halved(SFTOptions):
-    """Options that a stage of a file may have."""
+    """Options of a custom stage, with a check of their own."""
 
     half: float = 0.0
     quarter: float = 0.0
@@ -198,7 +200,7 @@ class Halved(SFTOptions):
             yield "quarter", "half is 0"
 
 
-def test_a_section_may_have_checks_of_its_own():
+def test_custom_options_may_have_their_own_check():
     run = RunConfig(stages=["sft"], sft=Halved(quarter=1.0))
     with pytest.raises(ValueError, match=r"^recipe: sft\.quarter is 1\.0 and has no effect: half is 0$"):
         check(run)

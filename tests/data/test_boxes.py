@@ -1,4 +1,4 @@
-"""Boxes: overlap against formulas written out here, spaces against fractions, matching against brute force, texts."""
+"""Test boxes: overlap, coordinate spaces, matching, and parsing of texts."""
 
 import math
 import random
@@ -21,7 +21,10 @@ def box(*numbers):
 
 
 def random_pairs():
-    """Pairs as numbers; every other one on a grid of 6 x 6, where sides touch and boxes are equal, empty or nested."""
+    """Return pairs of boxes as numbers.
+
+    Half of the pairs lie on a 6 x 6 grid, where sides touch and boxes are equal, empty or nested.
+    """
     draw = random.Random(0)
     for k in range(10_000):
         number = partial(draw.uniform, 0, 5) if k % 2 else lambda: float(draw.randrange(6))
@@ -38,7 +41,7 @@ def area(left, top, right, bottom):
 
 
 def torchvision_iou_giou(a, b):
-    """box_iou and generalized_box_iou of one pair."""
+    """Return torchvision's box_iou and generalized_box_iou of one pair."""
     corners = list(zip(a, b, strict=True))
     left, top = (max(pair) for pair in corners[:2])
     right, bottom = (min(pair) for pair in corners[2:])
@@ -67,7 +70,7 @@ def test_overlap_of_ten_thousand_pairs_against_torchvisions_formulas():
 
 @pytest.mark.parametrize("corner", range(4))
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e100, -1e308])
-def test_what_is_not_finite_overlaps_nothing_not_even_itself(corner, number):
+def test_boxes_that_are_not_finite_overlap_nothing(corner, number):
     numbers = [1.0, 2.0, 5.0, 6.0]
     numbers[corner] = number
     absurd = box(*numbers)
@@ -88,15 +91,19 @@ def test_valid_and_inside(numbers, valid, inside):
 def test_extent_of_each_space():
     assert [extent(space, (640, 480), (308, 224)) for space in SPACES] == [(640, 480), (308, 224), (1000, 1000), (1, 1)]
     with pytest.raises(
-        ValueError, match="the coordinate space of a box is 'pixels', but it must be one of original, resized, thousandths"
+        ValueError,
+        match="the coordinate space of a box is 'pixels', but it must be one of original, resized, thousandths",
     ):
         extent("pixels", (640, 480), (308, 224))
 
 
 @pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
 def test_round_trip_of_a_thousand_sizes(space):
-    """There: whole pixels get the float nearest to the exact fraction. And back: within 2^-51 of the exact number,
-    relatively, and the whole pixels themselves after round(). Boxes between pixels: 2^-52 there, the same back."""
+    """Whole pixels are converted to the float nearest to the exact fraction.
+
+    Converting back has a relative error of at most 2^-51, so round() gives the pixels. Boxes
+    between pixels have an error of at most 2^-52, and the same way back.
+    """
     draw = random.Random(1)
     for k in range(1000):
         original = (draw.randint(100, 5000), draw.randint(100, 5000))
@@ -119,7 +126,10 @@ def test_round_trip_of_a_thousand_sizes(space):
 
 @pytest.mark.parametrize("similarity", [iou, giou])
 def test_match_takes_the_largest_sum(similarity, scipy):
-    """IoU 0.6 and 0.5 of the first box, 1/3 and 0 of the second: the best pair alone is not in it; a third is left."""
+    """The first box has IoU 0.6 and 0.5, and the second 1/3 and 0.
+
+    The best matching does not contain the best single pair, and a third box stays unmatched.
+    """
     said = [box(0, 0, 10, 10), box(0, 0, 2, 10), box(90, 70, 95, 75)]
     truth = [box(0, 0, 6, 10), box(5, 0, 10, 10)]
     assert match(said, truth, similarity) == match(truth, said, similarity) == [(0, 1), (1, 0)]
@@ -136,7 +146,7 @@ def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):
         match([near, far], [far, near], iou)
 
 
-def test_match_of_nothing_and_of_boxes_that_are_none():
+def test_match_without_boxes():
     good = box(1, 2, 5, 6)
     bad = box(5, 6, 1, 2)
     assert match([], [good], iou) == match([good], [], iou) == match([], [], iou) == []
@@ -148,7 +158,7 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    # as Qwen2.5-VL writes it
+    # formats of Qwen2.5-VL
     ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
     ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
     ('{"bbox_2d": [1, 2, 5, 6], "label": "[7, 7, 8, 9.5] 猫", "score": 0.9, "tags": [1, [2]]}', [BOX]),
@@ -165,7 +175,7 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
     # four numbers
     (" 1,2,5,6\n", [BOX]),
     ("-1.5 +.5 5e0 6E-1", [(-1.5, 0.5, 5.0, 0.6)]),
-    # what is written is returned, sense or not
+    # boxes are returned as written, even if they are invalid
     ("5 6 1 2", [(5.0, 6.0, 1.0, 2.0)]),
     ("[1, 2, 5, 6], [1, 2, 5, 6]", [BOX, BOX]),
 ])  # fmt: skip
@@ -178,7 +188,7 @@ def test_parse_boxes(text, expected):
     "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", '"1 2 5 6"', "```", "```json\n```",
     # another number of numbers
     "1 2 5", "1 2 5 6 7", "[1, 2], [5, 6]", "(1, 2, 5, 6)", "(1, 2), (5, 6), (7, 7)", '{"bbox_2d": [[1, 2, 5, 6]]}',
-    # no numbers, or none that are finite
+    # values that are not finite numbers
     "[NaN, 2, 5, 6]", "[1, 2, 1e309, 6]", '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": null}',
     "0x1 2 5 6", "1_0 2 5 6", "1/2 2 5 6", "１ ２ ５ ６", "1，2，5，6", "1-2-5-6", "1;2;5;6", "1,,2 5 6", "1 2 5 6,",
     # broken or doubtful
@@ -205,7 +215,7 @@ def test_parse_points(text, expected):
 
 @pytest.mark.parametrize("unit", ["[", "(", '{"bbox_2d":', "[1,", "9", "1 ", "[1,2,3,4]", "(1,2)", "```json\n"])
 def test_endless_repetition_is_parsed_quickly(unit):
-    """40 thousand characters: who goes back for each takes hours; and nothing is raised."""
+    """Parsing 40,000 characters must be linear, because backtracking would take hours."""
     for end in ("", "x", "]", "1"):
         parse_boxes(unit * (40_000 // len(unit)) + end)
         parse_points(unit * (40_000 // len(unit)) + end)

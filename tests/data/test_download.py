@@ -1,4 +1,4 @@
-"""A data set by its id, of a hub on 127.0.0.1: which files are a split's, and what is said where there is none."""
+"""Test data sets that are loaded by repository id, from a hub on 127.0.0.1."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip instal
 import pyarrow.parquet as pq  # noqa: E402
 
 CONVERTED = "refs/convert/parquet"
-INFERENCE_CONFIG = []  # paths
+REQUESTS = []  # paths
 REPOSITORIES = {  # id: branch: its files
     "cats/own": {"main": ["README.md", "data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet",
                           "data/test-00000-of-00001-ab12.parquet"], CONVERTED: ["default/train/0000.parquet"]},
@@ -28,7 +28,7 @@ REPOSITORIES = {  # id: branch: its files
 
 
 def content(file: str) -> bytes:
-    """A table of a row that says which file it is of."""
+    """Return a table with one row that names its file."""
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([{"problem": file, "solution": "1"}]), sink)
     return sink.getvalue().to_pybytes()
@@ -40,7 +40,7 @@ CONTENTS = {file: content(file) for branches in REPOSITORIES.values() for files 
 class Hub(Quiet):
     def do_GET(self):
         path = unquote(self.path.partition("?")[0]).removeprefix("/api").removeprefix("/datasets/")
-        INFERENCE_CONFIG.append(path)
+        REQUESTS.append(path)
         repository = "/".join(path.split("/")[:2])
         what, _, rest = path.removeprefix(f"{repository}/").partition("/")
         branches = REPOSITORIES.get(repository, {})
@@ -71,7 +71,7 @@ class Hub(Quiet):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The hub, until it is closed; an empty cache."""
+    """Run a local hub with an empty cache, until it is closed."""
     constants = "huggingface_hub.constants."
     monkeypatch.setattr(f"{constants}HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -88,11 +88,12 @@ def hub(tmp_path, monkeypatch):
     ("cats/made@partial-test", ["default/partial-test/0000.parquet"]),
     ("cats/two@en/train", ["en/train-00000-of-00001.parquet"]),
 ])  # fmt: skip
-def test_a_split_is_its_own_files_or_those_the_hub_made(hub, name, files):
+def test_a_split_uses_its_own_files_or_those_converted_by_the_hub(hub, name, files):
     assert [row["problem"] for row in open_rows(name)] == files
     hub.shutdown()
     hub.server_close()
-    assert [row["problem"] for row in open_rows(name)] == files  # the cache has them: no network
+    # read from the cache, without a network
+    assert [row["problem"] for row in open_rows(name)] == files
 
 
 @pytest.mark.parametrize(("name", "says"), [
@@ -102,8 +103,10 @@ def test_a_split_is_its_own_files_or_those_the_hub_made(hub, name, files):
     ("cats/none", "the split train does not exist or is ambiguous; .* splits .none, because it has no parquet files"),
     ("dogs/own", "404"),
 ])  # fmt: skip
-def test_a_split_that_there_is_not_is_named(hub, name, says):
-    with pytest.raises(ValueError, match=rf"^{name}: no such file or data set of the hub was found, .*{says}.*folder\.$"):
+def test_missing_splits_are_reported(hub, name, says):
+    with pytest.raises(
+        ValueError, match=rf"^{name}: no such file or data set of the hub was found, .*{says}.*folder\.$"
+    ):
         open_rows(name)
 
 
@@ -116,7 +119,7 @@ def test_a_file_outside_of_the_folder_is_refused(hub, monkeypatch, name):
 
 
 @pytest.mark.parametrize("image", ["/etc/hostname", "../../../a.png", "a/../../a.png"])
-def test_a_row_of_others_names_no_file_of_ours(hub, monkeypatch, image):
+def test_downloaded_rows_cannot_name_local_files(hub, monkeypatch, image):
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([{"problem": "?", "image": image}]), sink)
     [file] = REPOSITORIES["cats/own"]["main"][3:]
@@ -127,13 +130,13 @@ def test_a_row_of_others_names_no_file_of_ours(hub, monkeypatch, image):
         FileDataset("cats/own@test")
 
 
-def test_a_path_is_not_asked_for(hub, tmp_path):
-    """A mistyped one would go to the hub, with the user's token."""
+def test_paths_are_not_requested_from_the_hub(hub, tmp_path):
+    """A mistyped path must not be sent to the hub, together with the user's token."""
     (tmp_path / "runs").mkdir()
-    INFERENCE_CONFIG.clear()
+    REQUESTS.clear()
     for name in ("rows/train.jsonl", "runs/train", "train", "/a/b", "a/b/c"):
         assert find_split(name) is None
-    assert not INFERENCE_CONFIG
+    assert not REQUESTS
     with pytest.raises(ValueError, match="404"):
         find_split("runs/train@main")
 

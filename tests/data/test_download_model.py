@@ -1,4 +1,4 @@
-"""The folder of a model by its path or repository id: in the cache, on a hub, and without a network."""
+"""Test how model folders are found by path or repository id, with and without a network."""
 
 import socket
 from pathlib import Path
@@ -23,7 +23,7 @@ WANTED = set(FILES) - {"pytorch_model.bin", "README.md", "original/model.safeten
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of huggingface_hub, and a hub that nobody answers for."""
+    """Set an empty cache of huggingface_hub, and a hub that does not answer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
-    """What huggingface_hub leaves when it has downloaded some files of the main branch."""
+    """Create the cache folder of huggingface_hub with some files of the main branch."""
     repository = cache / "models--Qwen--tiny"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
@@ -43,11 +43,12 @@ def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
 
 
 def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
-    """With the user's token; a folder of the first name says that it is a path."""
+    """A mistyped path is not sent to the hub, because its first part is an existing folder."""
     monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name)
     Path("runs").mkdir()
     with pytest.raises(
-        ValueError, match=r"runs/chekpoint: this folder does not exist\. .* If the first part of the id is also the name of a"
+        ValueError,
+        match=r"runs/chekpoint: this folder does not exist\. .* If the first part of the id is also the name of a",
     ):
         find_folder("runs/chekpoint")
     assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
@@ -59,7 +60,7 @@ def test_a_cached_repository_needs_no_network(cache):
     assert find_folder(REPOSITORY) == newer
     assert find_folder(f"{REPOSITORY}@main") == newer
     assert find_folder(f"{REPOSITORY}@{OLDER}") == older
-    (cache.parent / REPOSITORY).mkdir(parents=True)  # a folder of its name wins
+    (cache.parent / REPOSITORY).mkdir(parents=True)  # a local folder of this name has precedence
     assert find_folder(REPOSITORY) == Path(REPOSITORY)
 
 
@@ -68,17 +69,19 @@ def test_a_cached_repository_needs_no_network(cache):
     [(False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"})],
     ids=["online", "offline, nothing", "offline, no weights"],
 )
-def test_without_network_what_is_not_whole_in_the_cache_is_refused_in_one_sentence(cache, monkeypatch, offline, cached):
+def test_an_incomplete_cache_without_network_is_refused(cache, monkeypatch, offline, cached):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if cached:
         snapshot(cache, names=cached)
-    with pytest.raises(ValueError, match=r"Qwen/tiny: there is no such folder, no complete copy .* and the download failed") as e:
+    with pytest.raises(
+        ValueError, match=r"Qwen/tiny: there is no such folder, no complete copy .* and the download failed"
+    ) as e:
         find_folder(REPOSITORY)
     assert "\n" not in str(e.value)
 
 
-def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
-    """Such as one beyond a firewall; without a limit of its own huggingface_hub waits for minutes."""
+def test_a_hub_that_does_not_answer_times_out(cache, monkeypatch):
+    """A hub behind a firewall may not answer, and huggingface_hub would wait for minutes."""
     monkeypatch.setattr("minivlmrl.data.download.NETWORK_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -88,8 +91,8 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(cache, monkeypatch):
             find_folder(REPOSITORY)
 
 
-def test_only_what_is_read_is_downloaded(cache, monkeypatch):
-    """Once, by ranks that ask at the same time: huggingface_hub locks the files."""
+def test_only_needed_files_are_downloaded(cache, monkeypatch):
+    """Ranks that ask at the same time download once, because huggingface_hub locks the files."""
     asked = []
 
     def download(repo_id, local_files_only=False, **which):

@@ -1,4 +1,4 @@
-"""A folder's own chat template: what transformers renders, in pieces that tell its control tokens from users' text."""
+"""Test chat templates of folders, which render as in transformers, in pieces."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ def user(*parts):
 
 @pytest.fixture(scope="module")
 def load(published):
-    """load("qwen3"): a template that TRL ships."""
+    """Return a function that loads a template in TRL by name, such as load("qwen3")."""
     return lambda name: ChatTemplate(published(name), f"{name}.jinja")
 
 
@@ -36,7 +36,7 @@ def test_templates_with_tool_calls_render_as_in_transformers(load, name):
 
 
 THINK, OFF = "<think>\n", {"enable_thinking": False}
-INFERENCE_CONFIG = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *HI]
+CONVERSATION = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *HI]
 
 
 @pytest.mark.parametrize(("name", "values", "opened"), [
@@ -46,17 +46,18 @@ INFERENCE_CONFIG = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."
     ("qwen3_5_nothink", {"enable_thinking": True}, THINK), ("qwen3_6", {}, THINK), ("qwen3_6", OFF, ""),
     ("qwen3_8", {}, THINK), ("qwen3_8", OFF, ""), ("qwen3_8", {"add_vision_id": True}, THINK),
 ])  # fmt: skip
-def test_a_published_template_takes_named_values_as_in_transformers(
-    published, transformers, tmp_path, name, values, opened
-):
-    """Qwen2-VL's is Qwen2.5-VL's. And what a prompt has opened of the assistant's turn."""
+def test_template_options_work_as_in_transformers(published, transformers, tmp_path, name, values, opened):
+    """Compare rendered prompts, and the text of the assistant's turn that the prompt opens.
+
+    Qwen2-VL has the template of Qwen2.5-VL.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     write(tmp_path, {"chat_template.jinja": published(name)})
     template = with_values(ChatTemplate.from_folder(tmp_path), values)
-    rendered = (template.render if template else render)(INFERENCE_CONFIG)
+    rendered = (template.render if template else render)(CONVERSATION)
     options = {"chat_template": published(name), "add_generation_prompt": True}
-    assert "".join(rendered) == render_jinja_template([INFERENCE_CONFIG], **options, **values)[0][0]
+    assert "".join(rendered) == render_jinja_template([CONVERSATION], **options, **values)[0][0]
     assert (template.opened if template else "") == opened
     message = r"chat template: the template has no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"
     with pytest.raises(ValueError, match=message):
@@ -64,8 +65,12 @@ def test_a_published_template_takes_named_values_as_in_transformers(
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
-def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, name):
-    """Qwen3.8's template would write one that is in the text a second time; without one it is empty, or not written."""
+def test_a_demonstrated_thought_continues_the_opened_thought(load, name):
+    """A thought in a demonstration continues the opened thought.
+
+    Qwen3.8's template would repeat a thought that is in the text. Without a thought, the completion
+    has an empty one, or none.
+    """
     thinks, no = with_values(load(name), {"enable_thinking": True}), with_values(load(name), OFF)
     bare, told = assistant("<answer>b</answer>"), assistant("<think>\na\n</think>\n<answer>b</answer>")
     for answer, thought in ((told, "a\n</think>\n\n"), (bare, "\n</think>\n\n")):
@@ -77,8 +82,9 @@ def test_a_demonstrated_thought_goes_on_with_what_the_prompt_has_opened(load, na
 
 LOOK = [{"function": {"name": "look", "arguments": {"at": "left", "times": 2}}}]
 ANSWERED, ODD = {"role": "tool", "content": "red"}, {"role": "user", "content": "<think>?</think>Why?"}
-TALKS = [  # of the assistant's turns the text and calls
-    [*INFERENCE_CONFIG[:1], ("Red.", []), ODD, ("Blue.", [])],
+# an assistant's turn is a pair of its text and its calls
+TALKS = [
+    [*CONVERSATION[:1], ("Red.", []), ODD, ("Blue.", [])],
     [{"role": "system", "content": "Be brief."}, *HI, ("", LOOK), ANSWERED, ("Red.", []), *HI, ("Blue.", [])],
     [*HI, ("I look.", LOOK * 2), ANSWERED, ANSWERED, ("Red.", [])],
 ]
@@ -94,8 +100,8 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8"])
-def test_a_thought_is_laid_out_alike_however_it_is_spelled(load, published, transformers, name, spelling):
-    """In earlier turns and in completions, as transformers lays out thoughts that are told apart."""
+def test_spellings_of_a_thought_render_the_same(load, published, transformers, name, spelling):
+    """All spellings render like a thought in reasoning_content, also in completions."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def spelled(talk, spelling):
@@ -118,15 +124,19 @@ def test_a_thought_is_laid_out_alike_however_it_is_spelled(load, published, tran
         [prompt], _ = render_jinja_template([theirs[:split]], add_generation_prompt=True, **options)
         assert "".join(template.render(ours[:split])) == prompt
         [whole], _ = render_jinja_template([theirs], **options)
-        if whole.startswith(prompt) and (is_last or name == "qwen3_8"):  # the other rewrites thoughts of the past
+        # the other template changes thoughts of earlier turns
+        if whole.startswith(prompt) and (is_last or name == "qwen3_8"):
             completion = "".join(piece for piece, _ in template.render_completion(ours[:split], ours[split:]))
             assert prompt + completion + "\n" == whole
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be <b>brief</b>."}]])
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "<é>"}}] * 2])
-def test_qwen2_5_vl_with_tools_is_laid_out_as_qwen3_vl(published, tools, system):
-    """But for the default system message: calls without and with text, two at once, answers with pictures."""
+def test_qwen2_5_vl_with_tools_renders_like_qwen3_vl(published, tools, system):
+    """Calls with and without text, several calls at once, and results with images render the same.
+
+    Only the default system message differs.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     calls = [CALL["tool_calls"][0]["function"], {"function": {"name": "b", "arguments": '{"y":2}'}}]
@@ -139,8 +149,10 @@ def test_qwen2_5_vl_with_tools_is_laid_out_as_qwen3_vl(published, tools, system)
     assert "".join(template.render([*system, *talk])) == theirs
 
 
-def test_a_template_without_a_place_for_tools_is_named():
-    with pytest.raises(ValueError, match=r"^t: chat template: the template cannot render tools; set declare_tools = False"):
+def test_a_template_that_cannot_render_tools_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^t: chat template: the template cannot render tools; set declare_tools = False"
+    ):
         ChatTemplate(DEFAULT, "t").declaring([])
 
 
@@ -151,7 +163,8 @@ def test_a_template_that_refuses_system_messages_names_the_option():
         ValueError, match=r"^t: chat template: the template does not support .*no system.*remove data\.system_prompt"
     ):
         ChatTemplate(text, "t").render([system, *HI])
-    with pytest.raises(ValueError, match=r"^t: chat template: the template fails in line"):  # whatever is said
+    # other messages of raise_exception
+    with pytest.raises(ValueError, match=r"^t: chat template: the template fails in line"):
         ChatTemplate("{{ raise_exception('no') }}", "t").render([system, *HI])
 
 
@@ -165,7 +178,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_conversation_that_spells_a_control_token_is_refused(name):
+def test_a_conversation_with_a_control_token_is_refused(name):
     template, said = ChatTemplate(CHATML + "{# tool_calls #}", "a.jinja"), ATTACKS[name]
     refused = r"^a\.jinja: chat template: a text of the conversation contains the control token <\|"
     with pytest.raises(ValueError, match=refused):
@@ -174,21 +187,22 @@ def test_a_conversation_that_spells_a_control_token_is_refused(name):
         template.render_completion(HI, [assistant("a"), *said, assistant("b")])
 
 
-def test_a_fine_tunes_own_control_tokens_are_cut_the_longer_first():
+def test_longer_control_tokens_are_matched_first():
     template = ChatTemplate("<im><img>{{ messages[0].content }}<|im_end|>", "t", ["<im>", "<img", "<img>", "x"])
     pieces = template.render([{"role": "user", "content": "a x<i"}])
-    assert pieces == ["<im>", "<img>", "a x<i<|im_end|>"]  # "x" is one that no text could do without
+    # the control token "x" occurs in ordinary text
+    assert pieces == ["<im>", "<img>", "a x<i<|im_end|>"]
     assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
 
 
-def test_a_template_for_text_alone_takes_no_pictures():
+def test_a_text_template_refuses_images_and_videos():
     template = ChatTemplate("{{ messages[0].content + '!' }}", "t.jinja")
     for part, name in (({"type": "image"}, "images"), ({"video": "a.mp4"}, "videos")):
         with pytest.raises(ValueError, match=f"t.jinja: chat template: the template cannot render {name}"):
             template.render(user(part))
 
 
-def test_what_a_template_would_leave_out_is_refused():
+def test_parts_that_a_template_would_drop_are_refused():
     template = ChatTemplate(CHATML, "t.jinja")
     with pytest.raises(ValueError, match=r"t\.jinja: chat template: the template cannot render tool_calls"):
         template.render([*HI, CALL])
@@ -203,19 +217,23 @@ def test_messages_are_checked_as_in_chat_py():
             template.render([*HI, message])
 
 
-def test_a_turn_is_trained_up_to_the_token_that_closes_it():
-    """A model that is not taught to write it never stops; the newline after it no generation ever writes."""
+def test_a_turn_is_trained_up_to_its_closing_token():
+    """The closing token is trained, because otherwise the model never stops.
+
+    The newline after the token is not trained, because it is never generated.
+    """
     turns = [assistant("a"), {"role": "user", "content": "b"}, assistant("c")]
     expected = "[a<|im_end|>]\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n[c<|im_end|>]"
     assert bracketed(ChatTemplate(CHATML, "t").render_completion(HI, turns)) == expected
     with pytest.raises(
-        ValueError, match=r"^t: chat template: SFT and training on pairs require a template that .*; replace the template with the"
+        ValueError,
+        match=r"^t: chat template: SFT and training on pairs require a template that .*; replace the template with the",
     ):
         ChatTemplate(CHATML.replace("<|im_end|>", ""), "t").render_completion(HI, [assistant("a")])
 
 
-def test_a_template_that_rewrites_the_past_is_refused(load):
-    """Qwen3's takes the thoughts out of all turns but the last."""
+def test_a_template_that_changes_earlier_turns_is_refused(load):
+    """Qwen3's template removes the thoughts from all turns except the last."""
     thought, question = assistant("<think>\nhm\n</think>\n\nfour"), {"role": "user", "content": "And 3 + 3?"}
     message = r"qwen3\.jinja: chat template: the template renders the first 2 messages .* only appends"
     with pytest.raises(ValueError, match=message):
@@ -235,8 +253,8 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("file", ["chat_template.json", "chat_template.jinja"])
-def test_what_qwen_publishes_is_chat_render(published, tmp_path, file):
-    """Texts with a changed sign are foreign ones."""
+def test_the_published_template_is_recognised(published, tmp_path, file):
+    """A template with one changed character is not recognised."""
 
     def found(text):
         write(tmp_path, {file: text if file.endswith(".jinja") else {"chat_template": text}})
@@ -255,8 +273,8 @@ def write(folder, files):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_which_template_of_a_folder_is_taken(tmp_path, name, transformers):
-    """As by transformers' processor, which has none without one of its own, though its tokenizer may have."""
+def test_the_template_of_a_folder_is_chosen_as_in_transformers(tmp_path, name, transformers):
+    """The choice is that of transformers' processor, apart from templates of the tokenizer."""
     files, text = FOLDERS[name]
     found = ChatTemplate.from_folder(write(tmp_path, files))
     assert (found and found.text) == text
@@ -279,7 +297,7 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     ("chat_template.json", b'{"chat_template": "{% if %}"}'),
     ("tokenizer_config.json", b'{"chat_template": [{"name": "rag", "template": "x"}, 3]}'),
 ])  # fmt: skip
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
+def test_unreadable_files_are_reported(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}: "):
         ChatTemplate.from_folder(tmp_path)
@@ -296,7 +314,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
     "{{ namespace(a=1).a }}{{ dict(b=2) }}{{ range(3) | list }}{{ [1, 2] | join('-') }}",
     "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
 ])  # fmt: skip
-def test_what_a_template_can_do_is_what_it_can_do_in_transformers(text, transformers):
+def test_template_features_match_transformers(text, transformers):
     template = ChatTemplate(text, "t", token_names={"eos_token": "<|im_end|>"})
     renders_as_transformers(template, [{"role": "user", "content": "<think>é</think> hi & ho "}, *HI])
 
@@ -322,15 +340,16 @@ BROKEN = {
     "Python's insides": ("{{ ''.__class__.__mro__ }}", "line \\?: SecurityError"),
     "another file": ("{% include '/etc/passwd' %}", "line \\?: TypeError: no loader"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line \\?: RecursionError"),
-    # the same seed would give other prompts tomorrow
+    # the prompts of a seed must not depend on the date
     "the clock": ("{{ strftime_now('%Y') }}", "line \\?: .*'strftime_now' is undefined"),
-    # masks of blocks are not followed; TRL's for Qwen2-VL and Qwen2.5-VL, known by its text, is chat.render
+    # {% generation %} blocks are not supported; the known templates of TRL for Qwen2-VL and
+    # Qwen2.5-VL are replaced by the built-in template
     "blocks": ("\n{% generation %}a{% endgeneration %}", "line 2: .*unknown tag 'generation'"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_template_that_fails_is_named_with_its_line(name):
+def test_template_errors_name_the_line(name):
     text, error = BROKEN[name]
     with pytest.raises(ValueError, match=rf"^folder/t\.jinja: chat template: the template fails in .*{error}"):
         ChatTemplate(text, "folder/t.jinja").render(HI)

@@ -60,7 +60,7 @@ def test_the_page_names_the_columns_of_every_form():
 
 
 @pytest.mark.parametrize("form", EXPECTED)
-def test_a_form_is_read_as_it_is(read, form):
+def test_every_format_is_read(read, form):
     row = read(SHOWN[form])
     expected = EXPECTED[form]
     assert words(row.messages) == words(expected.get("turns", HOW_MANY))
@@ -68,7 +68,8 @@ def test_a_form_is_read_as_it_is(read, form):
     assert len(row.images) == count and row.images[0].getpixel((0, 0))[0] > 250
     first = next(turn for turn in row.messages if turn["role"] == "user")
     parts = [part for part in first["content"] if part.get("text") != ""]
-    assert [part_kind(part) for part in parts][:count] == ["image"] * count  # in front of the question
+    # images come before the question
+    assert [part_kind(part) for part in parts][:count] == ["image"] * count
     for name in ("completion", "chosen", "rejected"):
         if name in expected:
             assert words(getattr(row, name)) == expected[name]
@@ -195,7 +196,7 @@ WRONG = [  # (row, text that the error message contains after the file and the l
 
 
 @pytest.mark.parametrize(("row", "message"), WRONG, ids=str)
-def test_a_wrong_row_is_named(read, row, message):
+def test_invalid_rows_are_reported(read, row, message):
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
         read(row).prompt(lambda messages, images, videos: images[0])
 

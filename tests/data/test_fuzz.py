@@ -1,4 +1,4 @@
-"""Files that are cut, flipped, random or of a wrong value: each is read, or is a ValueError that names it."""
+"""Test damaged files: each can be read, or raises a ValueError that names the file."""
 
 import json
 import os
@@ -26,8 +26,10 @@ pytestmark = pytest.mark.slow
 IMAGES = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "MPO"]
 VIDEOS = [("matroska", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mp4", "libx264", "yuv420p")]
 CHECKPOINT = ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
-MORE = int(os.environ.get("FUZZ", 1))  # times as many damaged files: FUZZ=20 pytest tests/data/test_fuzz.py
-# a subject: (folder, name) -> where a damaged file is put, whole files, how it is read and what must hold of it then
+# factor for the number of damaged files, for example: FUZZ=20 pytest tests/data/test_fuzz.py
+MORE = int(os.environ.get("FUZZ", 1))
+# A subject maps (folder, name) to the path of the damaged file, the contents of intact files, and a
+# function that reads the file and checks the result.
 
 
 def images(folder, name):
@@ -59,7 +61,7 @@ def tokenizers(folder, name):
     train_tokenizer(texts * 2, vocab_size=300).backend.save(str(path))
 
     def read():
-        """A file that is read loses no text and finds no control token in it."""
+        """Check that a loaded tokenizer restores texts and produces no control tokens for them."""
         loaded = load_tokenizer(path)
         for text in texts:
             ids = loaded.encode(text)
@@ -70,7 +72,7 @@ def tokenizers(folder, name):
 
 
 def checkpoints(folder, name):
-    """A tiny model in two files, with everything that a folder has."""
+    """Save a complete folder of a tiny model, with weights in two files."""
     (folder / "tiny.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": True}))
     model, processor = random_model(folder / "tiny.json", shapes.tokenizer(), seed=0)
     most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
@@ -87,7 +89,7 @@ WRONG = [None, True, 0, -1, 300, 2**40, -(2**70), 1e308, "", "<|im_end|>", [], {
 
 
 def wrong_value(draw, content):
-    """One value of a JSON file replaced or taken out, at any depth."""
+    """Replace or remove one value of a JSON file, at any depth."""
     inside = values = json.loads(content)
     while True:
         key = draw(st.sampled_from([*inside] if isinstance(inside, dict) else range(len(inside))))
@@ -102,7 +104,7 @@ def wrong_value(draw, content):
 
 
 def flipped(draw, content):
-    """Some bytes changed, and those of the header more often."""
+    """Change some bytes, with a preference for the header."""
     content, end = bytearray(content), len(content) - 1
     where = st.integers(0, end) | st.integers(0, min(300, end))
     for index, value in draw(st.lists(st.tuples(where, st.integers(0, 255)), min_size=1, max_size=6)):
@@ -115,13 +117,13 @@ def cut(draw, content):
 
 
 def random(draw, content):
-    """Random from some byte of the beginning on."""
+    """Replace the content by random bytes, from an early position on."""
     return content[: draw(st.integers(0, min(100, len(content))))] + draw(st.binary(max_size=300))
 
 
 @pytest.mark.filterwarnings("ignore:::PIL")
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_damaged_file_is_read_or_named(name, tmp_path):
+def test_damaged_files_are_read_or_reported(name, tmp_path):
     path, wholes, read = SUBJECTS[name](tmp_path, name)
     damages = [flipped, cut, random] + [wrong_value] * 3 * name.endswith(".json")
     examples = {"image": 200} | dict.fromkeys(CHECKPOINT, 40)

@@ -1,4 +1,4 @@
-"""Images: sizes and patches equal to transformers' processors to the bit."""
+"""Compare sizes and patches of images with transformers' processors, bit for bit."""
 
 import random
 
@@ -21,7 +21,7 @@ def test_smart_resize_equals_transformers(transformers):
         assert attempt(smart_resize, *case) == attempt(theirs, *case), case
 
 
-def test_aspect_ratio_200_is_the_last_that_passes():
+def test_the_largest_aspect_ratio_is_200():
     smart_resize(1, 200, 28, 3136, 12845056)
     with pytest.raises(ValueError, match="9 x 2000 pixels, but its aspect ratio"):
         ImageProcessor()(noise("RGB", (30, 20)), resized_height=2000, resized_width=9)
@@ -56,8 +56,8 @@ def test_an_image_in_memory_is_turned_upright_and_put_on_white():
     assert loaded.size == (2, 3) and loaded.getcolors() == [(6, (255, 255, 255))]
 
 
-def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):
-    """As in transformers, from a file and in memory; qwen-vl-utils shows the colour."""
+def test_the_transparent_colour_of_an_rgb_file_becomes_white(tmp_path):
+    """The transparent colour becomes white as in transformers; qwen-vl-utils shows the colour."""
     image = PIL.Image.new("RGB", (56, 56), (10, 20, 30))
     image.putpixel((1, 0), (40, 50, 60))
     image.save(tmp_path / "p.png", transparency=(10, 20, 30))
@@ -69,7 +69,7 @@ def test_the_see_through_colour_of_an_rgb_file_becomes_white(tmp_path):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path, orientation):
-    """Whatever way the camera was held, the file shows the same upright picture."""
+    """All orientations of the camera give the same upright image."""
     upright = stored = noise("RGB", (3, 2))
     turns = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
     if orientation > 1:
@@ -87,10 +87,14 @@ def test_exif_orientation_is_applied(tmp_path, orientation):
     ({"min_pixels": 112 * 168}, (1, 8, 12)),
     ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
     ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the processor's bounds hold
-    ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),  # the image's own do not
+    # a fixed size ignores the bounds
+    ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),
 ], ids=str)  # fmt: skip
 def test_options_of_one_image(options, grid):
-    """56 x 84 pixels: 2 x 3 tokens unless it has other bounds, or a size, which becomes multiples of 28."""
+    """An image of 56 x 84 pixels has 2 x 3 tokens, unless it has its own bounds or size.
+
+    Sizes are rounded to multiples of 28.
+    """
     processor = ImageProcessor(min_pixels=28 * 28)
     patches, found = processor(PIL.Image.new("RGB", (84, 56)), **options)
     assert found == grid
@@ -100,13 +104,18 @@ def test_options_of_one_image(options, grid):
 
 def test_bounds_that_no_image_has_are_refused():
     for least, most in ((1, 783), (1000, 999)):
-        says = f"max_pixels is {most}, but it must be at least min_pixels, which is {least}, and at least one token of 28"
+        says = (
+            f"max_pixels is {most}, but it must be at least min_pixels, which is {least}, and at least one token of 28"
+        )
         with pytest.raises(ValueError, match=says):
             smart_resize(56, 56, 28, least, most)
 
 
-def test_what_is_transparent_is_white_where_transformers_may_show_it(tmp_path, transformers):
-    """As transformers treats an image in hand; load_image and premultiplied alpha differ: docs/numerical_parity.md."""
+def test_transparent_pixels_become_white(tmp_path, transformers):
+    """Transparent images become white, as for image objects in transformers.
+
+    load_image and premultiplied alpha differ, see docs/numerical_parity.md.
+    """
     from transformers.image_transforms import convert_to_rgb
 
     image = noise("RGBA", (16, 8), 0)

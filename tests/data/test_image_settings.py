@@ -1,4 +1,4 @@
-"""preprocessor_config.json: what a folder says means what it means in transformers, and mistakes are named."""
+"""Test that values of preprocessor_config.json mean the same as in transformers."""
 
 import json
 
@@ -10,10 +10,12 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE, read_image_processor, write_image_processor
 
 
-def test_bounds_of_the_recipe_are_not_the_folders_mistake():
+def test_errors_in_bounds_name_the_recipe_or_the_folder():
     with pytest.raises(ValueError, match=r"^data: max_pixels is 10, but it must be at least min_pixels, which is 3136"):
         read_image_processor({}, "folder.json", max_pixels=10)
-    with pytest.raises(ValueError, match=r"^folder\.json: max_pixels is 3136, but it must be at least min_pixels, which is 4000"):
+    with pytest.raises(
+        ValueError, match=r"^folder\.json: max_pixels is 3136, but it must be at least min_pixels, which is 4000"
+    ):
         read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
 
 
@@ -21,7 +23,8 @@ def read(content, **bounds):
     return read_image_processor(content, "preprocessor_config.json", **bounds)
 
 
-HUB_CONFIG = {  # preprocessor_config.json of Qwen2.5-VL
+# values of preprocessor_config.json of Qwen2.5-VL
+HUB_CONFIG = {
     "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
     "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
@@ -29,7 +32,7 @@ HUB_CONFIG = {  # preprocessor_config.json of Qwen2.5-VL
 
 
 @pytest.mark.parametrize(("config", "bounds"), [
-    ({}, (3136, 1003520)),  # the defaults of transformers' class, not of the hub's files
+    ({}, (3136, 1003520)),  # defaults of the class in transformers, not of files on the Hub
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
     ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),
@@ -41,7 +44,7 @@ def test_pixel_bounds_of_a_folder(config, bounds):
 
 
 @pytest.mark.parametrize("config", [{}, HUB_CONFIG | {"max_pixels": 4000}])
-def test_a_folders_settings_mean_what_they_mean_in_transformers(config, transformers):
+def test_settings_of_a_folder_mean_the_same_as_in_transformers(config, transformers):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     image = noise("RGB", (1200, 900))
@@ -80,6 +83,6 @@ def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp
     ("patch_size", 10**9), ("merge_size", {}), ("temporal_patch_size", -2), ("image_mean", 0.5),
     ("image_std", [0.5, 0, 0.5]), ("image_std", [True, 1, 1]), ("image_std", [1, 1, 10**400]),
 ])  # fmt: skip
-def test_a_setting_that_is_not_supported_is_named(field, value):
+def test_unsupported_settings_are_reported(field, value):
     with pytest.raises(ValueError, match="one token" if (field, value) == ("patch_size", 10**9) else field):
         read({**HUB_CONFIG, field: value})

@@ -1,4 +1,4 @@
-"""Which rows a rollout gets, and in which order."""
+"""Test which rows a rollout gets, in which order, and with which workers."""
 
 import itertools
 import time
@@ -33,7 +33,7 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 
 class Numbered:
-    """Rows that say their number."""
+    """A dataset whose rows contain their number."""
 
     def __len__(self):
         return 10
@@ -51,22 +51,22 @@ def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, **d
     return Batches(rows or Numbered(), trainer)
 
 
-def drawn(batches, count):
-    """(number, index, key) of each row of so many draws."""
+def next_rows(batches, count):
+    """Return (number, index, key) of each row in the next `count` draws."""
     return [[(row.columns["number"], row.index, row.key) for row in next(batches)] for _ in range(count)]
 
 
-def test_a_row_knows_its_number_and_has_a_key_of_its_own():
-    rows = [row for draw in drawn(batches(steps=2, seed=7), 3) for row in draw]
+def test_rows_have_their_index_and_a_unique_key():
+    rows = [row for draw in next_rows(batches(steps=2, seed=7), 3) for row in draw]
     assert [number for number, _, _ in rows] == [index for _, index, _ in rows]
     assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
-def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps):
-    """Each step of a draw has its own part of every rank's rows, in order."""
-    alone = drawn(batches(steps=steps), 5)
-    shares = [drawn(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
+def test_any_number_of_ranks_gets_the_same_rows_and_keys(ranks, steps):
+    """The rows of each step are divided among the ranks in order."""
+    alone = next_rows(batches(steps=steps), 5)
+    shares = [next_rows(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
     for draw, rows in enumerate(alone):
         own = 4 // ranks
         together = []
@@ -76,8 +76,8 @@ def test_any_number_of_ranks_draws_the_same_rows_with_the_same_keys(ranks, steps
         assert {len(share[draw]) for share in shares} == {steps * own}
 
 
-def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_path):
-    """Otherwise one damaged file would end the run at some step, again after each resume."""
+def test_an_unreadable_row_is_replaced_by_the_next(write_rows, tmp_path):
+    """One damaged file would otherwise stop the run, and stop it again after each resumption."""
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     images = ["red", "a", "b", "green", "blue"]
@@ -96,7 +96,7 @@ def test_an_unreadable_row_gives_way_to_the_next_and_is_counted(write_rows, tmp_
 
 
 class Delayed(Numbered):
-    """Rows that take longer the earlier they are drawn."""
+    """A dataset whose rows take different times, may fail, and record how they are read."""
 
     def __init__(self, broken=None):
         self.broken = broken
@@ -113,7 +113,7 @@ class Delayed(Numbered):
         return Row([user([IMAGE_PART])], [picture], {"number": index})
 
 
-def test_workers_keep_the_order_and_the_bits():
+def test_workers_give_the_same_rows_in_order():
     found = []
     for workers in (0, 4):
         draws = batches(rows=Delayed(), image_workers=workers)
@@ -122,15 +122,15 @@ def test_workers_keep_the_order_and_the_bits():
     assert found[0] == found[1]
 
 
-def test_workers_have_one_cpu_thread_and_leave_those_of_the_step():
+def test_workers_use_one_cpu_thread_each():
     torch.set_num_threads(3)
     rows = Delayed()
     next(batches(rows=rows, image_workers=2))
     assert rows.threads == {1} and torch.get_num_threads() == 3
 
 
-def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
-    """MAX_AHEAD bounds the memory that they take."""
+def test_workers_prepare_a_limited_number_of_rows(monkeypatch):
+    """Workers prepare at most MAX_AHEAD rows in advance, because prepared rows need memory."""
     monkeypatch.setattr(loader, "MAX_AHEAD", 3)
     rows = Delayed()
     draws = batches(rows=rows, image_workers=2)
@@ -141,7 +141,7 @@ def test_workers_make_the_next_rows_meanwhile_and_no_more(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_what_is_wrong_with_a_row_is_raised_when_it_is_drawn(workers):
+def test_errors_of_a_row_are_raised_when_it_is_used(workers):
     order = [row.index for row in next(batches(rows=Delayed(), prompts_per_step=10))]
     draws = batches(rows=Delayed(broken=order[6]), image_workers=workers, prompts_per_step=5)
     assert [row.index for row in next(draws)] == order[:5]

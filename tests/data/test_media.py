@@ -1,4 +1,4 @@
-"""Images and videos of rows: sources, damaged ones too, options, order, and that they reach the tensors."""
+"""Test images and videos of rows: sources, damaged files, options, order and tensors."""
 
 import base64
 import os
@@ -33,7 +33,7 @@ COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three one-colour images of 56 x 28 pixels and four frames of a video."""
+    """Create three one-colour images of 56 x 28 pixels, and four frames of a video."""
     for name, color in COLORS.items():
         PIL.Image.new("RGB", (56, 28), color).save(tmp_path / f"{name}.png")
     for i in range(4):
@@ -85,7 +85,7 @@ def test_images_and_videos_reach_the_tensors_in_order_of_appearance(folder):
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_two_sources_of_one_image_are_refused(folder, kind):
+def test_two_sources_for_one_image_are_refused(folder, kind):
     both, says = (
         {kind: "red.png", f"{kind}_url": "blue.png"},
         f"the {kind} has both '{kind}' and '{kind}_url'; use only one",
@@ -99,7 +99,7 @@ def test_two_sources_of_one_image_are_refused(folder, kind):
 
 
 @pytest.mark.parametrize("name", ["image", "image_url", "video", "video_url"])
-def test_a_part_may_say_itself_what_it_shows(folder, name):
+def test_a_part_may_contain_its_image_or_video(folder, name):
     source = {"image": "red.png", "image_url": {"url": "red.png"}}.get(name, FRAMES)
     parts = [{"type": name, name: source, "max_pixels": 200704}, {"type": "text", "text": "What?"}]
     row = read(folder, {"prompt": [{"role": "user", "content": parts}]})
@@ -108,8 +108,8 @@ def test_a_part_may_say_itself_what_it_shows(folder, name):
     assert row.messages[0]["content"] == [{"type": kind, "max_pixels": 200704}, {"type": "text", "text": "What?"}]
 
 
-def test_a_part_may_say_how_large_the_image_of_a_column_is_seen(folder):
-    """And wins over what the column says of it; what each says alone holds."""
+def test_a_part_may_have_size_options_for_the_image_of_a_column(folder):
+    """Options of a part and of the column are combined. Those of the part have precedence."""
     listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
     parts = [{"type": "image", "max_pixels": most} for most in (784, 1568, 12544)]
     row = read(folder, {"prompt": [user(parts)], "images": listed})
@@ -134,22 +134,22 @@ def test_an_option_beside_the_image_is_refused(folder, row, name):
     ({"image": {"image": "red.png", "max_pixels": 783}}, "max_pixels is 783, but it must be at least min_pixels, which is 784,"),
     ({"video": {"video": FRAMES, "max_pixels": 20000}}, "max_pixels is 20000, but it must be at least min_pixels, which is 25088, .*both"),
 ])  # fmt: skip
-def test_an_image_that_has_no_size_is_named_with_its_row(folder, columns, says):
-    """What shows only when the size is chosen, with the least size of the processor above."""
+def test_images_without_a_valid_size_are_reported_with_their_row(folder, columns, says):
+    """Such errors only occur when the image is resized with the bounds of the processor."""
     PIL.Image.new("RGB", (3000, 10)).save(folder / "long.png")
     row = read(folder, columns | {"problem": "a"})
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says}"):
         row.prompt(PROCESSOR)
 
 
-def test_one_size_for_all_images_but_those_that_say_their_own(folder):
+def test_one_size_for_all_images_without_own_options(folder):
     row = {"images": ["blue.png", {"image": "red.png", "max_pixels": 784}], "problem": "a"}
     grids = prompt(read(folder, row, image={"resized_height": 60, "resized_width": 84})).image_grid_thw.tolist()
     assert grids == [[1, 8, 12], [1, 2, 4]]
 
 
-def test_missing_files_are_all_named_before_the_first_row_is_read(folder):
-    """Also those of later turns."""
+def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
+    """Missing files of later turns are reported too."""
     lines = [{"image": name, "problem": "a"} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
     later = user([{"type": "image", "image": f"{i}.png"} for i in (4, 5, 6)])
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
@@ -180,8 +180,8 @@ def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name
         assert read(folder, {"problem": problem, "image": "red.png", **columns}).columns.keys() > columns.keys()
 
 
-def test_no_more_than_an_image_or_two_are_decoded_at_a_time(folder, monkeypatch):
-    """64 photos of a step would be 2 GB."""
+def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):
+    """64 decoded photos of a step would take 2 GB."""
     alive, load, most = [], fetch_image, 0
 
     def counted(*arguments):
@@ -201,7 +201,7 @@ def test_no_more_than_an_image_or_two_are_decoded_at_a_time(folder, monkeypatch)
     assert box_columns(rows[:1], prompts[:1], PROCESSOR, 1)["image_sizes"] == [(56, 28)] and len(alive) == 9
 
 
-def test_what_is_none_is_left_out():
+def test_options_that_are_none_are_ignored():
     assert check_options("image", {"max_pixels": 784, "min_pixels": None}) == {"max_pixels": 784}
     assert check_options("video", {"fps": 2, "nframes": None, "total_pixels": 784}) == {"total_pixels": 784, "fps": 2.0}
 
@@ -212,7 +212,7 @@ def test_what_is_none_is_left_out():
     ({"min_pixels": 0}, r"min_pixels is 0, but it must be in \[1, 33554432\]"),
     ({"min_pixels": 10**12, "max_pixels": 10**12}, "min_pixels is 1000000000000, but it must be in"),
 ])  # fmt: skip
-def test_a_wrong_option_is_named(options, message):
+def test_invalid_options_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         check_options("image", options)
 
@@ -234,7 +234,7 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
 
 
 def png_header(width, height):
-    """The beginning of a PNG that claims a size and has no pixels."""
+    """Return the header of a PNG with this size, without pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     crc = struct.pack(">I", zlib.crc32(head))
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"
@@ -247,7 +247,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
 
 
 def iptc(content):
-    """An IPTC file of 4 x 4 pixels whose picture is another file."""
+    """Return an IPTC file of 4 x 4 pixels, whose image data is another file."""
     fields = {(3, 60): b"\1\0", (3, 20): b"\0\4", (3, 30): b"\0\4", (3, 120): b"\5", (8, 10): content}
     head = b"\x1c%c%c"
     return b"".join(head % key + struct.pack(">H", len(value)) + value for key, value in fields.items())
@@ -265,7 +265,7 @@ def test_a_file_that_is_a_program_is_not_executed(kind, monkeypatch):
         fetch_image(content)
 
 
-def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/zero"):
         for load in (fetch_image, load_video):
@@ -298,12 +298,12 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
 
 @pytest.mark.parametrize(("source", "message"), [
     ("data:image/png,abc", r"^data:image/png,abc: a data URI must begin with a header such as data:image/png;base64"),
-    # lenient decoders skip a letter too many, and what a cut URI has in place of its content
+    # invalid characters, and an URI that was shortened; lenient decoders would ignore both
     (f"data:image/png;base64,*{base64.b64encode(PNG).decode()}", "the data is not valid base64"),
     ("A" * 4000, r"^A{60}\.\.\. \(4000 characters\): the image cannot be read \(File name too long\)$"),
     ("http://x.com/a.png", r"^http://x.com/a.png: remote files are not supported, .* recipes/download.py ROWS"),
     (None, "must be a path, a data URI or bytes, but it is of type NoneType"),
 ])  # fmt: skip
-def test_a_source_that_gives_no_image_is_named(source, message):
+def test_sources_without_an_image_are_reported(source, message):
     with pytest.raises(ValueError, match=message):
         fetch_image(source)

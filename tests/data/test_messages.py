@@ -1,4 +1,4 @@
-"""Messages that no chat template can lay out."""
+"""Test that messages which no chat template can render are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Several files of rows: which rows of each, how often, and which rewards judge them."""
+"""Test mixtures of row files: selected rows, weights, and rewards of each file."""
 
 from pathlib import Path
 
@@ -11,13 +11,14 @@ from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
 from minivlmrl.data.mixture import mix, read_mix, sample
 from minivlmrl.run.datasets import load_datasets
 
-STRATEGIES = {  # what VLM-R1's loader takes of the rows 0 to 6
+# rows that VLM-R1's loader selects from the rows 0 to 6
+STRATEGIES = {
     **{name: [0, 1, 2, 3, 4, 5, 6] for name in ("all", "first:9", "end:9")},
     "first:3": [0, 1, 2], "first:50%": [0, 1, 2, 3], "end:2": [5, 6], "end:10%": [6],
 }  # fmt: skip
 
 
-def test_first_and_end_take_the_rows_that_vlm_r1_takes():
+def test_first_and_end_select_the_rows_of_vlm_r1():
     assert {strategy: sample(strategy, 7) for strategy in STRATEGIES} == STRATEGIES
 
 
@@ -26,20 +27,20 @@ def test_random_is_the_same_for_every_run():
 
 
 @pytest.mark.parametrize("strategy", ["some:3", "first", "all:3", "end:-1", "first:2.5"])
-def test_other_strategies_are_named(strategy):
+def test_unknown_strategies_are_reported(strategy):
     with pytest.raises(ValueError, match=f"sampling is '{strategy}', but it must be all, first:N"):
         sample(strategy, 7)
 
 
 @pytest.mark.parametrize(("weight", "rows"), [(1, "abcd"), (2, "aabbccdd"), (0.5, "ac"), (1.5, "abcdac")])
-def test_a_weight_says_how_often_a_pass_has_a_row(weight, rows):
+def test_a_weight_is_the_number_of_times_that_a_pass_has_a_row(weight, rows):
     mixed = mix(["abcd", "xy"], [FileOptions("1", weight), FileOptions("2")])
     assert "".join(mixed) == rows + "xy"
 
 
 @pytest.fixture
 def files(tmp_path):
-    """a.jsonl with 4 rows and b.jsonl with 2, whose images are in another folder."""
+    """Create a.jsonl with 4 rows, and b.jsonl with 2 rows whose images are in another folder."""
     (tmp_path / "elsewhere").mkdir()
     PIL.Image.new("RGB", (8, 8)).save(tmp_path / "elsewhere" / "b.png")
     a = [{"problem": f"a{i}", "solution": "1", "completion": "1"} for i in range(4)]
@@ -93,7 +94,7 @@ def test_the_yaml_of_vlm_r1_is_read(files, monkeypatch):
     ({"datasets": [{"sampling_strategy": "all"}]}, r"datasets\.json_path is missing"),
     ("{", "the text is not valid YAML"),
 ])  # fmt: skip
-def test_a_wrong_yaml_is_named(tmp_path, content, says):
+def test_invalid_yaml_files_are_reported(tmp_path, content, says):
     (tmp_path / "mix.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     with pytest.raises(ValueError, match=rf"mix\.yaml: {says}"):
         read_mix(Path(tmp_path / "mix.yaml"))

@@ -1,4 +1,4 @@
-"""A row becomes a Prompt: placeholders grow to the image's tokens, ids are transformers' ids."""
+"""Compare prompts and completions of rows with transformers' processor."""
 
 import unicodedata
 
@@ -49,7 +49,10 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory, oracle, published):
-    """theirs(messages, images): what transformers' processor makes of them, with the template that TRL ships."""
+    """Return a function that calls transformers' processor on messages and images.
+
+    The processor has the chat template that TRL contains.
+    """
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -82,7 +85,7 @@ def test_an_image_token_in_a_users_text_is_plain_text():
 
 
 def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
-    """Ids, what is written, patches and positions: of a user's later picture, and of one in an assistant's turn."""
+    """Compare ids, policy mask, patches and positions for images in later turns."""
     first, second, third = (picture(size, seed) for seed, size in enumerate([(60, 90), (90, 56), (200, 120)]))
     turns = [assistant("red"), *asked(text("and"), {"type": "image", "image": second}, text("it?")), assistant([
         text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
@@ -109,7 +112,7 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("answer", ["", " red\n\n", "7 e\u0301"])
 def test_prompt_and_completion_equal_transformers_whole_conversation(theirs, name, answer):
-    """Prompt and completion are cut where the template's own tokenization has a boundary."""
+    """The split between prompt and completion is a token boundary in the whole conversation."""
     messages, sizes = CONVERSATIONS[name]
     turns = [assistant(answer), *asked(text("Sure?\n")), assistant("'s fine")]
     images = [picture(size) for size in sizes]
@@ -120,8 +123,12 @@ def test_prompt_and_completion_equal_transformers_whole_conversation(theirs, nam
     assert PROCESSOR.tokenizer.decode(said.ids[said.policy_mask].tolist()) == unicodedata.normalize("NFC", written)
 
 
-def test_an_answer_that_begins_with_a_newline_is_cut_as_generation_writes_it():
-    """In one string the newlines would be one token, "\\n\\n": no prompt ends there, so no policy could write it so."""
+def test_an_answer_that_begins_with_a_newline():
+    """The newline of the answer is its own token.
+
+    In one string, the newlines of prompt and answer would be one token, which a policy cannot
+    generate, because no prompt ends inside it.
+    """
     tokenizer = train_tokenizer(["assistant\n\n"] * 3, vocab_size=280)
     assert len(tokenizer.encode("\n\n")) == 1
     last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]
@@ -137,7 +144,7 @@ def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
     assert PROCESSOR.decode(torch.tensor(ids)) == "red"
     assert PROCESSOR.decode(torch.tensor([*ids, ids[-1]])) == "red" + stop
     assert PROCESSOR.decode(torch.tensor(ids[-1:])) == ""
-    # what a policy writes in front of its answer must not be hidden from the rewards
+    # tokens in front of the answer must not be hidden from the rewards
     ids = [PROCESSOR.tokenizer.special_tokens["<|im_start|>"], *PROCESSOR.tokenizer.encode("red")]
     assert PROCESSOR.decode(torch.tensor(ids)) == "<|im_start|>red"
 
@@ -154,7 +161,7 @@ def test_a_completion_begins_and_ends_with_the_assistant(turns):
 
 
 @pytest.mark.parametrize("part", [IMAGE_PART, {"image": "a"}, VIDEO_PART])
-def test_an_image_that_did_not_come_or_a_video_in_a_completion_is_refused(part):
+def test_missing_images_and_videos_in_a_completion_are_refused(part):
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     for turns in ([assistant([part])], [assistant("a"), {"role": "user", "content": [part]}, assistant("b")]):
         with pytest.raises(ValueError, match=r"the prompt has 1 .* placeholder.s., but 0 .* were given"):
@@ -162,7 +169,7 @@ def test_an_image_that_did_not_come_or_a_video_in_a_completion_is_refused(part):
 
 
 def test_a_picture_of_an_answer_that_the_template_drops_is_refused(published):
-    """Qwen3-VL's shows none of the assistant's."""
+    """Qwen3-VL's template drops images in assistant turns."""
     processor = Processor(shapes.tokenizer(), ImageProcessor(), ChatTemplate(published("qwen3_vl"), "t"))
     shown = assistant([IMAGE_PART | {"image": PIL.Image.new("RGB", (56, 56))}])
     turns = [shown, {"role": "tool", "content": "4"}, assistant("four")]

@@ -1,4 +1,4 @@
-"""The vocabulary of the published models: our ids are transformers' ids, on known, odd and drawn text."""
+"""Compare the ids of the published vocabulary with transformers, on known, odd and random texts."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from minivlmrl.data.tokenizer import QWEN2_SPLIT, SPECIAL_TOKENS, load_tokenizer
 
 pytestmark = pytest.mark.slow
-# ids 151657 to 151664: added, but words and no control tokens
+# ids 151657 to 151664 are added tokens, but not control tokens
 WORDS = (
     "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>",
@@ -21,9 +21,9 @@ WORDS = (
 
 
 def ranks():
-    """Token bytes in the order of their ids, from the file that Alibaba's dashscope package carries.
+    """Return the bytes of all tokens in the order of their ids, from Alibaba's package dashscope.
 
-    1.17.0 is a version without further requirements of weight; the package itself is not imported.
+    Version 1.17.0 has no large dependencies, and the package is not imported.
     """
     try:
         package = importlib.metadata.distribution("dashscope")
@@ -37,7 +37,7 @@ def ranks():
 
 
 def parts_of(token, rank):
-    """Byte-pair encode a token with the ranks below its own: two parts that it merges."""
+    """Return the two parts that a token merges, by byte-pair encoding with lower ranks."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [rank.get(a + b, len(rank)) for a, b in itertools.pairwise(parts)]
@@ -49,10 +49,10 @@ def parts_of(token, rank):
 
 @pytest.fixture(scope="session")
 def vocabulary():
-    """{token: id} and merges, as in vocab.json and merges.txt."""
+    """Return {token: id} and the merges, as in vocab.json and merges.txt."""
     tokens = ranks()
     rank = {token: i for i, token in enumerate(tokens)}
-    # GPT-2's letters for bytes: those that can be seen are themselves, the others U+0100 and on, in order
+    # GPT-2's characters for bytes: printable bytes are unchanged, others are U+0100 and following
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in seen}
     letters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in letters)}
@@ -64,7 +64,7 @@ def vocabulary():
 
 @pytest.fixture(scope="session")
 def qwen(vocabulary, tmp_path_factory):
-    """From a tokenizer.json as on the hub, put together here."""
+    """Load our tokenizer from a tokenizer.json like that on the Hub."""
     backend = Backend(models.BPE(*vocabulary))
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
@@ -80,7 +80,10 @@ def qwen(vocabulary, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def theirs(vocabulary, transformers):
-    """Put together by transformers from vocabulary and merges, with its own split, normalizer and decoder."""
+    """Create the tokenizer of transformers from vocabulary and merges.
+
+    It has its own splitting, normalisation and decoder.
+    """
     tokenizer = transformers.Qwen2Tokenizer(*vocabulary)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS[1:]])
     tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in WORDS])
@@ -109,14 +112,14 @@ PIECES = [
 
 
 def drawn_text(seed):
-    """A few pieces: words, white space, characters of a script."""
+    """Return a random text of words, white space and characters of one script."""
     rng = random.Random(seed)
     kinds = [lambda: rng.choice(PIECES), lambda: rng.choice(SPACES)]
     kinds.append(lambda: chr(rng.choice(range(*rng.choice(SCRIPTS)))))
     return "".join(rng.choice(kinds)() for _ in range(rng.randrange(1, 20)))
 
 
-def test_2000_drawn_texts_have_transformers_ids_and_come_back(qwen, theirs):
+def test_2000_random_texts_have_the_ids_of_transformers(qwen, theirs):
     for seed in range(2000):
         text = drawn_text(seed)
         ids = theirs(text)["input_ids"]
@@ -125,5 +128,8 @@ def test_2000_drawn_texts_have_transformers_ids_and_come_back(qwen, theirs):
 
 
 def test_rows_above_the_vocabulary_decode_to_nothing(qwen):
-    """The published embeddings have 151936 or 152064 rows, untrained above 151664; a random model draws them."""
+    """The published embeddings have 151936 or 152064 rows, but ids above 151664 are untrained.
+
+    A random model may sample them.
+    """
     assert qwen.decode([151665, 151935, 9707, 152063]) == "Hello"

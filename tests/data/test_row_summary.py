@@ -17,7 +17,7 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 
 
 @pytest.fixture
 def rows(tmp_path):
-    """rows([(size, ...), ...]): rows of images of these sizes."""
+    """Return a function that creates rows with images of the given sizes."""
 
     def rows(*sizes):
         made = []
@@ -41,7 +41,7 @@ def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
     assert max(lengths) - min(lengths) == 1 + 10 + 4  # image tokens, and two around each image
 
 
-def test_of_many_rows_some_are_measured(rows):
+def test_only_some_of_many_rows_are_measured(rows):
     length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
     task = f"1000 with 1 image; prompts of {length} tokens (64 were measured)"
     assert summary(Shapes(1000, "x"), PROCESSOR) == task

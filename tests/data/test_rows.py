@@ -1,4 +1,4 @@
-"""The random numbers of a row."""
+"""Test the random numbers of a row."""
 
 import numpy as np
 import torch
@@ -6,8 +6,8 @@ import torch
 from minivlmrl.data.rows import uniform_numbers
 
 
-def test_random_numbers_go_by_the_key_of_a_prompt():
-    """One draw for each token of each of its completions; NumPy's generator of the key's bytes, in every release."""
+def test_random_numbers_depend_on_the_key_of_a_prompt():
+    """The numbers are those of NumPy's generator for the key, one per token of each completion."""
     numbers = uniform_numbers(["a", "bc"], 2, 3)
     expected = [np.random.default_rng(seed).random((2, 3)) for seed in ([97], [98, 99])]
     assert numbers.tolist() == np.concatenate(expected).tolist()

@@ -1,4 +1,4 @@
-"""The tokenizer: text survives it, it agrees with transformers, and control tokens come in by id only."""
+"""Test the tokenizer: round trips, equality with transformers, and control tokens."""
 
 import json
 import unicodedata
@@ -27,8 +27,8 @@ ORDINARY = [
 
 @given(st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_any_text_comes_back(text):
-    """Up to NFC, Qwen2's normalisation: e + accent and é are one text to it."""
+def test_any_text_is_restored(text):
+    """Decoding restores the text after NFC normalisation, for which e + accent and é are equal."""
     assert TINY.decode(TINY.encode(text)) == unicodedata.normalize("NFC", text)
 
 
@@ -43,7 +43,8 @@ def test_no_text_becomes_a_control_token(parts):
 
 def test_training_keeps_to_the_vocabulary_size_and_control_tokens_are_the_last_ids_in_qwens_order():
     assert [TINY.special_tokens[token] for token in SPECIAL_TOKENS] == list(range(len(TINY) - 14, len(TINY)))
-    assert len(train_tokenizer(["a a a b b ab ab"], vocab_size=256 + 14)) == 270  # bytes and control tokens, no merge
+    # 256 bytes and 14 control tokens, without merges
+    assert len(train_tokenizer(["a a a b b ab ab"], vocab_size=256 + 14)) == 270
 
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
@@ -58,7 +59,7 @@ def test_equals_transformers(tmp_path, kind, transformers):
         assert theirs.decode(TINY.encode(text), clean_up_tokenization_spaces=False) == TINY.decode(TINY.encode(text))
 
 
-def test_vocabulary_and_merges_alone_are_not_read_and_what_to_do_is_said(tmp_path):
+def test_vocabulary_and_merges_without_tokenizer_json_are_refused(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: the file does not exist\. .*vocab.*save_pretrained"):
         load_tokenizer(tmp_path / "tokenizer.json")
@@ -68,14 +69,14 @@ SAVED = json.loads(TINY.backend.to_str())
 
 
 def load(folder, content):
-    """A tokenizer from a file with this content, bytes or something to be written as JSON."""
+    """Load a tokenizer from a file with this content, which is bytes or written as JSON."""
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     (folder / "tokenizer.json").write_bytes(data)
     return load_tokenizer(folder / "tokenizer.json")
 
 
-def test_what_a_file_adds_to_every_text_is_not_kept(tmp_path):
-    """The length of a training run that saved it, and tokens put around each text."""
+def test_additions_to_every_text_are_removed(tmp_path):
+    """Truncation and padding of the saving run, and tokens put around each text, are removed."""
     cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
     piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
@@ -90,7 +91,7 @@ def test_what_a_file_adds_to_every_text_is_not_kept(tmp_path):
             assert load(tmp_path, SAVED | added).encode(text) == TINY.encode(text)
 
 
-def test_qwens_control_tokens_are_control_tokens_whatever_the_file_calls_them(tmp_path):
+def test_qwens_control_tokens_are_always_control_tokens(tmp_path):
     words = [{**token, "special": False} for token in SAVED["added_tokens"]]
     loaded = load(tmp_path, SAVED | {"added_tokens": words})
     assert loaded.encode("<|im_end|>") == TINY.encode("<|im_end|>")
@@ -118,7 +119,7 @@ MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
     ({"normalizer": {"type": "Lowercase"}}, "encoding and decoding changes .Hello .* to .hello "),
     ({"added_tokens": [t for t in SAVED["added_tokens"] if t["content"] != "<|vision_pad|>"]},
      r"no control token <\|vision_pad\|>"),
-    # its Rust code takes the prefix's length from that of a merged token: an exception that is no Exception
+    # the Rust code removes the length of this prefix from a merged token, which panics
     ({"model": MODEL | {"continuing_subword_prefix": "a long prefix"}}, ""),
 ])  # fmt: skip
 def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):
@@ -127,7 +128,7 @@ def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
-def test_half_a_surrogate_pair_is_no_text(text):
-    """JSON can spell it and Python can hold it; UTF-8 has none."""
+def test_half_a_surrogate_pair_is_refused(text):
+    """JSON and Python can represent half a surrogate pair, but UTF-8 cannot."""
     with pytest.raises(ValueError, match=r"is not valid Unicode; it may contain a lone surrogate"):
         TINY.encode(text)

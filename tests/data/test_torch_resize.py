@@ -1,4 +1,4 @@
-"""Images resized by torch's kernel: equal to transformers' torchvision processor to the bit."""
+"""Compare images resized by torch with transformers' torchvision processor, bit for bit."""
 
 from record_vision import digest, image_cases, recorded
 

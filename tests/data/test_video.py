@@ -1,4 +1,4 @@
-"""Videos: sampled frames, sizes and patches as qwen-vl-utils and transformers have them, and damaged files."""
+"""Test videos: frames, sizes and patches as in qwen-vl-utils and transformers, and errors."""
 
 import io
 import sys
@@ -22,7 +22,7 @@ PROCESSOR = ImageProcessor()
 
 
 def moving(count, height=24, width=32):
-    """Frames that differ everywhere: (7 row + 13 column + 29 channel + 17 frame) mod 256."""
+    """Return frames in which values are (7 row + 13 column + 29 channel + 17 frame) mod 256."""
     t, y, x, c = np.ogrid[:count, :height, :width, :3]
     return ((7 * y + 13 * x + 29 * c + 17 * t) % 256).astype(np.uint8)
 
@@ -37,13 +37,13 @@ def pictures(frames):
     ((100, 30), {"video_start": 1.0, "video_end": 1.0}, "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
     ((0, 30), {}, "no frame can be sampled"),
 ])  # fmt: skip
-def test_a_wrong_choice_of_frames_is_refused(video, options, message):
+def test_invalid_frame_options_are_refused(video, options, message):
     with pytest.raises(ValueError, match=message):
         sample_indices(*video, **options)
 
 
 def test_sampling_equals_qwen_vl_utils(fused_linspace):
-    """2,000 videos and options: the frames, their rate to the last bit, and which are refused."""
+    """Compare frames, frame rates and errors for 2,000 videos and options, bit for bit."""
     cases = recorded("qwen_vl_utils_0.0.14")["sampling"]
     assert len(cases) == 2000
     for (total, video_fps, options), expected in zip(sampling_cases(), cases, strict=True):
@@ -70,7 +70,7 @@ def test_frame_sizes_equal_qwen_vl_utils_except_where_it_returns_0():
     ({"max_pixels": 50_000}, "max_pixels is 50000, but it must be at least min_pixels, which is 100352"),
     ({"resized_width": 100}, "resized_height and resized_width must be given together"),
 ])  # fmt: skip
-def test_a_wrong_size_is_named(options, message):
+def test_invalid_sizes_are_reported(options, message):
     with pytest.raises(ValueError, match=message):
         Video(pictures(moving(26)), 2.0).patches(PROCESSOR, **options)
 
@@ -96,7 +96,7 @@ def test_a_video_that_cannot_be_shown_is_refused(frames, fps, message):
         Video(frames, fps).patches(PROCESSOR)
 
 
-def test_a_list_of_frames_is_taken_whole(tmp_path):
+def test_all_frames_of_a_list_are_used(tmp_path):
     frames = moving(3)
     for number, frame in enumerate(frames):
         PIL.Image.fromarray(frame).save(tmp_path / f"{number}.png")
@@ -106,13 +106,13 @@ def test_a_list_of_frames_is_taken_whole(tmp_path):
     assert load_video(sources, tmp_path, fps=0.5).fps == 0.5
 
 
-def test_what_chooses_frames_of_a_file_does_not_apply_to_a_list():
+def test_frame_sampling_options_do_not_apply_to_lists():
     with pytest.raises(ValueError, match="video_end selects frames of a video file, but"):
         load_video(["a.png"] * 4, video_end=2)
 
 
 def encoded(frames, *kind, rate=30, **options):
-    """A video file in memory; ffv1, rawvideo, png and libx264rgb at qp 0 lose nothing."""
+    """Return the bytes of a video file; ffv1, rawvideo, png and libx264rgb are lossless here."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "video")
         tiny.write_video(path, frames, rate, *(kind or LOSSLESS[0]), **options)
@@ -125,7 +125,7 @@ LOSSLESS = [
 
 
 @pytest.mark.parametrize("kind", LOSSLESS, ids=" ".join)
-def test_the_frames_of_a_file_are_those_that_were_written(kind):
+def test_lossless_files_give_the_original_frames(kind):
     frames = moving(50)
     content = encoded(frames, *kind, rate=15)
     for options, indices, fps in (
@@ -138,15 +138,15 @@ def test_the_frames_of_a_file_are_those_that_were_written(kind):
 
 
 def test_every_kind_of_source_gives_the_same_video(tmp_path):
-    """A name that FFmpeg would take for a recipe is a file's name."""
+    """A file name that FFmpeg would treat as a protocol is still a file name."""
     frames, path = moving(4), tmp_path / "concat:a|b.mkv"
     path.write_bytes(encoded(frames))
     for source in (path.name, path, f"file://{path}", path.read_bytes()):
         assert np.array_equal(load_video(source, tmp_path).frames, frames)
 
 
-def test_a_turned_video_is_shown_upright():
-    """A phone held upright stores lying frames and how to turn them (degrees against the clock)."""
+def test_a_rotated_video_is_shown_upright():
+    """Phones store landscape frames with a rotation, in degrees counterclockwise."""
     frames = moving(4)
     for rotation, turns in ((90, 1), (180, 2), (-90, 3)):
         video = load_video(encoded(frames, *LOSSLESS[-1], rotation=rotation))
@@ -155,8 +155,8 @@ def test_a_turned_video_is_shown_upright():
         load_video(encoded(frames, *LOSSLESS[-1], rotation=30))
 
 
-def test_colours_follow_the_matrix_that_the_file_names(av):
-    """A green of BT.709 is another YUV than that of BT.601; either comes back as it was."""
+def test_colours_follow_the_matrix_in_the_file(av):
+    """A green has different YUV values in BT.709 and BT.601, and must be restored from both."""
     green = np.full((4, 32, 32, 3), (20, 200, 40), np.uint8)
     for matrix in ("ITU709", "ITU601"):
         buffer = io.BytesIO()
@@ -185,7 +185,7 @@ def test_a_playlist_opens_no_other_file(tmp_path):
             load_video(tmp_path / name)
 
 
-def test_a_file_without_pictures_is_named(tmp_path, av):
+def test_files_without_frames_are_reported(tmp_path, av):
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes(bytes(16_000))
@@ -211,7 +211,8 @@ def test_a_video_that_would_fill_the_memory_is_refused(monkeypatch, tmp_path):
     PIL.Image.new("RGB", (32, 24)).save(tmp_path / "a.png")
     for source, options in ((content, {"nframes": 8}), ([tmp_path / "a.png"] * 8, {})):
         with pytest.raises(
-            ValueError, match="8 frames of 32 x 24 pixels have together more pixels than the limit of 6143; use fewer or"
+            ValueError,
+            match="8 frames of 32 x 24 pixels have together more pixels than the limit of 6143; use fewer or",
         ):
             load_video(source, **options)
 
@@ -221,13 +222,14 @@ def test_frames_that_claim_too_many_pixels_are_refused_before_they_are_decoded(m
     monkeypatch.setattr(video_module, "MAX_IMAGE_PIXELS", 24 * 32 - 1)
     with pytest.raises(ValueError, match="frames have 32 x 24 pixels, which is more than the limit of 767"):
         load_video(content)
-    monkeypatch.setattr(video_module, "_check_size", lambda *_: None)  # the file claims little, its frames much
+    # the file header has a small size, but its frames are large
+    monkeypatch.setattr(video_module, "_check_size", lambda *_: None)
     with pytest.raises(ValueError, match="the file cannot be read as a video"):
         load_video(content)
 
 
 def test_frames_that_cannot_be_shown_are_not_counted(av):
-    """A stream that begins in the middle shows nothing until its first key frame: 28 frames from 39 packets."""
+    """A stream that begins in the middle has no frames before its first key frame."""
     whole, headless = encoded(moving(40), "mpegts", "mpeg2video", "yuv420p"), io.BytesIO()
     with av.open(io.BytesIO(whole)) as source, av.open(headless, "w", format="mpegts") as target:
         copy = target.add_stream_from_template(source.streams.video[0])

@@ -1,4 +1,7 @@
-"""`check`: recipes that learn have no fault; tests/diagnostics/test_planted_faults.py plants them."""
+"""Test `check` on good recipes and on single faults.
+
+test_planted_faults.py tests whole runs with faults.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,10 +28,11 @@ EMBEDDED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "task: " in 
 
 
 @pytest.mark.parametrize("recipe", EMBEDDED)
-def test_recipes_that_learn_have_no_fault(recipe, capsys):
+def test_good_recipes_have_no_fault(recipe, capsys):
     overrides = ["--num_threads=1", "--reward_model.path=null"]
     if recipe == "shapes_distill":
-        overrides.append("--distill.teacher=null")  # of a run before it
+        # the teacher would be the checkpoint of an earlier run
+        overrides.append("--distill.teacher=null")
     assert check.main([str(RECIPES / f"{recipe}.yaml"), *overrides]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     assert "No problems were found." in out and "output:" not in out
@@ -36,7 +40,7 @@ def test_recipes_that_learn_have_no_fault(recipe, capsys):
     assert ("No completions were sampled" in out) == bool(asked)
 
 
-def test_boxes_in_a_notation_that_no_reward_reads_are_named():
+def test_boxes_that_no_reward_can_parse_are_reported():
     rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
     processor = SimpleNamespace(answer_format="tags")
     texts = [f"<answer>{said}</answer>" for said in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")]
@@ -49,7 +53,7 @@ def test_boxes_in_a_notation_that_no_reward_reads_are_named():
 
 
 def yes_or_no(num_yes, num_rows, folder):
-    """Rows of a file whose pictures are of one colour."""
+    """Return a dataset whose first `num_yes` rows have the solution yes, and the others no."""
     PIL.Image.new("RGB", (28, 28)).save(folder / "0.png")
     row = {"problem": "Is it?", "image": "0.png"}
     lines = [row | {"solution": "yes" if number < num_yes else "no"} for number in range(num_rows)]
@@ -58,7 +62,7 @@ def yes_or_no(num_yes, num_rows, folder):
 
 
 def constant_sentences(all_rows, names, drawn):
-    """What is said of a constant answer to the drawn rows of a file."""
+    """Return the findings about constant answers if the rows `drawn` are the sample."""
     rewards = [get_reward(name) for name in names]
     rows = [all_rows[number] for number in drawn]
     counts = Counter(check_rewards.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows))))
@@ -66,8 +70,12 @@ def constant_sentences(all_rows, names, drawn):
     return list(check_rewards.check_rewards(trial, counts))
 
 
-def test_balanced_rows_raise_no_alarm_however_they_are_drawn(tmp_path):
-    """All 16 rows drawn say yes, of a file in which half do; and a file in which 9 of 10 do, with one no drawn."""
+def test_balanced_rows_give_no_finding(tmp_path):
+    """The fractions are counted over the whole dataset, not only over the 16 sampled rows.
+
+    First all sampled rows are yes, but half of all rows. Then 9 of 10 rows are yes, and one sampled
+    row is no.
+    """
     assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
     [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
     assert said.startswith(
@@ -75,7 +83,7 @@ def test_balanced_rows_raise_no_alarm_however_they_are_drawn(tmp_path):
     )
 
 
-def test_a_reward_without_bound_is_measured_by_what_right_answers_earn(tmp_path):
+def test_unbounded_rewards_are_compared_with_right_answers(tmp_path):
     (tmp_path / "long.py").write_text(
         "def points(answer_texts, solution, **columns):\n"
         "    return [25.0 * (a == s) - 5 for a, s in zip(answer_texts, solution)]\n"

@@ -1,4 +1,4 @@
-"""The memory plan against tensors that are really there, on the CPU."""
+"""Compare the memory estimate with the tensors that really exist, on the CPU."""
 
 import contextlib
 import shutil
@@ -77,8 +77,11 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one way from its begin to its end)
-    """Weights, moments and what a forward and backward adds, of a run's own model, optimizer and micro-batches."""
+def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
+    """The estimate agrees with weights, optimizer state and the tensors of a forward and backward.
+
+    Model, optimizer and micro-batches are built as in a run.
+    """
     monkeypatch.setattr("minivlmrl.kernels.shared_prefix.SHARED_BYTES", 0)
     config = ModelConfig.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
     stage = "ppo" if "critic" in form else "grpo"
@@ -89,7 +92,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one way 
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
     model = MemoryEstimator(config).build(run, "grpo").to_empty(device="cpu")
-    if config.tie_word_embeddings:  # each of the two has got memory of its own
+    if config.tie_word_embeddings:  # to_empty gave each of the tied weights its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
     critics = [ValueModel(copy_model(model))] if stage == "ppo" else []
@@ -112,7 +115,8 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one way 
     optimizer = build_optimizer(models, run.grpo, run.optimizer)
     forward_and_backward()
     gradients = [p.grad for p in models.parameters() if p.grad is not None]
-    with AllocationTracker([*weights, *gradients, batch.pixel_values]) as live:  # of a second micro-batch
+    # track the second micro-batch
+    with AllocationTracker([*weights, *gradients, batch.pixel_values]) as live:
         forward_and_backward()
     optimizer.step()
     moments = [x for state in optimizer.state.values() for x in state.values()]
@@ -128,7 +132,7 @@ ALL_FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.
 
 
 @pytest.mark.parametrize("options, rel", [({}, 0.01), (ALL_FILTERS, 0.17)])
-def test_a_draw_takes_what_is_planned(options, rel):
+def test_sampling_a_token_takes_the_estimated_memory(options, rel):
     sampling = SamplingOptions(**options)
     logits = torch.randn(4, 151936)
     warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
@@ -140,8 +144,8 @@ def test_a_draw_takes_what_is_planned(options, rel):
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
 
 
-def test_what_an_option_saves():
-    """By hand, at 1000 parameters a layer or so: what is cut into shards, and what is not there at all."""
+def test_options_that_save_memory():
+    """Sharding divides the memory by the number of ranks. Parts that are not needed take none."""
     costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
     run = run_config(sharding=ShardingOptions(enabled=True))
@@ -152,15 +156,16 @@ def test_what_an_option_saves():
     run = run_config()
     run.grpo.beta = 0.1
     assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == alone["weights"]
-    run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # a second copy, in its dtype
+    # vLLM's copy of the weights has this dtype
+    run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})
     assert plan(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingOptions(enabled=True, cpu_offload=True))
     assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
 
 
 @pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.num_shared_layers=1", "reference.path"])
-def test_a_reference_takes_what_is_planned(option, stage, checkpoint):
-    """Besides the policy; what both share has no gradients."""
+def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
+    """The reference is counted besides the policy. Weights that both share have no gradients."""
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
     planned = plan(run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)[
@@ -171,16 +176,20 @@ def test_a_reference_takes_what_is_planned(option, stage, checkpoint):
     assert {name: planned[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
 
 
-def test_a_second_plan_is_that_of_a_new_process():
-    """What the tower keeps of grids counts in each: 43 MB of tables for 16 pictures of a 3B."""
+def test_estimates_do_not_depend_on_earlier_ones():
+    """Tensors that the vision tower caches count in every estimate of a process.
+
+    For 16 images of a 3B model, the cached tables take 43 MB.
+    """
     costs = MemoryEstimator(ModelConfig.from_dict(MODEL))
     plans = [plan(run_config(), "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens) for _ in range(3)]
     assert plans[1] == plans[2]
     for name, items in plans[0].items():
-        assert plans[1][name] == pytest.approx(items, abs=1000)  # frequencies, made once
+        # the first estimate also creates rotary frequencies
+        assert plans[1][name] == pytest.approx(items, abs=1000)
 
 
-def test_a_reward_model_of_another_size_is_planned_by_its_own_config(checkpoint):
+def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
     costs = MemoryEstimator(ModelConfig.from_dict(CONFIGS["wider"]))
@@ -189,7 +198,7 @@ def test_a_reward_model_of_another_size_is_planned_by_its_own_config(checkpoint)
 
 
 @pytest.mark.parametrize("option", ["precompute_ref_log_probs", "reference_free"])
-def test_pairs_without_a_reference_are_planned_without_it(option):
+def test_dpo_without_a_reference_is_estimated_without_one(option):
     costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     run = run_config()
     kept = plan(run, "dpo", costs, 1, *lengths)
@@ -200,8 +209,11 @@ def test_pairs_without_a_reference_are_planned_without_it(option):
 
 
 @pytest.mark.parametrize("moments", [0, 1])
-def test_an_optimizer_of_a_file_is_planned_with_what_it_keeps(tmp_path, moments):
-    """SGD without momentum keeps nothing, with it as much as the weights, not AdamW's two moments."""
+def test_a_custom_optimizer_is_estimated_by_its_state(tmp_path, moments):
+    """SGD without momentum has no state, and with momentum as much as the weights.
+
+    AdamW would have two moments.
+    """
     file = tmp_path / "my_opt.py"
     file.write_text(
         "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
@@ -214,7 +226,7 @@ def test_an_optimizer_of_a_file_is_planned_with_what_it_keeps(tmp_path, moments)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A World of so many GPUs with so many GB each."""
+    """Return a function that creates a World of `count` GPUs with `size` GB each."""
 
     def gpus(count, size):
         properties = SimpleNamespace(total_memory=size * GB)
@@ -225,7 +237,7 @@ def gpus(monkeypatch):
 
 
 def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
-    """By the same numbers as the command; the reserve alone is 3 GB."""
+    """The check uses the numbers of the command `memory`. The reserve alone is 3 GB."""
     given = [f"--model.path={checkpoint}", "--model.config=null"]
     run = load_config(home / "recipe.yaml", given)
     MemoryCheck().on_setup(run, gpus(1, 4))
@@ -233,7 +245,7 @@ def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
         ValueError, match=r"^sft needs about 3\.\d GB on each of 2 GPUs, but a GPU has only 2\.0 GB\. .*check_memory"
     ):
         MemoryCheck().on_setup(run, gpus(2, 2))
-    # random weights are as small as one likes
+    # runs with random weights are not checked, because their models are small
     for options in ([*given, "--check_memory=false"], []):
         callbacks = default_callbacks(load_config(home / "recipe.yaml", options))
         assert callbacks and not any(isinstance(callback, MemoryCheck) for callback in callbacks)
@@ -241,8 +253,11 @@ def test_a_run_that_does_not_fit_is_refused(checkpoint, home, gpus):
     MemoryCheck().on_setup(run, World())
 
 
-def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_path, monkeypatch):
-    """Before the first step; as many bytes as a state has, the earlier ones' room is taken as free."""
+def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, home, tmp_path, monkeypatch):
+    """The check before the first step knows the size of a checkpoint.
+
+    The space of earlier checkpoints in the folder counts as free.
+    """
     folder = tmp_path / "run"
     given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
@@ -260,8 +275,8 @@ def test_states_that_the_disk_has_no_room_for_are_refused(checkpoint, home, tmp_
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_what_the_balance_of_experts_keeps_is_planned(recomputed, monkeypatch):
-    """The probabilities of all experts, here 256, of each token and layer, until the backward has come to them."""
+def test_the_balance_loss_of_experts_is_estimated(recomputed, monkeypatch):
+    """The balance loss keeps the probabilities of all 256 experts until the backward pass."""
     sizes = tiny.RUN_QWEN3_MOE["text_config"] | {"num_experts": 256, "mlp_only_layers": []}
     config = ModelConfig.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
     costs, run = MemoryEstimator(config), run_config()

@@ -1,4 +1,4 @@
-"""The page of a run: in a real browser it shows what the run's files say, and nothing in them can break it."""
+"""Test the report page of a run in a real browser, also with hostile text in its files."""
 
 import json
 import re
@@ -19,12 +19,13 @@ from minivlmrl.run.loop import run_training
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-FOLDERS = []  # of the run that is copied for each test
+# folder of the run that is copied for each test
+FOLDERS = []
 
 
 @pytest.fixture
 def trained(run, plain, lively, tmp_path, tmp_path_factory):
-    """The folder of a run whose steps train on one group of eight completions."""
+    """Return the folder of a run whose steps train on one group of eight completions."""
     if not FOLDERS:
         options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
         FOLDERS.append(run("--stages=[grpo]", *options, LETTERS).rename(tmp_path_factory.mktemp("page") / "run"))
@@ -32,7 +33,7 @@ def trained(run, plain, lively, tmp_path, tmp_path_factory):
 
 
 def browse(path, place, folder, *flags):
-    """What the page shows: its HTML after its script has run, without the script."""
+    """Return the HTML of a page after its script has run, without the script."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: apt install chromium")
     command = [
@@ -48,8 +49,8 @@ def browse(path, place, folder, *flags):
 
 
 @pytest.mark.slow
-def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp_path):
-    """What a model writes is text: it may write tags, also those that end a script."""
+def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
+    """Completions are shown as text, even if they contain tags that end a script."""
     lines = metrics(trained, "completions.jsonl")
     evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
     lines[1]["prompt"] = lines[1]["completions"][0]["tokens"][0][0] = evil
@@ -57,7 +58,7 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     report.main([str(trained)])
     html = browse(trained / "report.html", "grpo/2/1", tmp_path)
     assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
-    assert '<output id="step">grpo 2</output>' in html  # as the terminal counts: from 1
+    assert '<output id="step">grpo 2</output>' in html  # steps count from 1, as in the terminal
     rewards = [float(reward) for reward in re.findall(r'data-reward="([^"]*)"', html)]
     steps = metrics(trained)
     assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[1]["reward"])
@@ -66,13 +67,17 @@ def test_a_browser_shows_the_completions_of_a_step_with_its_rewards(trained, tmp
     assert sorted(charts) == sorted(steps[0].keys() - {"stage", "step"} | evaluated)
     assert re.search(r'<tr class="chance"><td>chance</td>(<td class="bar"[^>]*>0\.083</td>){2}<td></td>', html)
     assert "<th>accuracy_sampled</th><th>accuracy_greedy</th><th>format_sampled</th>" in html
-    assert html.count('src="data:image/webp;base64,') == 2  # beside the completions, and a button
-    assert "http" not in TEMPLATE.read_text()  # neither server nor network
+    # one next to the completions, and one on a button
+    assert html.count('src="data:image/webp;base64,') == 2
+    assert "http" not in TEMPLATE.read_text()  # the page needs no network
 
 
 @pytest.mark.slow
-def test_a_trajectory_is_a_strip(trained, tmp_path):
-    """Of each turn the newest picture of its window, above what was written; the first has the row's."""
+def test_a_trajectory_is_shown_as_a_row_of_turns(trained, tmp_path):
+    """Each turn shows the newest image of its window, above the tokens.
+
+    The first turn shows the image of the row.
+    """
     lines = metrics(trained, "completions.jsonl")
     completion = lines[1]["completions"][0]
     completion["tokens"] = [["<think>", None], *([word, -0.1] for word in ("one", "two", "three"))]
@@ -88,10 +93,11 @@ def test_a_trajectory_is_a_strip(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_are_drawn_by_layer_and_kind_of_token(trained, tmp_path):
-    """Shares of the last ten steps together; earlier tables are not on the page."""
+def test_experts_are_shown_by_layer_and_kind_of_token(trained, tmp_path):
+    """The page shows fractions of tokens over the last ten steps, and leaves out earlier tables."""
     earlier = {"experts/tokens": [[[7654321] * 3] * 2] * 2}
-    tables = {"experts/tokens": [[[3, 0, 1], [1, 1, 2]], [[2, 2, 0], [0, 0, 0]]]}  # text, images: two layers of three
+    # text, then images; two layers with three experts each
+    tables = {"experts/tokens": [[[3, 0, 1], [1, 1, 2]], [[2, 2, 0], [0, 0, 0]]]}
     [line] = metrics(trained)[:1]
     lines = [line | earlier] * 2 + [line | tables] * 10
     write_lines(trained / "metrics.jsonl", lines)
@@ -107,7 +113,10 @@ def test_experts_are_drawn_by_layer_and_kind_of_token(trained, tmp_path):
 
 @pytest.mark.slow
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
-    """Without a place the page opens where completions differ, not at the last step, whose group earned the same."""
+    """By default the page opens at a step with different rewards.
+
+    At the last step, all rewards of the group are equal.
+    """
     lines = metrics(trained, "completions.jsonl")
     for i, line in enumerate(lines):
         for reward, completion in enumerate(line["completions"]):
@@ -133,8 +142,11 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(trained, tmp_path):
-    """1 of 4 rows: two standard errors end at 1/4 + 2 (3/64)^1/2 = .683, and below at 0; what hardly moves is flat."""
+def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
+    """For 1 of 4 rows, two standard errors reach from 0 to 1/4 + 2 (3/64)^1/2 = 0.683.
+
+    A curve that hardly changes is drawn flat.
+    """
     other = shutil.copytree(trained, tmp_path / "other")
     dpo = [{"stage": "dpo", "step": i, "loss": 1.0} for i in range(2)]
     write_lines(other / "metrics.jsonl", metrics(other) + dpo)
@@ -145,7 +157,8 @@ def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(train
     report.main([str(trained), str(other), "--out", str(tmp_path / "ab.html")])
     html = browse(tmp_path / "ab.html", "", tmp_path)
     charts = {text.partition('"')[0]: text for text in html.split('aria-label="')}
-    assert "reward by step" in charts  # dpo is the last stage of one of them
+    # the page opens at grpo, because only one of the runs has dpo
+    assert "reward by step" in charts
     sampled, flat = charts["eval/accuracy_sampled by step"], charts["eval/loss by step"]
     assert '<path class="error" d="M46.0 112.0L46.0 46.4"></path>' in sampled and ">1</text>" in sampled
     assert 'd="M46.0 64.0L294.0 64.0"' in flat and "error" not in flat
@@ -153,7 +166,7 @@ def test_two_runs_open_at_a_stage_of_both_and_evaluations_show_their_error(train
 
 @pytest.fixture
 def watched(home, tmp_path, monkeypatch):
-    """watched(look, options) trains three steps of 61 seconds, before each look() sees tmp_path / "run"."""
+    """Return a function that trains three steps of 61 seconds, and calls `look` before each."""
     now = [0]
     monkeypatch.setattr(report_file, "clock", lambda: now[0])
 
@@ -172,7 +185,7 @@ def watched(home, tmp_path, monkeypatch):
 
 
 def shown(path):
-    """After how many seconds a page loads itself again, and how many steps it has."""
+    """Return, for each run of a page, its reload interval in seconds and its number of steps."""
     return [(run["reload"], len(run["metrics"])) for run in data_of(path)]
 
 
@@ -180,30 +193,30 @@ def data_of(path):
     return json.loads(path.read_text().partition('type="application/json">')[2].partition("</script>")[0])
 
 
-def test_a_page_is_written_again_until_the_run_ends_and_its_first_line_names_it(watched, tmp_path, capsys):
-    report, seen = tmp_path / "run" / "report.html", []
-    watched(lambda: seen.extend(shown(report)))
-    assert seen == [(60, 0), (60, 1), (60, 2)] and shown(report) == [(0, 3)]
+def test_the_page_is_updated_until_the_run_ends(watched, tmp_path, capsys):
+    report, loaded_pages = tmp_path / "run" / "report.html", []
+    watched(lambda: loaded_pages.extend(shown(report)))
+    assert loaded_pages == [(60, 0), (60, 1), (60, 2)] and shown(report) == [(0, 3)]
     assert data_of(report)[0]["summary"] == json.loads((report.parent / "summary.json").read_text())
     assert capsys.readouterr().out.startswith(f"output: {report.parent}; open report.html there in a browser\n")
-    with pytest.raises(ZeroDivisionError):  # a run that fails has ended too
+    with pytest.raises(ZeroDivisionError):  # the page of a failed run does not reload either
         watched(lambda: len(shown(report)) / (shown(report)[0][1] < 2))
     assert shown(report) == [(0, 2)]
     report.unlink()
-    watched(lambda: seen.append(report.exists()), "--report_minutes=0")
-    assert seen[3:] == [False] * 3 and shown(report) == [(0, 3)]
+    watched(lambda: loaded_pages.append(report.exists()), "--report_minutes=0")
+    assert loaded_pages[3:] == [False] * 3 and shown(report) == [(0, 3)]
 
 
 @pytest.mark.slow
-def test_a_browser_sees_another_step_while_a_run_lives(watched, tmp_path):
+def test_the_page_shows_new_steps_during_a_run(watched, tmp_path):
     pages = []
     watched(lambda: pages.append(browse(tmp_path / "run" / "report.html", "", tmp_path)))
     assert [re.findall(r"step (\d+)</text>", report)[:1] for report in pages] == [[], ["1"], ["2"]]
 
 
 @pytest.mark.slow
-def test_a_page_that_is_loaded_again_keeps_step_stage_folds_and_scroll(trained, tmp_path):
-    """A script at its end changes all four and loads it again, and then writes them into the title."""
+def test_a_reloaded_page_keeps_step_stage_folds_and_scroll_position(trained, tmp_path):
+    """An injected script changes all four, reloads the page, and writes them into the title."""
     write_lines(trained / "metrics.jsonl", [{"stage": "sft", "step": 0, "loss": 1.0}, *metrics(trained)])
     report = trained / "report.html"
     write_page([trained], report)
@@ -221,7 +234,7 @@ if (sessionStorage.length) onload = write; else {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("columns", "says"), [(2, '"wide"'), (12, '"wide more"')])
-def test_on_a_phone_a_path_breaks_and_a_wide_table_says_that_it_goes_on(trained, tmp_path, columns, says):
+def test_long_paths_and_wide_tables_on_a_phone(trained, tmp_path, columns, says):
     (trained / "summary.json").write_text(json.dumps({"start": {f"reward {i}": 0.5 for i in range(columns)}}))
     (trained / "config.yaml").write_text(f"# /{'long_path/' * 20}own.yaml; evaluated on 4 rows\n")
     report = trained / "report.html"
@@ -233,7 +246,7 @@ def test_on_a_phone_a_path_breaks_and_a_wide_table_says_that_it_goes_on(trained,
     assert f"class={says}" in html and "<title>true</title>" in html
 
 
-def test_what_is_no_run_is_named(tmp_path):
+def test_folders_without_a_run_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; pass the output_dir of a run"):
         report.main([str(tmp_path)])
     with pytest.raises(ValueError, match="one or two runs, but 3 were given"):

@@ -1,4 +1,4 @@
-"""Planted faults: `check` before a run, or a sentence while it goes on, names each one and its cure."""
+"""Test that `check`, or a warning during a run, reports each planted fault and how to fix it."""
 
 from pathlib import Path
 
@@ -24,15 +24,15 @@ def length(completions, **columns):
 """
 
 
-def which(kind):
-    """Names of the faults of which something is said there; most kinds of rows and settings are slow."""
+def faults_of(kind):
+    """Return pytest parameters for the faults that `check` or a run reports. Most are slow."""
     said = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
     return [pytest.param(name, marks=[pytest.mark.slow] * (number > 16)) for number, name in said]
 
 
 @pytest.fixture
 def plant(own, rows, tmp_path, monkeypatch):
-    """Change eight healthy rows; returns the options of a run over them."""
+    """Return a function that changes eight healthy rows and returns the options of a run on them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.py").write_text(OWN_REWARDS)
 
@@ -46,8 +46,8 @@ def plant(own, rows, tmp_path, monkeypatch):
     return plant
 
 
-@pytest.mark.parametrize("name", which("check"))
-def test_check_names_it_before_a_run(name, home, plant, capsys):
+@pytest.mark.parametrize("name", faults_of("check"))
+def test_check_reports_the_fault_before_a_run(name, home, plant, capsys):
     fault, (sentence, cure) = FAULTS[name], FAULTS[name].check
     assert check.main([str(home / "recipe.yaml"), *plant(fault.change), *fault.overrides]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
@@ -55,7 +55,7 @@ def test_check_names_it_before_a_run(name, home, plant, capsys):
     assert cure in said
 
 
-def test_check_draws_nothing_where_an_earlier_stage_teaches_the_form(home, plant, capsys):
+def test_check_does_not_sample_if_an_earlier_stage_trains_the_format(home, plant, capsys):
     fault = FAULTS["a template without the form that a reward asks for"]
     rows = {"completion": "<think>hm</think><answer>cat</answer>"}
     check.main([str(home / "recipe.yaml"), *plant(rows), *fault.overrides, "--stages=[sft, grpo]"])
@@ -63,21 +63,25 @@ def test_check_draws_nothing_where_an_earlier_stage_teaches_the_form(home, plant
     assert "No completions were sampled" in out and fault.check[0] not in out
 
 
-@pytest.mark.parametrize("name", which("run"))
+@pytest.mark.parametrize("name", faults_of("run"))
 @pytest.mark.usefixtures("plain", "lively")
-def test_a_run_names_it(name, run, plant, capsys):
+def test_a_run_reports_the_fault(name, run, plant, capsys):
     fault, (sentence, cure) = FAULTS[name], FAULTS[name].run
     options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS
     folder = run(*plant(fault.change), *options, *fault.overrides)
     [said] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]
     assert said.startswith("step ") and cure in said
     written = metrics(folder, "warnings.jsonl")
-    assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]  # files count from 0
+    # steps in files count from 0
+    assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_check_names_shuffled_solutions(shuffled, home, plant, monkeypatch, capsys):
-    """Of a model that knows the answers: they fit their own rows, or after shuffling others as well."""
+def test_check_reports_shuffled_solutions(shuffled, home, plant, monkeypatch, capsys):
+    """A model that knows the answers is right.
+
+    If the rows are shuffled, its answers fit other rows.
+    """
     labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
 
     def knows(sampler, prompts, count, keys):

@@ -1,4 +1,4 @@
-"""Replay: a step trained again draws the completions and gives the metrics that the run's files have, bit for bit."""
+"""Test that replaying a step gives the completions and metrics of the run, bit for bit."""
 
 import re
 
@@ -19,7 +19,7 @@ LOUD = [
 
 @pytest.fixture
 def replayed(capsys):
-    """replayed(folder, stage or None, step) -> exit status and lines."""
+    """Return a function that replays a step, and returns the exit status and the output lines."""
 
     def replayed(folder, stage, step, *more):
         capsys.readouterr()
@@ -34,13 +34,13 @@ SAME = ["completions.jsonl equals the replayed step", "metrics.jsonl equals the 
 
 
 def table(lines):
-    """Each completion of the printed group: name of the column -> what is there."""
+    """Return the printed table of a group, as one dict from column name to text per completion."""
     [start] = [number for number, line in enumerate(lines) if line.startswith("completion ")]
     names = [name.strip() for name in re.split(r"  +", lines[start].replace("completion", "completion "))]
     return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :: 2] if line[:1].isdigit()]
 
 
-def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, replayed, monkeypatch):
+def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replayed, monkeypatch):
     monkeypatch.setattr("minivlmrl.run.checkpoints.NUM_KEPT_STATES", 9)
     folder = run("--stages=[sft,dpo,grpo]", "--checkpoint_steps=2", *LOUD)
     for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
@@ -58,10 +58,8 @@ def test_every_stage_from_a_state_and_from_the_beginning(run, plain, lively, rep
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing"
 
 
-def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_called_that(
-    run, plain, lively, replayed
-):
-    """As a run leaves them that is killed in the middle of a step, or that goes on while it is read."""
+def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively, replayed):
+    """A killed or still running run has such logs."""
     folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--checkpoint_steps=1", *LOUD)
     metrics_file = folder / "metrics.jsonl"
     (folder / "completions.jsonl").write_text("")
@@ -84,15 +82,15 @@ def test_logs_that_end_before_a_state_or_in_a_line_and_states_that_are_gone_are_
     )
 
 
-def test_a_recipe_begins_anew_whatever_run_is_in_its_output_dir(run, plain, lively, replayed, home):
-    """As the command of docs/walkthrough.md does after README's first one."""
+def test_a_recipe_is_replayed_from_the_start(run, plain, lively, replayed, home):
+    """The command of docs/walkthrough.md replays a recipe after the first command of the README."""
     options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
     folder = run(*options, "--checkpoint_steps=1", "--seed=1")
     code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")
     assert (code, lines[0]) == (0, "grpo step 1, replayed from the start of the run")
 
 
-def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed):
+def test_logged_values_are_printed_and_compared(run, plain, lively, replayed):
     folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
     path = folder / "completions.jsonl"
     lines = read_lines(path)
@@ -126,7 +124,7 @@ def test_what_a_run_logged_is_printed_and_compared(run, plain, lively, replayed)
         assert code == 2 and words in "\n".join(lines)
 
 
-def test_code_that_a_run_names_is_not_run_unasked(run, plain, replayed, tmp_path):
+def test_code_named_by_a_run_needs_permission(run, plain, replayed, tmp_path):
     reward = tmp_path / "mine.py"
     reward.write_text("def f(completions, **columns):\n    return [float(len(text)) for text in completions]\n")
     options = ["--stages=[grpo]", "--grpo.max_steps=1", *LOUD[1:], f"--rewards={{'{reward}:f': 1.0}}"]

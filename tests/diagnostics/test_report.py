@@ -1,4 +1,4 @@
-"""What a page is made of: what a run's folder says, and nothing else of this machine."""
+"""Test the data of a report page, which contains only files of the run's folder."""
 
 import re
 
@@ -8,18 +8,19 @@ from runs import write_lines
 from minivlmrl.diagnostics import report
 
 
-def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
+def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STEPS", 3)
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
     lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
     write_lines(tmp_path / "completions.jsonl", lines)
     shown = report.collect_run(tmp_path)
     assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
-    assert len(shown["metrics"]) == 1 and shown["summary"] is None  # the run goes on, and writes a line
+    # the run is still writing the last line
+    assert len(shown["metrics"]) == 1 and shown["summary"] is None
 
 
-def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tmp_path):
-    """No other file of this machine is embedded, and no text comes where the page writes a number."""
+def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
+    """Other files of this machine are not embedded, and text is refused in place of a number."""
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "images").mkdir()
@@ -40,8 +41,8 @@ def test_a_folder_that_somebody_sent_shows_its_own_pictures_and_numbers_alone(tm
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_number_that_json_does_not_have_leaves_the_page_readable(tmp_path):
-    """An older run may have written NaN, which no browser parses."""
+def test_nan_in_metrics_keeps_the_page_readable(tmp_path):
+    """Older runs may have written NaN, which browsers cannot parse."""
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "loss": NaN}\n')
     report.write_page([tmp_path], tmp_path / "report.html")
     assert '"loss": null' in (tmp_path / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""The page of a step, line by line: what it shows is what the step made, and looking changes nothing."""
+"""Test the trace page of a step: it shows the values of the step, and tracing changes nothing."""
 
 import ast
 import html
@@ -27,7 +27,7 @@ import stages
 
 
 class Page:
-    """What a page's script reads."""
+    """The data of a page, as its script reads them."""
 
     def __init__(self, path):
         text = path.read_text("utf-8")
@@ -36,23 +36,26 @@ class Page:
         self.__dict__ |= json.loads(data)
 
     def value(self, number):
-        """A value with its items, which the page has by their numbers."""
+        """Return a value with its items, which the page stores by number."""
         value = self.values[number]
         if isinstance(value, dict) and "items" in value:
             value = value | {"items": [[name, self.value(item)] for name, item in value["items"]]}
         return value
 
-    def made(self, name, function):
-        """Each value of a name in calls of a function, in order."""
-        events = [made for _, call, _, made, *_ in self.events if self.calls[call][1] == function]
-        return [self.value(value) for made in events for _, what, value in made if what == name]
+    def values_of(self, name, function):
+        """Return the values that a variable had in all calls of a function, in order."""
+        events = [values for _, call, _, values, *_ in self.events if self.calls[call][1] == function]
+        return [self.value(value) for values in events for _, key, value in values if key == name]
 
 
 @pytest.fixture
-def film(home, tmp_path, lively, plain):
-    """film(stage, True): a step's page, if it is recorded, its trainer, Step, metrics, and the weights after it."""
+def run_step(home, tmp_path, lively, plain):
+    """Return a function that runs a step, with a trace or without.
 
-    def film(stage, recorded, *options):
+    The function returns the page (or None), the trainer, the Step, its metrics and the new weights.
+    """
+
+    def run_step(stage, recorded, *options):
         options = [f"--output_dir={tmp_path / 'none'}", f"--stages=[{stage}]", *LOUD, *options]
         one = StepTracer([], stage, 1) if recorded else None
         trainer, optimizer, step, _ = go_to(load_config(home / "recipe.yaml", options), stage, 1, one)
@@ -63,24 +66,24 @@ def film(home, tmp_path, lively, plain):
         page = Page(tmp_path / "step.html") if one else None
         return page, trainer, step, metrics, [x.detach().clone() for x in trainer.trained.parameters()]
 
-    return film
+    return run_step
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "grpo", "ppo"])
-def test_a_film_changes_no_byte_of_the_step(stage, film):
-    _, _, _, metrics, weights = film(stage, False)
-    page, _, _, filmed, theirs = film(stage, True)
-    assert filmed == metrics and all(map(torch.equal, weights, theirs))
+def test_tracing_does_not_change_the_step(stage, run_step):
+    _, _, _, metrics, weights = run_step(stage, False)
+    page, _, _, traced_metrics, theirs = run_step(stage, True)
+    assert traced_metrics == metrics and all(map(torch.equal, weights, theirs))
     order = [call[0] for call in page.calls]
     assert order[0] == "run/loop" and (
         stage == "ppo" or order.index("data/image") < order.index("model/decoder")
     )  # ppo: second pass
-    before, norms, *_, after = page.made("norms of gradients", "optimizer_step")
+    before, norms, *_, after = page.values_of("norms of gradients", "optimizer_step")
     total = sum(value**2 for _, value in norms["items"]) ** 0.5
     assert before["items"] == after["items"] == [] and total == pytest.approx(metrics["grad_norm"], rel=1e-3)
 
 
-def test_replay_writes_it_and_the_bytes_agree(run, plain, lively, replayed, tmp_path):  # noqa: F811
+def test_replay_writes_the_page(run, plain, lively, replayed, tmp_path):  # noqa: F811
     folder = run("--stages=[grpo]", *LOUD)
     out = tmp_path / "step.html"
     code, lines = replayed(folder, None, 2, f"--trace={out},trainers,mine.py")
@@ -94,13 +97,13 @@ def test_replay_writes_it_and_the_bytes_agree(run, plain, lively, replayed, tmp_
     assert {"trainers/rollout_metrics", "helpers/stages"} < {call[0] for call in Page(out).calls}
 
 
-def test_a_step_that_fails_is_filmed_too(home, replayed, plain, lively, tmp_path):  # noqa: F811
+def test_a_failing_step_is_traced_too(home, replayed, plain, lively, tmp_path):  # noqa: F811
     options = ["--stages=[grpo]", "--grpo.learning_rate=1e30", *LOUD, f"--output_dir={tmp_path / 'out'}"]
     code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--trace={tmp_path / 'a.html'}")
     assert code == 2 and "not finite" in lines[-1] and Page(tmp_path / "a.html").events[-1][0] == "r"
 
 
-def test_a_sharded_step_is_filmed_as_the_whole_one(home, replayed, plain, lively, tmp_path):  # noqa: F811
+def test_the_trace_of_a_sharded_step_is_the_same(home, replayed, plain, lively, tmp_path):  # noqa: F811
     norms = []
     weights = []
     for sharded in ("false", "true"):
@@ -109,24 +112,24 @@ def test_a_sharded_step_is_filmed_as_the_whole_one(home, replayed, plain, lively
         code, _ = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--trace={out}")
         assert code == 0
         page = Page(out)
-        gradients = max(page.made("norms of gradients", "optimizer_step"), key=lambda value: value["size"])
+        gradients = max(page.values_of("norms of gradients", "optimizer_step"), key=lambda value: value["size"])
         norms.append(dict(gradients["items"]))
-        group = page.made("group", "optimizer_step")[0]
+        group = page.values_of("group", "optimizer_step")[0]
         weights.append(dict(group["items"])["params"]["items"][0][1])
     assert norms[0] and norms[1] == pytest.approx(norms[0], rel=1e-3, abs=1e-6)
     assert weights[1]["shape"] == weights[0]["shape"]
     assert weights[1]["stats"] == pytest.approx(weights[0]["stats"], rel=1e-3, abs=1e-6)
 
 
-def test_values_are_those_of_the_step(film):
-    page, trainer, step, *_ = film("grpo", True)
+def test_the_page_has_the_values_of_the_step(run_step):
+    page, trainer, step, *_ = run_step("grpo", True)
     [batch], [run], decode = step.micro_batches, page.runs, trainer.processor.tokenizer.decode
     assert [page.words[str(i)] for i in run["ids"]] == [decode([i]) for i in batch.group.input_ids.tolist()]
-    advantages = page.made("advantages", "grpo_loss")[-1]["rows"]  # (R, 1)
+    advantages = page.values_of("advantages", "grpo_loss")[-1]["rows"]  # (R, 1)
     assert [x for [x] in advantages] == pytest.approx(batch.advantages.tolist(), rel=1e-3)
-    [ratio] = page.made("ratio", "grpo_loss")
+    [ratio] = page.values_of("ratio", "grpo_loss")
     assert ratio["rows"] == torch.ones_like(batch.loss_mask).tolist() and ratio["stats"] == [1, 1, 1, 0]
-    assert len(page.made("pixel_values", "VisionTransformer.forward")[-1]["pictures"]) == 4
+    assert len(page.values_of("pixel_values", "VisionTransformer.forward")[-1]["pictures"]) == 4
     rounds = [n for call, _, name, n in page.more if page.calls[call][1] == "generate" and not name]
     assert 2 + max(rounds) == max(len(c.ids) for group in step.rollout.completions for c in group)
 
@@ -163,12 +166,15 @@ ask().catch((error) => { answers.error = error.stack; }).then(() => { document.t
 
 
 @pytest.mark.slow
-def test_ten_questions_on_ones_own_run(film, tmp_path):
-    """Typed, clicked and read in a browser of a phone's width; the rollout's second step, so that ratios differ."""
+def test_ten_questions_about_a_custom_run(run_step, tmp_path):
+    """Type, click and read in a browser with the width of a phone.
+
+    The step is the second on its rollout, so that ratios differ from 1.
+    """
     reward = tmp_path / "mine.py"
     reward.write_text("def long(completions, **columns):\n    return [float(len(c) > 9) for c in completions]\n")
     options = ["--grpo.num_iterations=2", "--grpo.num_generations=4", f"--rewards={{'{reward}:long': 1.0}}"]
-    page, _, step, metrics, _ = film("grpo", True, *options)
+    page, _, step, metrics, _ = run_step("grpo", True, *options)
     [batch], path = step.micro_batches, tmp_path / "step.html"
     prompt_length = batch.group.layout.prompt_lengths[0]
     script = f"<script>const LAST = {prompt_length - 1};{ASK}</script></body>"
@@ -178,17 +184,19 @@ def test_ten_questions_on_ones_own_run(film, tmp_path):
     assert answers.get("error", "") == "" and answers["visible"]
     index = batch.completion_index.tolist()
     names = [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
-    [ratio] = page.made("ratio", "grpo_loss")
+    [ratio] = page.values_of("ratio", "grpo_loss")
     largest = max(ratio["rows"][2][: batch.group.layout.row_lengths[2]])
     assert largest != 1 and f"2 ({names[index[2]]}): {largest:g} at " in answers["ratio"]
     assert answers["advantage"] == f"row 3 ({names[index[3]]}): {batch.advantages[3].item():.4g}"
-    entropies = page.made("entropies", "GRPOTrainer.loss")[0]["rows"][0]
+    entropies = page.values_of("entropies", "GRPOTrainer.loss")[0]["rows"][0]
     assert answers["entropy"].startswith("row 0 (") and answers["entropy"].endswith(f": {entropies[0]:g}")
     shape = ", ".join(map(str, batch.group.pixel_values.shape))
     assert f"pixel_values: ({shape})" in answers["pixel values"]
     assert re.match(r"not run losses/grpo\.py:\d+ .*\+ options\.beta \* kl$", answers["beta * kl"])
     assert f"returns.learning_rate: {metrics['learning_rate']:g}" in answers["learning rate"]
-    norms = [norm for name, norm in page.made("norms of gradients", "optimizer_step")[1]["items"] if "visual." in name]
+    norms = [
+        norm for name, norm in page.values_of("norms of gradients", "optimizer_step")[1]["items"] if "visual." in name
+    ]
     assert float(answers["tower"]) == pytest.approx(math.hypot(*norms), rel=1e-3)
     last = batch.group.position_ids[:, prompt_length - 1].tolist()
     time_height_width = "time {}, height {}, width {}".format(*last)
@@ -200,14 +208,14 @@ def test_ten_questions_on_ones_own_run(film, tmp_path):
         assert row.nonzero()[:, 0].tolist() == [i for start, end in spans for i in range(int(start), int(end) + 1)]
 
 
-def test_pictures_come_back_from_their_patches():
+def test_images_are_restored_from_their_patches():
     frames = [torch.randn(count, 3, 28, 14 * side) for count, side in ((2, 1), (4, 3))]
     patches, grids = zip(*(patchify(some.numpy(), 7, 2, 2) for some in frames), strict=True)
     found = pictures(torch.cat([*map(torch.from_numpy, patches)]), torch.tensor(grids), ImageProcessor(patch_size=7))
     assert all(map(torch.equal, frames, found))
 
 
-def test_a_matrix_has_its_numbers_or_means_of_tiles():
+def test_large_matrices_are_shown_as_means_of_tiles():
     x = torch.tensor([[[1.0, 2.0], [float("nan"), 6.0]]])
     assert matrix(x)["stats"] == [3.0, 1.0, 6.0, 1] and matrix(x)["rows"][0] == [1.0, 2.0]
     for usual in (torch.randn(128, 20), torch.randn(1536), torch.arange(12_000).view(3, -1)):
@@ -216,16 +224,17 @@ def test_a_matrix_has_its_numbers_or_means_of_tiles():
     assert matrix(tiles.repeat_interleave(5, 0).repeat_interleave(4, 1))["rows"] == tiles.tolist()
 
 
-def test_where_the_reward_looked_is_what_a_pixel_changes(film):
-    """The map adds up the derivatives, which are measured here, of a pixel's colours in both frames."""
-    _, trainer, step, *_ = film("grpo", False, "--model.dtype=float64")
+def test_saliency_maps_are_derivatives_by_pixels(run_step):
+    """The map sums a pixel's derivatives over colours and frames, here measured numerically."""
+    _, trainer, step, *_ = run_step("grpo", False, "--model.dtype=float64")
     prompt = step.rollout.prompts[0]
     one = step.rollout.completions[0][0]
     policy = trainer.policy
     pixels = prompt.pixel_values.double()
     slopes = []
     [shown] = saliency_maps(policy, trainer.processor, replace(prompt, pixel_values=pixels), one, -2.0)
-    for number in range(2, pixels.shape[1], trainer.processor.image_processor.patch_size**2):  # of the first patch
+    # pixels of the first patch
+    for number in range(2, pixels.shape[1], trainer.processor.image_processor.patch_size**2):
         moved = torch.zeros_like(pixels)
         logps = []
         for moved[0, number] in (1e-5, -1e-5):
@@ -235,8 +244,11 @@ def test_where_the_reward_looked_is_what_a_pixel_changes(film):
     assert len(slopes) == 6 and shown[0, 2].item() == pytest.approx(2 * sum(slopes), rel=1e-4)
 
 
-def test_the_page_in_docs_shows_the_reading_list_as_it_is():
-    """But for comments. If this fails, python -m docs.scripts.make_pages writes it again."""
+def test_the_page_in_docs_shows_the_current_code():
+    """The code on the page is the current code, except for comments.
+
+    If this test fails, run `python -m docs.scripts.make_pages`.
+    """
     path = ROOT / "docs" / "step.html"
     page = Page(path)
     assert path.stat().st_size <= 1_500_000 and page.files

@@ -31,7 +31,8 @@ HEALTHY = {
     "grad_norm": 1.0, "tools/call_frequency": 1.0, "tools/answered_frequency": 1.0,
 }  # fmt: skip
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
-CASES = [  # what differs from a healthy step, temperature, what the sentence says
+# metrics that differ from a healthy step, temperature, and text of the warning
+CASES = [
     ({"frac_reward_zero_std": 1.0}, 1.0, "prompts are too easy or too hard"),
     (
         {"frac_reward_zero_std": 1.0},
@@ -53,7 +54,7 @@ CASES = [  # what differs from a healthy step, temperature, what the sentence sa
 ]
 
 
-def alarms(temperature=1.0, model=None, state=()):
+def make_rules(temperature=1.0, model=None, state=()):
     sampling = SamplingOptions(temperature=temperature, max_new_tokens=9)
     run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
@@ -64,8 +65,8 @@ def alarms(temperature=1.0, model=None, state=()):
 
 
 @pytest.mark.parametrize(("change", "temperature", "sentence"), CASES, ids=[case[2][:30] for case in CASES])
-def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
-    rules = alarms(temperature)
+def test_a_lasting_problem_is_reported_once(change, temperature, sentence):
+    rules = make_rules(temperature)
     assert [rules.step(HEALTHY) for _ in range(WINDOW)] == [[]] * WINDOW
     assert [rules.step(HEALTHY | change) for _ in range(WINDOW - 1)] == [[]] * (WINDOW - 1)
     [said] = rules.step(HEALTHY | change)
@@ -73,40 +74,45 @@ def test_what_holds_for_a_while_is_said_once(change, temperature, sentence):
     assert rules.step(HEALTHY | change) == []
     rules.step(HEALTHY)
     rules.recent = deque([HEALTHY | change] * WINDOW, WINDOW)
-    assert len(rules.step(HEALTHY | change)) == 1  # again, after it was quiet
+    # the warning is repeated after it was gone for a while
+    assert len(rules.step(HEALTHY | change)) == 1
 
 
-def test_a_run_without_rewards_is_told_nothing_of_them():
-    """A run without rewards got the warning that all its rewards are equal."""
-    rules = alarms()
+def test_a_run_without_rewards_gets_no_warning_about_rewards():
+    """Such a run once got the warning that all its rewards are equal."""
+    rules = make_rules()
     rules.run.rewards = {}
     assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
 
 
-SEED_11 = [0.875, 0.3, 0.694, 0.3, 0.406, 0.7, 0.4, 0.9, 0.794, 0.713, 0.95]  # zoom.yaml's steps 32 to 42
+# steps 32 to 42 of a run of zoom.yaml with seed 11
+SEED_11 = [0.875, 0.3, 0.694, 0.3, 0.406, 0.7, 0.4, 0.9, 0.794, 0.713, 0.95]
 
 
 @pytest.mark.parametrize(("answered", "said"), [(SEED_11, True), ([*SEED_11[:3], *[1.0] * 9], False)])
-def test_calls_that_are_made_and_not_answered_are_counted(answered, said):
-    """On average over a while: a run may lose them in some steps, and not in others."""
-    rules = alarms()
+def test_failed_tool_calls_are_reported(answered, said):
+    """The fraction is averaged over several steps, because single steps may lose calls."""
+    rules = make_rules()
     sentences = []
     for share in [1.0] * WINDOW + answered:
         sentences += rules.step(HEALTHY | {"tools/answered_frequency": share})
     assert [text[:48] for text in sentences] == ["Only 0.76 of 1 tool calls per completion succeed"] * said
 
 
-def earns(rewards):
+def rollout_with(rewards):
     return SimpleNamespace(rows=[SimpleNamespace(columns={})] * len(rewards), rewards=torch.tensor(rewards))
 
 
-def test_a_run_that_ends_well_says_so_once():
-    """Where all is well a policy is certain, and groups earn the same: in some steps, and not in others."""
+def test_success_is_reported_once():
+    """Near the highest reward, low entropy and equal rewards are reported as success.
+
+    In a good run they occur in some steps and not in others.
+    """
     changes = [{"entropy": 1e-4}, SAME, {"frac_reward_zero_std": 1.0}, {"grad_norm": 0.0}, {}]
     said = {}
-    for reward in (1.45, 1.2):  # of 1.5
-        rules = alarms()
-        rules.step(HEALTHY, earns([[0.0, 0.0], [1.0, 1.0], [math.nan, math.nan]]))
+    for reward in (1.45, 1.2):  # the highest possible reward is 1.5
+        rules = make_rules()
+        rules.step(HEALTHY, rollout_with([[0.0, 0.0], [1.0, 1.0], [math.nan, math.nan]]))
         sentences = []
         for change in changes * 2:
             sentences += [rules.step(HEALTHY | {"reward": reward} | change) for _ in range(WINDOW)]
@@ -118,17 +124,18 @@ def test_a_run_that_ends_well_says_so_once():
     assert len(said[1.2]) == 8 and "no longer explores. If its reward is still too low, lower" in said[1.2][0]
 
 
-# zoom.yaml with seed 10 from step 86 on: s where all completions earn the same, e where it is certain, b both
+# a run of zoom.yaml with seed 10 from step 86 on, one letter per step: s if all rewards are equal,
+# e if the entropy is low, b if both hold
 SEED_10 = (
     "..bsssssbsssss.s.s.sssss.....sssssssss.sss.ssssbs.b.ss.bbbssbseesbbbebbsbbbbsbebbb"
     "bbbsbbbssb.bsssss.bbbebbbbbbbbbbbbebbbbbbs.bbbesbbbbbbbbbbbbbbbebbbbbbbbbbbebbbb.s"
 )
 
 
-def test_a_run_that_solves_its_task_says_one_sentence():
-    """It said seven, two of them to lower the learning rate or to go back."""
-    rules = alarms()
-    rules.step(HEALTHY, earns([[1.0, 0.0], [1.0, 1.0]]))
+def test_a_solved_task_gives_one_message():
+    """Such a run once got seven warnings, two of which advised a lower learning rate or a restart."""
+    rules = make_rules()
+    rules.step(HEALTHY, rollout_with([[1.0, 0.0], [1.0, 1.0]]))
     certain = {"entropy": 1e-4}
     changes = {".": {}, "s": SAME, "e": certain, "b": SAME | certain}
     sentences = [rules.step(HEALTHY | {"reward": 1.49} | changes[letter]) for letter in SEED_10]
@@ -136,8 +143,11 @@ def test_a_run_that_solves_its_task_says_one_sentence():
 
 
 @pytest.mark.parametrize("killed", [1, 12, 22, 35, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1, 2 * BASELINE_ROLLOUTS - 1])
-def test_a_resumed_run_says_what_the_run_would_have_said(killed):
-    """Of the same metrics and rollouts, with rewards that are NaN where one could not judge."""
+def test_a_resumed_run_gives_the_same_warnings(killed):
+    """Warnings after a resumption are the same.
+
+    NaN marks completions that a reward could not score.
+    """
 
     def rollout(number):
         rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])
@@ -152,9 +162,9 @@ def test_a_resumed_run_says_what_the_run_would_have_said(killed):
             flat |= SAME | {"reward": 1.5}
         return rules.step(HEALTHY | flat, rollout(number))
 
-    whole = alarms()
-    first = alarms()
-    second = alarms()
+    whole = make_rules()
+    first = make_rules()
+    second = make_rules()
     expected = [step(whole, number) for number in range(2 * BASELINE_ROLLOUTS)]
     assert sum(map(len, expected)) >= 3 and "The mean reward is 1.5" in str(expected)
     said = [step(first, number) for number in range(killed)]
@@ -162,17 +172,18 @@ def test_a_resumed_run_says_what_the_run_would_have_said(killed):
     assert said + [step(second, number) for number in range(killed, 2 * BASELINE_ROLLOUTS)] == expected
 
 
-def test_experts_without_tokens_are_named_after_a_while():
-    """Once, also by a resumed run; dense layers have none."""
-    idle = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 0, 3], [0, 0, 0]]]}  # of text, of images
+def test_experts_without_tokens_are_reported():
+    """The warning comes once, also in a resumed run. Dense layers have no experts."""
+    # tokens per layer and expert: of text, of images
+    idle = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 0, 3], [0, 0, 0]]]}
     busy = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 2, 3], [0, 0, 0]]]}
-    rules = alarms()
+    rules = make_rules()
     said = [rules.step(HEALTHY | idle) for _ in range(IDLE_EXPERT_STEPS - 1)] + [rules.step(HEALTHY | busy)]
     assert not any(said)
     said = []
     for number in range(IDLE_EXPERT_STEPS + 5):
         if number == 20:
-            resumed = alarms()
+            resumed = make_rules()
             resumed.restore(rules.state())
             rules = resumed
         said.append(rules.step(HEALTHY | idle))
@@ -182,15 +193,15 @@ def test_experts_without_tokens_are_named_after_a_while():
     assert "set grpo.router_aux_loss_coef" in sentence
 
 
-def test_weights_without_a_gradient_are_named():
+def test_weights_without_a_gradient_are_reported():
     model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "model": torch.nn.Linear(1, 1)})
-    rules = alarms(model=model, state=set(model["model"].parameters()))
+    rules = make_rules(model=model, state=set(model["model"].parameters()))
     steps = [rules.step(HEALTHY) for _ in range(WINDOW)]
     assert "no row had an image" in steps[-1][0] and "visual.weight and others" in steps[-1][0]
-    rules = alarms(model=model, state=set(model["visual"].parameters()))
+    rules = make_rules(model=model, state=set(model["visual"].parameters()))
     assert "image" not in [rules.step(HEALTHY) for _ in range(WINDOW)][-1][0]
     model.requires_grad_(False)
-    assert list(alarms(model=model).unused_parameters()) == []
+    assert list(make_rules(model=model).unused_parameters()) == []
 
 
 @pytest.mark.parametrize(("dtypes", "metric", "bound"), [
@@ -198,7 +209,7 @@ def test_weights_without_a_gradient_are_named():
     (("float32", "bfloat16"), "rollout/logp_mismatch_rms", 0.1),
 ])  # fmt: skip
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound):
-    """In 16 bits single tokens may: of 30,000 one is off by more than a nat now and then."""
+    """Check only the root mean square in 16 bits, because single tokens may be off by over a nat."""
     model = SimpleNamespace(dtype=dtypes[0], compute_dtype=dtypes[1])
     run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0), adapter=LoRAOptions(), model=model)
     other = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"} - {metric}
@@ -213,20 +224,20 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric,
 
 
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
-def test_a_policy_must_be_better_than_one_answer(mean, said):
-    """Half of the rows have the solution `cat`; a row that nobody can judge does not count."""
+def test_a_policy_must_beat_a_constant_answer(mean, said):
+    """Half of the rows have the solution `cat`. Rows that no reward can score do not count."""
     solutions = ("cat", "dog", "cat", "ant", "judged by no one")
     rows = [SimpleNamespace(columns={"solution": solution}) for solution in solutions]
     right = torch.zeros(100)
     right[: round(100 * mean)] = 1
     rewards = torch.stack([torch.ones(125), torch.cat([right, torch.full((25,), math.nan)])], 1)
-    rules = alarms()
+    rules = make_rules()
     for number in range(BASELINE_ROLLOUTS):
         found = rules.step(HEALTHY, SimpleNamespace(rows=rows, rewards=rewards))
         assert bool(found) == (said and number == BASELINE_ROLLOUTS - 1)
     assert (
         rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS
-    )  # a second pass over a rollout
+    )  # a second pass over the same rollout does not count
     if said:
         assert "accuracy (0.5) is no better than always answering 'cat' (0.5)" in found[0]
 
@@ -234,64 +245,65 @@ def test_a_policy_must_be_better_than_one_answer(mean, said):
 WAYS = "sampled", "gray_image", "swapped_image"
 
 
-def seen(*curves):
+def image_evaluations(*curves):
     return [dict(zip((f"eval/iou_{way}" for way in WAYS), values, strict=True)) for values in curves]
 
 
-AWAY = seen((0.0, 0.0, 0.0), (0.4, 0.1, 0.1), (0.6, 0.3, 0.4), (0.8, 0.7, 0.75))
+IGNORING_IMAGES = image_evaluations((0.0, 0.0, 0.0), (0.4, 0.1, 0.1), (0.6, 0.3, 0.4), (0.8, 0.7, 0.75))
 
 
-def test_a_policy_that_looks_away_while_its_reward_rises_is_named():
-    said = ignores_images(AWAY, 256, "iou")
+def test_a_policy_that_ignores_images_is_reported():
+    said = ignores_images(IGNORING_IMAGES, 256, "iou")
     assert said.startswith(
         "On held-out rows, eval/iou_sampled rose from 0.4 to 0.8, but images now add only 0.05 (best:"
     )
     assert said.endswith("so use rows that cannot be answered without the image.")
-    assert ignores_images([{"eval/iou_sampled": 0.1}, *AWAY], 256, "iou") == said  # evaluations before it was asked for
+    # older evaluations without images do not matter
+    assert ignores_images([{"eval/iou_sampled": 0.1}, *IGNORING_IMAGES], 256, "iou") == said
 
 
 @pytest.mark.parametrize("healthy", [
-    AWAY[:2],
-    seen((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)),
-    seen((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)),  # both rise, the picture is worth the same
-    seen((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
+    IGNORING_IMAGES[:2],
+    image_evaluations((0.4, 0.1, 0.1), (0.9, 0.1, 0.1)),
+    image_evaluations((0.4, 0.1, 0.1), (0.9, 0.59, 0.5)),  # both rise, and the image adds as much as before
+    image_evaluations((0.4, 0.1, 0.1), (0.42, 0.3, 0.1)),  # the reward does not rise
 ])  # fmt: skip
-def test_other_curves_say_nothing(healthy):
+def test_other_curves_give_no_warning_about_images(healthy):
     assert ignores_images(healthy, 256, "iou") is None
-    assert ignores_images(AWAY, 9, "iou") is None  # of few rows
+    assert ignores_images(IGNORING_IMAGES, 9, "iou") is None  # of few rows
 
 
 def greedy(stage, step, value):
     return {"stage": stage, "step": step, "eval/accuracy_greedy": value}
 
 
-FORGOTTEN = [greedy("sft", 0, 0.9), greedy("sft", 40, 0.582), greedy("dpo", 150, 0.516)]
+WORSE_AFTER_DPO = [greedy("sft", 0, 0.9), greedy("sft", 40, 0.582), greedy("dpo", 150, 0.516)]
 
 
-def test_a_stage_that_makes_answers_worse_is_named():
-    said = accuracy_regressed(FORGOTTEN, 256, "accuracy")
+def test_a_stage_that_makes_answers_worse_is_reported():
+    said = accuracy_regressed(WORSE_AFTER_DPO, 256, "accuracy")
     assert said.startswith(
         "On held-out rows, eval/accuracy_greedy fell from 0.582 before the stage dpo to 0.516. Lower"
     )
     alone = [greedy("dpo", 0, 0.582), greedy("dpo", 50, 0.9), greedy("dpo", 150, 0.516)]
     assert (
         accuracy_regressed(alone, 256, "accuracy") == said
-    )  # the only stage of a run; what it gained in between does not count
+    )  # also for a single stage; a higher value in between does not count
 
 
 @pytest.mark.parametrize("healthy", [
-    FORGOTTEN[:1],
-    [*FORGOTTEN[:2], greedy("dpo", 150, 0.53)],  # less than two standard errors
-    [*FORGOTTEN[:2], {"stage": "dpo", "step": 150}],  # no row was judged
-    [greedy("sft", 0, 23.0), greedy("grpo", 9, 22.0)],  # no share
+    WORSE_AFTER_DPO[:1],
+    [*WORSE_AFTER_DPO[:2], greedy("dpo", 150, 0.53)],  # the decrease is less than two standard errors
+    [*WORSE_AFTER_DPO[:2], {"stage": "dpo", "step": 150}],  # no row has a score
+    [greedy("sft", 0, 23.0), greedy("grpo", 9, 22.0)],  # the reward is not between 0 and 1
 ])  # fmt: skip
-def test_no_stage_forgot(healthy):
+def test_small_decreases_give_no_warning(healthy):
     assert accuracy_regressed(healthy, 256, "accuracy") is None
-    assert accuracy_regressed(FORGOTTEN, 64, "accuracy") is None  # of few rows
+    assert accuracy_regressed(WORSE_AFTER_DPO, 64, "accuracy") is None  # of few rows
 
 
-def evaluated(folder, *lines):
-    """The warnings.jsonl of a run with these evaluations of 256 rows."""
+def warnings_after(folder, *lines):
+    """Return the warnings.jsonl of a run with these evaluations of 256 rows."""
     config = RunConfig(output_dir=str(folder))
     log = MetricsLog(config, ONE, TrainerState(0, ["sft", "grpo"]))
     warnings = TrainingWarnings()
@@ -302,18 +314,20 @@ def evaluated(folder, *lines):
     return metrics(folder, "warnings.jsonl")
 
 
-def test_a_policy_that_looks_away_is_a_warning(tmp_path, capsys):
+def test_ignored_images_are_a_warning(tmp_path, capsys):
     shares = enumerate([(0.4, 0.1), (0.9, 0.8)])
     lines = [
         ("grpo", step, {f"eval/accuracy_{way}": value for way, value in zip(WAYS, (x, grey, 0.0), strict=True)})
         for step, (x, grey) in shares
     ]
-    [line] = evaluated(tmp_path, *lines)
+    [line] = warnings_after(tmp_path, *lines)
     assert (line["stage"], line["step"]) == ("grpo", 1) and "images now add only 0.1 (best: 0.3)" in line["warning"]
     assert f"step 1: {line['warning']}\n" in capsys.readouterr().err
 
 
 def test_a_stage_that_makes_answers_worse_is_a_warning(tmp_path, capsys):
-    [line] = evaluated(tmp_path, ("sft", 9, {"eval/accuracy_greedy": 0.6}), ("dpo", 9, {"eval/accuracy_greedy": 0.5}))
+    [line] = warnings_after(
+        tmp_path, ("sft", 9, {"eval/accuracy_greedy": 0.6}), ("dpo", 9, {"eval/accuracy_greedy": 0.5})
+    )
     assert line["stage"] == "dpo" and "0.6 before the stage dpo" in line["warning"]
     assert line["warning"] in capsys.readouterr().err

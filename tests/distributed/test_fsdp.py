@@ -41,7 +41,7 @@ SECTIONS["drafter"] = SECTIONS["tied"]  # a Qwen3.5 checkpoint with tensors that
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder with a recipe, and a tied and an untied checkpoint, which consist of several files."""
+    """Create a folder with a recipe, and with a tied and an untied checkpoint in several files."""
     folder = tmp_path_factory.mktemp("sharding")
     for name, tied in (("tied", True), ("untied", False)):
         (folder / f"{name}.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": tied} | ODD))
@@ -74,11 +74,11 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
         "failed": str(failed.value),
         "copied": all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "together": together(world, model.sharding),
+        "gradients_of_all_ranks": gradients_of_all_ranks(world, model.sharding),
     }
 
 
-def together(world, sharding=None) -> dict:
+def gradients_of_all_ranks(world, sharding=None) -> dict:
     """Return gradients of a step with videos, images and text on different ranks, and the number of tower runs."""
     shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
     model, runs = tiny.model(dtype=torch.float64), []
@@ -103,7 +103,7 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(loaded, folder, name):
+def test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint(loaded, folder, name):
     expected = dict(load_model(folder / name).named_parameters())
     for rank, results in enumerate(loaded):
         result = results[name]
@@ -127,10 +127,10 @@ def test_each_rank_keeps_its_rows_and_what_is_saved_in_parts_is_the_checkpoint(l
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_ranks_add_up_the_gradients_of_what_each_has_seen(loaded, name):
+def test_gradients_are_summed_over_ranks(loaded, name):
     """Both ranks run the tower twice; a rank without an image runs it on a black image."""
-    alone = together(World())["gradients"]
-    for result in (rank[name]["together"] for rank in loaded):
+    alone = gradients_of_all_ranks(World())["gradients"]
+    for result in (rank[name]["gradients_of_all_ranks"] for rank in loaded):
         assert result["runs"] == 2
         for key, expected in alone.items():
             assert (result["gradients"][key] - expected).abs().max() <= 1e-12 * expected.abs().max(), key
@@ -181,7 +181,7 @@ def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_one_process_that_offloads_computes_what_it_would_unsharded(alone):
+def test_offloading_does_not_change_results(alone):
     model = sharded_model(cpu_offload=True)
     assert isinstance(model.sharding.offload, CPUOffloadPolicy)  # without a GPU offloading changes no number
     (logps, found), (expected, theirs) = gradients(model), gradients(tiny.model())
@@ -241,7 +241,7 @@ def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_wei
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
+def test_dtypes_of_heads_copies_and_rollout_weights(alone):
     """The value head also computes in the dtype of its weights, whatever the dtype of the layers."""
     model = sharded_model(compute_dtype=torch.bfloat16)
     head = torch.nn.Linear(4, 1)
@@ -256,7 +256,7 @@ def test_parts_have_the_dtypes_that_they_compute_and_are_kept_in(alone):
     assert half.precision.reduce_dtype == torch.float32  # gradients are reduced in float32
 
 
-def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
+def test_each_unit_prefetches_the_previous_one_in_the_backward(alone):
     """FSDP's default order is not used, because two ranks might then gather different layers."""
     model = sharded_model()
     ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in units(model)}
@@ -267,7 +267,7 @@ def test_each_unit_gathers_the_one_before_it_in_the_backward(alone):
 
 
 @pytest.mark.parametrize("gather_weights", [True, False])
-def test_a_rollout_runs_the_adapters_of_a_sharded_model(alone, gather_weights):
+def test_a_rollout_uses_the_adapters_of_a_sharded_model(alone, gather_weights):
     model = adapted(dtype=torch.float64)
     packed = batch(model.config, FILMS, torch.float64)
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_a_rollout_runs_the_adapters_of_a_sharded_model(alone, gather_weights):
 
 
 @pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])
-def test_a_rank_that_has_finished_goes_on_until_all_have(last, replies, told):
+def test_a_finished_rank_continues_until_all_have_finished(last, replies, told):
     """After its last step (of at most 3), a rank runs the decoder on a dummy token until all ranks have finished."""
     said, ran = [], []
     world = SimpleNamespace(device=CPU, sum=lambda value: said.append(value) or [replies.pop(0)])
@@ -314,7 +314,7 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     vision.before(model, (text,))
 
 
-def test_a_torch_that_cannot_shard_bytes_is_named(alone, monkeypatch):
+def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):
     sharding, model = Sharding(ShardingOptions(enabled=True), ONE, torch.float32), tiny.model()
     inject_adapters(model, LoRAOptions(r=2, quantize="nf4"))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))

@@ -15,14 +15,14 @@ def tokens(lengths, piece):
     return sum(lengths[i][0] for i in {i for i, _ in piece}) + sum(lengths[i][1][j] for i, j in piece)
 
 
-def test_the_example_and_prompts_in_order_without_a_budget():
+def test_the_example_and_the_order_of_prompts():
     assert split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], 9, 40, ONE) == [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
     lengths = [(3, [9, 1]), (5, [2, 2]), (1, [1, 7])]
     assert split_into_micro_batches(lengths, 2, None, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_row_is_in_one_piece_that_keeps_the_budget(seed):
+def test_every_row_is_in_one_micro_batch_within_the_limit(seed):
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 60, (7, 9), generator=generator).tolist()
     lengths, budget = [(prompt, completions) for prompt, *completions in sizes], 40 + 30 * seed
@@ -37,7 +37,7 @@ def test_every_row_is_in_one_piece_that_keeps_the_budget(seed):
     assert all(sum(i in {k for k, _ in piece} for piece in found) == 1 for i in whole), "no group is cut that fits"
 
 
-def test_ranks_have_equally_many():
+def test_ranks_have_equal_numbers_of_micro_batches():
     class Two:
         def gather_objects(self, count):
             return [count, 5]
@@ -52,7 +52,7 @@ def test_ranks_have_equally_many():
 
 
 @pytest.mark.parametrize(("name", "budget"), [("grpo", 45), ("grpo", 70), ("ppo", 45)])
-def test_a_step_is_the_same(stage, name, budget):
+def test_micro_batches_with_a_token_limit_give_the_same_step(stage, name, budget):
     """Weights after two steps are equal in float64; the smaller limit divides groups (prompts have about 30 tokens)."""
     ends = []
     for options in ([], [f"--{name}.max_tokens_per_micro_batch={budget}", "--sampling.max_batch_tokens=100"]):

@@ -35,7 +35,7 @@ RECIPE = recipe(
 )
 REFERENCE = ["--stages=[grpo]", "--grpo.beta=0.1", "--grpo.num_iterations=2"]
 TOOLS = [*REFERENCE, "--sampling.environment=on_ranks:Eye", "--sampling.max_new_tokens=30"]
-FORGETTING = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
+SHORT_HISTORY = [*TOOLS, "--sampling.history=1", "--grpo.loss_type=grpo", "--grpo.max_tokens_per_micro_batch=150"]
 QWEN3 = ["--model.config=FOLDER/qwen3_vl.json"]
 TWO_AT_A_TIME = [*REFERENCE, "--grpo.micro_batch_size=2"]
 STAGES = {  # in float64; each stage has other collective operations
@@ -61,7 +61,7 @@ STAGES = {  # in float64; each stage has other collective operations
                                               "--reward_model.path=FOLDER/stranger"],
     "without the vision tower": [*REFERENCE, "--model.freeze=[vision, merger]"],
     "tools": TOOLS,
-    "trajectories": [*FORGETTING, "--grpo.max_steps=2"],
+    "trajectories": [*SHORT_HISTORY, "--grpo.max_steps=2"],
     "Qwen3-VL": [*REFERENCE, *QWEN3],
     "Qwen3.5": [*REFERENCE, "--model.config=FOLDER/qwen3_5.json"],
     "two at a time": TWO_AT_A_TIME,
@@ -92,7 +92,7 @@ SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # these
 
 
 def prepare(folder):
-    """Folder with the files of the recipe: its model, and reward models with non-zero heads."""
+    """Write the files of the recipe to a folder: a model, and reward models with non-zero heads."""
     write_recipe(folder, RECIPE)
     for name, config in (("judge", "model"), ("stranger", "qwen3_vl")):
         model, processor = random_model(folder / f"{config}.json", shapes.tokenizer(), 1)
@@ -103,7 +103,10 @@ def prepare(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Results of each case and rank, by number of ranks; "alone" has those of one process without sharding."""
+    """Return the results of each case and rank, by number of ranks.
+
+    "alone" has the results of one process without sharding.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     prepare(folder)
     start = dict(random_model(folder / "model.json", shapes.tokenizer(), 0)[0].double().named_parameters())
@@ -135,7 +138,7 @@ def test_any_number_of_ranks_makes_the_same(results, size, name, way):
 
 
 @pytest.mark.slow
-def test_the_cases_tell(results):
+def test_the_cases_change_weights_and_lengths(results):
     """All trained weights have moved by far more than the tolerance, and completions have many lengths."""
     for name, result in results["alone"].items():
         assert all(line["grad_norm"] > 1e-3 for line in result.lines), name
@@ -157,8 +160,8 @@ def evaluation(folder, overrides, world):
 
 FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
-LOOKING = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
-TURNS = ["stage", *FORGETTING, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
+QUICK_TOOLS = ["stage", *TOOLS, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
+QUICK_TRAJECTORIES = ["stage", *SHORT_HISTORY, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 MOVING = [*GRPO, "--grpo.num_iterations=1", "--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=1"]
 SHARING = [*MOVING, "--reference.num_shared_layers=1"]
 FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
@@ -173,7 +176,8 @@ ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
 # a critic with adapters of its own: on one rank over the same base, sharded over a copy of it
 CRITIC = [*ADAPTED, "--ppo.critic=separate"]
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
-NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]  # not all of what it packs
+# the adapters are on only some of the quantized layers
+NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]
 QUICK = {
     "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_batch_tokens=120"],
@@ -181,8 +185,8 @@ QUICK = {
     "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
     "dropout": [*ADAPTED, *DROPOUT], "experts, sharded": [*EXPERTS, *SHARDED],
     "experts, layer by layer": [*EXPERTS, *ONE_BY_ONE], "experts, replicated": EXPERTS,
-    "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*LOOKING, *SHARDED],
-    "trajectories, sharded": [*TURNS, *SHARDED, "--sampling.max_batch_tokens=120"],
+    "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*QUICK_TOOLS, *SHARDED],
+    "trajectories, sharded": [*QUICK_TRAJECTORIES, *SHARDED, "--sampling.max_batch_tokens=120"],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
     "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
     "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
@@ -196,10 +200,16 @@ def quick(folder, overrides, world):
 
 @pytest.fixture(scope="module")
 def quick_results(tmp_path_factory):
-    """Results of GRPO and the evaluations on one process, and of all QUICK cases on each of two ranks."""
+    """Return the results of one process, and of all QUICK cases on each of two ranks."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
-    alone = {"replicated": GRPO, "8 bits": [*GRPO, EIGHT_BITS], "tools": LOOKING, "trajectories": TURNS, **COUNTS}
+    alone = {
+        "replicated": GRPO,
+        "8 bits": [*GRPO, EIGHT_BITS],
+        "tools": QUICK_TOOLS,
+        "trajectories": QUICK_TRAJECTORIES,
+        **COUNTS,
+    }
     alone |= {"moving": MOVING, "moving in half": [*MOVING, "--model.compute_dtype=float32"]}
     alone |= {
         "experts": EXPERTS,
@@ -223,7 +233,7 @@ def test_two_ranks_equal_one(quick_results, way):
 @pytest.mark.parametrize(
     "way", ["moving, compute_dtype", "folder, sharded", "sharing, sharded", "sharing, layer by layer"]
 )
-def test_two_ranks_keep_the_reference_of_one(quick_results, way):
+def test_two_ranks_have_the_same_reference_as_one(quick_results, way):
     """The reference is updated after each step. A rank stores copies of its rows of trained parameters only."""
     alone, process_group = quick_results
     expected = alone[way.partition(",")[0]]
@@ -247,7 +257,7 @@ def test_two_ranks_with_experts_equal_one(quick_results, way):
         assert rank[way].lines[0]["rollout/route_mismatch"] == 0
 
 
-def test_a_reference_that_moves_does_so_in_the_dtype_of_the_parameters(quick_results):
+def test_the_reference_is_updated_in_the_dtype_of_the_parameters(quick_results):
     """Small updates would be lost in the compute dtype, so the reference has the dtype of the parameters."""
     alone, _ = quick_results
     torch.testing.assert_close(alone["moving in half"].reference, alone["moving"].reference, rtol=0, atol=1e-5)
@@ -263,7 +273,7 @@ def test_two_ranks_with_tools_equal_one(quick_results):
         assert_equal(rank["tools, sharded"], alone["tools"], 1e-12, 1e-12)
 
 
-def test_two_ranks_with_other_numbers_of_turns_equal_one(quick_results):
+def test_two_ranks_with_trajectories_equal_one(quick_results):
     """Trajectories with context windows of one round, sampled and trained in micro-batches with a token limit."""
     alone, process_group = quick_results
     assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
@@ -283,7 +293,7 @@ def test_two_ranks_with_adapters_equal_one(quick_results, way):
 
 
 @pytest.mark.parametrize("way", ["critic", "critic, sharded"])
-def test_two_ranks_with_a_critic_of_its_own_equal_one(quick_results, way):
+def test_two_ranks_with_a_separate_critic_equal_one(quick_results, way):
     alone, process_group = quick_results
     for rank in process_group:
         assert_equal(rank[way], alone["critic"], 1e-11, 1e-11)
@@ -299,7 +309,7 @@ def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):
 
 
 @pytest.mark.parametrize("way", ["5 rows", "1 rows, layer by layer"])
-def test_two_ranks_evaluate_as_one_and_in_the_order_of_the_rows(quick_results, way):
+def test_two_ranks_evaluate_like_one(quick_results, way):
     """With only one row, one of the ranks repeats the row of the other."""
     alone, process_group = quick_results
     for rank in process_group:
@@ -318,7 +328,7 @@ def test_equal_shares():
     assert [rank.shard_evenly([]) for rank in process_group] == [([], 0)] * 3
 
 
-def test_ranks_share_as_equally_as_they_can():
+def test_shares_of_ranks_differ_by_at_most_one():
     def shares(items, size):
         return [World(rank, size, torch.device("cpu")).share(items) for rank in range(size)]
 
@@ -343,14 +353,14 @@ def gpus(monkeypatch):
     return gpus
 
 
-def test_each_rank_has_a_gpu_of_its_own(gpus):
+def test_each_rank_has_its_own_gpu(gpus):
     gpus(2)
     assert [str(find_device(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
     with pytest.raises(ValueError, match=r"local rank 2 has no GPU, because only 2 are visible; start at most 2"):
         find_device(2)
 
 
-def test_without_a_gpu_the_cpu_trains_but_not_in_place_of_one_that_cuda_cannot_use(gpus, monkeypatch):
+def test_the_cpu_is_used_only_if_there_is_no_gpu(gpus, monkeypatch):
     for error in ("Found no NVIDIA driver on your system. Please", "No CUDA GPUs are available"):
         gpus(0, error)
         assert str(find_device()) == "cpu"
@@ -363,7 +373,7 @@ def test_without_a_gpu_the_cpu_trains_but_not_in_place_of_one_that_cuda_cannot_u
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there it is called lo")
 @pytest.mark.parametrize(("hosts", "network"), [(1, "lo"), (2, None)])
-def test_ranks_of_one_machine_need_no_name_of_it(monkeypatch, hosts, network):
+def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
     """With one host gloo uses the loopback interface, because a container may not resolve its own host name."""
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // hosts), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)

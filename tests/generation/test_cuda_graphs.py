@@ -1,4 +1,7 @@
-"""A captured decode step draws what the eager step draws: alone, and as a graph of the pretended card."""
+"""Test that a captured decode step samples the same tokens as the eager step.
+
+The graphs run on the CPU, or on the simulated GPU of pretend_cuda.py.
+"""
 
 import gc
 import weakref
@@ -44,8 +47,11 @@ def both(model, count, generations, stop=STOP, **setting):
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_it_draws_what_generate_draws(setting):
-    """Prompts of several lengths, groups of one and more; rows end one after the other, or none does."""
+def test_a_captured_step_samples_the_same_tokens(setting):
+    """Prompts have several lengths, and groups have one or more completions.
+
+    Rows end at different steps, or none ends early.
+    """
     model = tiny.model(dtype=torch.float64)
     lengths = set()
     for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (1, 1, ())):
@@ -70,7 +76,7 @@ def test_row_key_buffers_grow(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["4 bits", "recomputation", "qwen2_vl", "qwen3_vl", "qwen3_5", "tied"])
-def test_models_of_other_layers(change):
+def test_other_models_and_layers(change):
     kind = change if change in FAMILIES else "qwen2_5_vl"
     model = tiny.model(tied=change == "tied", model_type=kind, dtype=torch.float64)
     if change == "4 bits":
@@ -97,10 +103,10 @@ def on_card(model, stop, tokens=20, **setting):
     ("model_type", "setting", "stop"),
     [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", SETTINGS[2], range(60)), ("qwen3_5", {}, range(60))], ids=str,
 )  # fmt: skip
-def test_a_graph_draws_what_the_cpu_draws(model_type, setting, stop):
-    """A capture refuses what the host would wait for, and a replay knows no Python: all that changes is in tensors.
+def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
+    """A capture refuses operations that wait for the host. A replay runs no Python code.
 
-    Qwen3.5's memories too, of rows that leave.
+    So all changing values, such as Qwen3.5's recurrent states of removed rows, must be in tensors.
     """
     sampling = options(max_new_tokens=20, **setting)
     draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 20))
@@ -109,14 +115,14 @@ def test_a_graph_draws_what_the_cpu_draws(model_type, setting, stop):
     assert len(lengths) > 4 or lengths == {20}
 
 
-def test_the_host_waits_once_in_16_captured_steps():
-    on_card(tiny.model(), (), 4)  # tables that are computed once
+def test_the_cpu_waits_once_in_16_captured_steps():
+    on_card(tiny.model(), (), 4)  # also computes tables that are cached
     (_, shorter), (_, longer) = (on_card(tiny.model(), (), tokens) for tokens in (16, 32))
     assert longer.waits.total() - shorter.waits.total() == 1
 
 
 def test_a_graph_is_freed_with_its_decoder():
-    """Not when Python happens to look for cycles: its memory is a card's."""
+    """The graph is freed at once, without garbage collection, because it occupies GPU memory."""
     gc.collect()
     gc.disable()
     try:
@@ -134,8 +140,11 @@ def test_a_graph_is_freed_with_its_decoder():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_gpu_a_graph_draws_what_its_step_draws(monkeypatch, dtype):
-    """The same kernels, captured or not; in float32 what the eager step draws there."""
+def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
+    """Captured and uncaptured kernels sample the same.
+
+    In float32 they agree with the eager step.
+    """
     device = torch.device("cuda")
     sampling = options(max_new_tokens=40, top_k=20, repetition_penalty=1.1)
     drawn = []

@@ -1,4 +1,4 @@
-"""The filters against transformers' logits processors, bit for bit, and where a completion is cut."""
+"""Compare filters with transformers' logits processors, bit for bit, and test their gradients."""
 
 import pytest
 import torch
@@ -21,13 +21,13 @@ EXTREMES = [
 
 
 def theirs(setting, prompt, scores):
-    """Scores after transformers' processors, in the order in which generate applies them."""
+    """Return the logits after transformers' processors, in the order of its generate."""
     p = pytest.importorskip(
         "transformers.generation.logits_process", reason="oracle missing: pip install transformers==5.23.0"
     )
     sampling = SamplingOptions(**setting)
     chain = [p.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
-    if sampling.temperature:  # else do_sample is off, and then nothing of this
+    if sampling.temperature:  # with temperature 0, do_sample is off and no warper is used
         chain.append(p.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             chain.append(p.TopKLogitsWarper(sampling.top_k))
@@ -45,14 +45,15 @@ def test_filters_equal_transformers_bit_for_bit(setting, rounded):
     for seed, vocab in enumerate((7, 40, 300)):
         generator = torch.Generator().manual_seed(seed)
         scores = logits(6, vocab, seed)
-        scores = (scores * 2).round() / 2 if rounded else scores  # half of all values have equals then
+        # about half of all values then occur twice
+        scores = (scores * 2).round() / 2 if rounded else scores
         prompt = torch.randint(0, vocab, (6, 9), generator=generator)
         seen = torch.zeros(6, vocab, dtype=torch.bool).scatter(1, prompt, True)
         actual = filter_logits(scores, SamplingOptions(**setting), seen)
         assert torch.equal(actual, theirs(setting, prompt, scores))
 
 
-def test_other_options_ask_for_no_filters():
+def test_other_options_need_no_filters():
     assert not SamplingOptions(0.5, 9, [3], stop_strings=["a"]).filtered
 
 
@@ -67,8 +68,11 @@ def test_settings_out_of_bounds_are_refused(bad, says):
 
 @pytest.mark.parametrize("setting", [dict(top_p=0.8), dict(top_k=2, temperature=0.7), dict(min_p=0.3)], ids=str)
 def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
-    """All completions of 4 tokens that can be drawn, as the sampler records them, against all logits; a constant reward
-    without a baseline teaches nothing."""
+    """Compare the expected GRPO gradient with the exact policy gradient.
+
+    The expectation is over all completions of 4 tokens that the filters allow. The gradient of a
+    constant reward is 0.
+    """
     model = tiny.model(dtype=torch.float64)
     sampling = options(max_new_tokens=4, **setting)
     model.lm_head = torch.nn.Linear(64, 4, bias=False).double()
@@ -102,7 +106,7 @@ def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting)
 
 @pytest.mark.parametrize("name, option", [("grpo", "beta=0.1"), ("grpo", "loss_type=rloo"), ("ppo", "kl_coef=0.1")])
 def test_every_score_is_of_what_was_drawn_from(stage, samples, name, option):  # noqa: F811
-    """Trainer and sampler agree, and so do policy and reference before the first step."""
+    """Trainer and sampler agree with filters. So do policy and reference before the first step."""
     more = ["--grpo.beta=0.1"] if name == "grpo" else []
     run = stage(name, "--sampling.top_p=0.5", "--sampling.max_batch_tokens=200", *more, f"--{name}.{option}")
     [metrics] = run.go()

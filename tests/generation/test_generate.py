@@ -1,4 +1,4 @@
-"""Generation against transformers' generate, against our own scorer, and against itself; draws by numbers."""
+"""Compare generation with transformers' generate and with the forward pass of training."""
 
 import pytest
 import torch
@@ -29,12 +29,13 @@ def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
         expected = their_tokens(theirs, oracle.their_inputs(row), temperature=0, repetition_penalty=penalty)
         assert completion.ids.tolist() == expected[0].tolist()
         assert completion.stopped == (completion.ids[-1].item() in STOP)
-    assert len({len(ids) for ids in ids_of(ours)}) > 3  # some stopped early: rows did leave the batch
+    # completions end at different steps, so rows leave the batch
+    assert len({len(ids) for ids in ids_of(ours)}) > 3
 
 
 @pytest.mark.parametrize("number, setting", enumerate(SETTINGS + MORE_SETTINGS), ids=str)
-def test_the_same_seed_draws_what_transformers_draws(pair, oracle, number, setting):
-    """A single prompt: one row draws from the same random numbers until its end, wherever that is."""
+def test_the_same_seed_samples_the_same_tokens_as_transformers(pair, oracle, number, setting):
+    """With one prompt, both use the same random numbers until the completion ends."""
     theirs, model = pair
     row = prompts(5, seed=number)[number % 5]
     expected = their_tokens(theirs, oracle.their_inputs(row), seed=number, **setting)
@@ -68,13 +69,14 @@ def test_sampler_and_scorer_agree_in_bfloat16_with_the_key_biases_of_qwen():
     with torch.no_grad():
         for layer in model.model.layers:
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                proj.bias.view(-1, 16)[:, 7::8] += 440**0.5  # twice its square by 16^-1/2 is 220
+                # twice its square, divided by 16^(1/2), is 220
+                proj.bias.view(-1, 16)[:, 7::8] += 440**0.5
     difference = recorded_less_scored(model, options())
     assert len(difference) > 100 and difference.max() < 0.15 and difference.mean() < 0.01
 
 
-def test_a_prompt_is_read_once_for_all_its_completions(monkeypatch):
-    """The decoder sees each prompt token once, then only new tokens."""
+def test_a_prompt_is_processed_once_for_all_its_completions(monkeypatch):
+    """The decoder processes each prompt token once, and afterwards only new tokens."""
     model = tiny.model()
     rows = prompts(2)
     seen = []
@@ -97,13 +99,13 @@ def test_logits_that_are_not_finite_end_the_generation():
         sample(model, [row], 2, sampling, (), sample_by_uniforms(uniform_numbers(["a"], 2, 4)))
 
 
-def test_a_number_takes_the_token_at_which_the_cumulative_probability_exceeds_it():
+def test_a_random_number_selects_a_token_by_cumulative_probability():
     probs = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
     assert inverse_cdf(probs, numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
 
 
-def test_no_number_draws_a_dropped_token():
+def test_tokens_removed_by_filters_are_never_sampled():
     """Sums of 152k float32 probabilities have an error of 1e-6, but sums of integer units are exact."""
     probs = torch.rand(151_936, generator=torch.Generator().manual_seed(0))
     probs[::3] = 0

@@ -24,7 +24,7 @@ KEYS = ["a", "b", "c", "d", "e"]
 
 @pytest.fixture
 def sampler(tokenizer_300):
-    """sampler(model, world, gather_weights, options of the sampling)."""
+    """Return a function that creates a Sampler for a model, world and gather_weights."""
 
     def sampler(model=None, world=ONE, gather_weights=True, keeps_vision=False, **values):
         processor = Processor(tokenizer_300, ImageProcessor())
@@ -35,16 +35,16 @@ def sampler(tokenizer_300):
     return sampler
 
 
-def drawn(sampler, keys=KEYS):
+def sample_pairs(sampler, keys=KEYS):
     """Sample two completions for the prompt of each key."""
     rows = prompts(5)
     return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
 
 
-def test_without_further_options_it_draws_what_the_plain_sampler_draws(sampler):
+def test_the_default_options_sample_from_the_plain_softmax(sampler):
     own = sampler(tiny.model(dtype=torch.float64))
-    assert drawn(own) == drawn(Sampler(own.model, own.processor, own.sampling))
-    assert len({len(ids) for ids in drawn(own)}) > 1
+    assert sample_pairs(own) == sample_pairs(Sampler(own.model, own.processor, own.sampling))
+    assert len({len(ids) for ids in sample_pairs(own)}) > 1
 
 
 @pytest.mark.parametrize("values", [
@@ -52,16 +52,16 @@ def test_without_further_options_it_draws_what_the_plain_sampler_draws(sampler):
     {"top_k": 20, "repetition_penalty": 1.3, "stop_strings": ["a"]},
     {"captured": True},
 ], ids=str)  # fmt: skip
-def test_keys_alone_decide(sampler, values):
+def test_samples_depend_only_on_keys(sampler, values):
     """Samples do not depend on the order of the prompts, their number, or how many are computed together."""
     captured = values.pop("captured", False)
     own = sampler(tiny.model(dtype=torch.float64), **values)
     own.captured = captured
-    each = {key: drawn(own, [key]) for key in KEYS}
+    each = {key: sample_pairs(own, [key]) for key in KEYS}
     for keys in (KEYS, ["e", "a", "d"], KEYS[::-1]):
-        assert drawn(own, keys) == [ids for key in keys for ids in each[key]]
+        assert sample_pairs(own, keys) == [ids for key in keys for ids in each[key]]
     others = ids_of(own(prompts(5), 2, [f"{key}2" for key in KEYS]))
-    assert others != drawn(own)
+    assert others != sample_pairs(own)
 
 
 @pytest.fixture
@@ -78,21 +78,24 @@ def decodes(monkeypatch):
 
 
 @pytest.mark.parametrize(("graph", "on_a_gpu"), [("auto", True), ("never", False)])
-def test_the_option_cuda_graph_chooses_how_a_step_is_run(sampler, decodes, graph, on_a_gpu):
-    drawn(sampler(cuda_graph=graph))
+def test_the_option_cuda_graph_selects_the_decode_step(sampler, decodes, graph, on_a_gpu):
+    sample_pairs(sampler(cuda_graph=graph))
     assert set(decodes) == {(Decode, False)}
     assert sampler(world=SimpleNamespace(device=torch.device("cuda")), cuda_graph=graph).captured == on_a_gpu
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("gather_weights", "captured"), [(True, True), (True, False), (False, False)])
-def test_sharded_weights_draw_the_same(sampler, decodes, gather_weights, captured):
-    """Gathered as a whole, in a model without hooks, which a graph needs; or layer by layer."""
+def test_sharded_weights_sample_the_same_tokens(sampler, decodes, gather_weights, captured):
+    """Sampling does not depend on how the sharded weights are gathered.
+
+    They are gathered fully, into a model without hooks, which a graph needs, or layer by layer.
+    """
     own = sampler(sharded_model(), ONE, gather_weights)
     own.captured = captured
-    found = drawn(own)
+    found = sample_pairs(own)
     assert set(decodes) == {(CapturedDecode if captured else Decode, not gather_weights)}
-    assert found == drawn(sampler())
+    assert found == sample_pairs(sampler())
 
 
 FROZEN = "--model.freeze=[vision, merger]"
@@ -103,8 +106,11 @@ FROZEN = "--model.freeze=[vision, merger]"
     ("model", VisionTransformer, ["--grpo.max_tokens_per_micro_batch=90", "--grpo.steps_per_generation=2"]),
     ("qwen3_vl", Qwen3VisionTransformer, []),
 ], ids=["twice", "pieces", "Qwen3-VL, whose decoder's first layers see more of it"])  # fmt: skip
-def test_a_frozen_tower_sees_each_image_once_a_rollout(stage, monkeypatch, model, tower, more):
-    """Sampler, reference and policy share what it makes of it: metrics and weights stay what they were, in float64."""
+def test_a_frozen_tower_encodes_each_image_once_per_rollout(stage, monkeypatch, model, tower, more):
+    """Sampler, reference and policy share the embeddings of a frozen tower.
+
+    Metrics and weights are unchanged in float64.
+    """
     seen, forward = [], tower.forward
     monkeypatch.setattr(tower, "forward", lambda self, x, grid: seen.append(len(x)) or forward(self, x, grid))
     run = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
@@ -143,7 +149,7 @@ class NoSampler:
 """
 
 
-def test_an_engine_of_a_file_draws_rollouts(stage, tmp_path):
+def test_a_custom_engine_samples_rollouts(stage, tmp_path):
     """The engine wraps the native sampler, so steps are equal. Its `check` is called before a model is loaded."""
     file = tmp_path / "my_engine.py"
     file.write_text(ENGINES)

@@ -1,4 +1,4 @@
-"""Stop strings against transformers' StopStringCriteria and against the decoded text."""
+"""Compare stop strings with transformers' StopStringCriteria and with the decoded text."""
 
 import pytest
 import torch
@@ -14,12 +14,15 @@ TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve caf�
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes, merges up to whole words, control tokens; ids after them are those of untrained rows of a model."""
+    """Return a tokenizer with bytes, merges up to whole words, and control tokens.
+
+    Larger ids belong to untrained rows of an embedding.
+    """
     return train_tokenizer(TEXTS, vocab_size=330)
 
 
-def test_token_bytes_decode_to_what_the_tokenizer_decodes(tokenizer):
-    """Any ids at all: broken characters, control tokens, ids without a token, which have no bytes."""
+def test_token_bytes_decode_like_the_tokenizer(tokenizer):
+    """Test random ids: incomplete characters, control tokens, and ids without a token."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         ids = torch.randint(0, len(tokenizer) + 5, (12,), generator=generator).tolist()
@@ -32,7 +35,7 @@ def test_token_bytes_decode_to_what_the_tokenizer_decodes(tokenizer):
     "strings", [["e"], ["t <", "é"], ["ca", "the cat"], ["<|im_end|>"], [" t", "tt", "aa", "<<", "\n"]], ids=str
 )
 def test_completions_end_where_transformers_stops(tokenizer, strings, transformers):
-    """Tokens that are pieces of the strings, in any order; the rule is asked after every token, to the last."""
+    """Check random sequences of tokens that are pieces of the strings, after every token."""
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
     criteria = transformers.generation.stopping_criteria.StopStringCriteria(theirs, strings)
     known = {i: token_bytes(tokenizer, i) for i in range(len(tokenizer))}
@@ -41,7 +44,7 @@ def test_completions_end_where_transformers_stops(tokenizer, strings, transforme
     pool = torch.tensor(pieces * 4 + near + [len(tokenizer), len(tokenizer) + 9])
     generator = torch.Generator().manual_seed(0)
     ids = pool[torch.randint(0, len(pool), (1000, 30), generator=generator)]
-    for row in range(0, 1000, 3):  # some whole ones too, for long strings are rare by chance
+    for row in range(0, 1000, 3):  # insert some whole strings, because long ones are rare by chance
         whole = torch.tensor(tokenizer.encode(strings[row % len(strings)]))
         ids[row, 3 + row % 10 :][: len(whole)] = whole
     prompt = 5
@@ -54,7 +57,7 @@ def test_completions_end_where_transformers_stops(tokenizer, strings, transforme
     assert 10 < hits < 25_000 - 10
 
 
-def test_a_text_may_begin_in_the_prompt_but_not_end_there(tokenizer):
+def test_a_stop_string_may_begin_in_the_prompt_but_not_end_there(tokenizer):
     def ends(prompt, answer):
         [token_id] = tokenizer.encode(answer)
         rule = StopStrings(["ab"], tokenizer, [torch.tensor(tokenizer.encode(prompt))])

@@ -70,10 +70,11 @@ def compare(*samplers):
     {"top_k": 5, "min_p": 0.1, "max_batch_tokens": 60}, {"stop_strings": ["a", "e"], "stop_token_ids": []},
     {"kind": "qwen2_vl"}, {"kind": "qwen3_vl"}, {"kind": "lora"}, {"kind": "nf4"},
 ], ids=str)  # fmt: skip
-def test_it_draws_what_the_policy_draws(samplers, values):
+def test_vllm_samples_the_same_tokens(samplers, values):
     own, engine = samplers(**values)
     compare(own, engine)
-    own.model.visual.patch_embed.proj.weight.data.mul_(1.1)  # the same pictures look otherwise
+    # changed weights give other image embeddings
+    own.model.visual.patch_embed.proj.weight.data.mul_(1.1)
     compare(own, engine)
     assert ids_of(engine(prompts(5)[1:2], 2, "b")) == ids_of(own(prompts(5), 2, "abcde"))[2:4]
 
@@ -89,11 +90,11 @@ def test_vllm_is_called_as_recorded(samplers, monkeypatch):
     shown = ("offset", "length", "max_tokens", "temperature", "ignore_eos", "extra_args")
     text = json.dumps(found, default=lambda value: [getattr(value, name, None) for name in shown])
     if not RECORDED.exists() and engine.llm is not vllm:
-        RECORDED.write_text(text)  # of the real one
+        RECORDED.write_text(text)  # recorded with the real vLLM
     assert json.loads(text) == json.loads(RECORDED.read_text())
 
 
-def test_the_form_of_runner_v2_follows_its_slots(monkeypatch):
+def test_the_runner_v2_interface_maps_slots_to_rows(monkeypatch):
     module = vllm_stand_in.install(monkeypatch)
     sample_token = lambda logits, rows, counts: (torch.tensor([4, 2]), rows.float(), rows == 1)  # noqa: E731
     monkeypatch.setattr(module.TokenChooser, "sampling", sampling := module.Sampling(sample_token, 2))
@@ -103,10 +104,11 @@ def test_the_form_of_runner_v2_follows_its_slots(monkeypatch):
     assert sampling.steps[0][0].tolist() == [1, 0] and sampling.ended == ["1"] and sampling.counts.tolist() == [1, 1]
 
 
-def test_a_run_is_the_native_engines_run(stage, monkeypatch):
+def test_a_run_equals_a_run_with_the_native_engine(stage, monkeypatch):
     vllm_stand_in.install(monkeypatch)
     own, engine = (stage("grpo", *more, dtype=torch.float32).go(2) for more in ((), (ENGINE,)))
-    chance = {"rollout/logp_mismatch": 0, "rollout/logp_mismatch_rms": 0}  # differences of rounding
+    # these metrics measure rounding differences
+    chance = {"rollout/logp_mismatch": 0, "rollout/logp_mismatch_rms": 0}
     assert [line | chance for line in own] == [line | chance for line in engine]
 
 
@@ -115,14 +117,14 @@ def test_a_run_is_the_native_engines_run(stage, monkeypatch):
     ("file_weights", "missed hand-over", lambda model: {}),
     ("FIXED_OPTIONS", "wrong pixels", {"mm_device_do_normalize": True, "load_format": "dummy"}),
 ])  # fmt: skip
-def test_a_run_that_draws_from_another_policy_ends_in_its_first_rollout(stage, monkeypatch, of, name, fault):
+def test_a_wrong_policy_in_vllm_is_refused_in_the_first_rollout(stage, monkeypatch, of, name, fault):
     monkeypatch.setattr(vllm_stand_in.install(monkeypatch), of, fault)
     with pytest.raises(ValueError, match=r"vLLM computes a different policy: its log-probabilities for row \d differ"):
         stage("grpo", ENGINE, dtype=torch.float32).next()
     stage("grpo", ENGINE, "--rollout.max_logp_mismatch=.inf", dtype=torch.float32).next()
 
 
-def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
+def test_unsupported_uses_of_vllm_are_refused(samplers, stage, monkeypatch):
     with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', but it must be native with an environment"):
         load_config("shapes.yaml", [ENGINE, "--sampling.environment=recipes/zoom.py:Zoom"])
     prompt = prompts(1)[0]
@@ -141,13 +143,13 @@ def test_what_it_cannot_do_is_refused(samplers, stage, monkeypatch):
             stage("grpo", ENGINE, f"--sampling.vllm={engine_options}")
     with pytest.raises(ValueError, match=r"is vllm, which minivlmrl does not support for models of the type qwen3_5"):
         stage("grpo", ENGINE, "--model.config=qwen3_5.json")
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as without vLLM
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if vLLM were not installed
     load_name.cache_clear()
     with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/vllm\.md describes: .*NotFound"):
         stage("grpo", ENGINE)
 
 
-def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch):
+def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeypatch):
     """The error names the row. It is raised during the rollout, because rows of a task are not counted earlier."""
     own, engine = samplers(vllm={"max_model_len": 47})
     lengths = [len(prompt.input_ids) for prompt in prompts(5)]
@@ -163,8 +165,11 @@ def test_a_completion_that_would_be_cut_is_refused(samplers, stage, monkeypatch)
         engine([rows[longest]], 2, "a")
 
 
-def test_the_plan_asks_without_vllm_and_runs_our_file_alone(monkeypatch, tmp_path):
-    """Its file runs where vLLM is not; one of its name where the command runs may be somebody else's, and does not."""
+def test_memory_is_estimated_without_vllm(monkeypatch, tmp_path):
+    """The memory estimate loads our sampler file without vLLM.
+
+    A file of the same name in the working folder could be somebody else's, and is not executed.
+    """
     monkeypatch.setitem(sys.modules, "vllm", None)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "vllm_sampler.py").write_text("raise SystemExit")
@@ -176,7 +181,7 @@ def test_the_plan_asks_without_vllm_and_runs_our_file_alone(monkeypatch, tmp_pat
     assert sampler.engine_bytes(options(), 10, torch.float32) == {"vLLM's weights": 40}
 
 
-def test_what_vllm_says_of_rotary_tables_is_dropped_alone():
+def test_only_warnings_about_rotary_tables_are_dropped():
     record = lambda name: logging.LogRecord("", 30, "", 0, "%s: Failed to load weights", (name,), None)  # noqa: E731
     sampler = sys.modules[load_name(ENGINES["vllm"]).__module__]
     assert [sampler.is_news(record(name)) for name in ("MRotaryEmbedding", "RotaryEmbedding", "Linear")] == [0, 0, 1]

@@ -1,4 +1,4 @@
-"""Who sees whom: the layout of a packed run, the mask, the two calls of a group; which prompts a decoding keeps."""
+"""Test which tokens attend to which in a packed batch, and which prompts decoding keeps."""
 
 import random
 
@@ -9,7 +9,10 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayo
 
 
 def random_lengths(seed):
-    """Up to 4 prompts, up to 3 completions of each, many very short: a completion of 1 has no token in the run."""
+    """Return random lengths of up to 4 prompts, and of up to 3 completions for each.
+
+    A completion of length 1 has no input token.
+    """
     rng = random.Random(seed)
     prompts = [rng.choice([1, 2, 7, rng.randint(1, 150)]) for _ in range(rng.randint(1, 4))]
     return prompts, [[rng.choice([1, 2, rng.randint(1, 90)]) for _ in range(rng.randint(0, 3))] for _ in prompts]
@@ -21,7 +24,7 @@ def qkv(tokens, seed=0, heads=(4, 2, 2), dim=16):
 
 
 def masked_softmax(q, k, v, mask):
-    """Attention by its formula, (N, H, D): every query against every key, those it does not see at -inf."""
+    """Compute attention (N, H, D) by its formula, where masked scores are -inf."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
@@ -29,9 +32,9 @@ def masked_softmax(q, k, v, mask):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mask_is_the_rule(seed):
-    """Against the rule written down from lengths, pair by pair."""
+    """Compare the mask with the rule for each pair of tokens."""
     prompts, completions = random_lengths(seed)
-    tokens = []  # (group, completion or None, index in its span) of each token of the run
+    tokens = []  # (group, completion or None for the prompt, index in it) of each token
     for group, (length, rows) in enumerate(zip(prompts, completions, strict=True)):
         tokens += [(group, None, t) for t in range(length)]
         for row, n in enumerate(rows):
@@ -44,8 +47,8 @@ def test_the_mask_is_the_rule(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_two_calls_are_the_masked_softmax(seed):
-    """Values and gradients."""
+def test_group_attention_equals_masked_attention(seed):
+    """Compare the values and gradients of GroupAttention with attention under the full mask."""
     layout = GroupLayout(*random_lengths(seed))
     inputs = [x.requires_grad_() for x in qkv(layout.num_tokens, seed)]
     upstream = qkv(layout.num_tokens, seed + 100)[0]
@@ -56,8 +59,8 @@ def test_the_two_calls_are_the_masked_softmax(seed):
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
-def test_a_prompt_leaves_a_decoding_with_its_last_row():
-    """What a decoding computes is compared by test_generate.py and test_tool_sampler.py."""
+def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
+    """The values of decoding are tested in test_generate.py and test_tool_sampler.py."""
     prefill = GroupAttention(GroupLayout([5, 9], [[], []]), keep_keys=True)
     prefill(0, *qkv(14))
     decoding = DecodeAttention(prefill, torch.tensor([0, 0, 1]), 3, torch.zeros(2))
@@ -69,7 +72,7 @@ def test_a_prompt_leaves_a_decoding_with_its_last_row():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gradients_on_a_gpu():
-    """bfloat16 there against float64 here."""
+    """Compare bfloat16 on the GPU with float64 on the CPU."""
     prompts = [300, 130]
     completions = [[40, 200, 1], [90]]
     exact = GroupLayout(prompts, completions)

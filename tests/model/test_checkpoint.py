@@ -1,4 +1,4 @@
-"""Checkpoints both ways with transformers, and what is wrong with a folder is said by name."""
+"""Test that model folders load here and in transformers, and that faulty folders are refused."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from minivlmrl.tasks import shapes
 import tiny
 
 RECIPE_MODEL = "recipes/shapes_model.json"
-# what a folder of the hub has beside the weights, with a chat template and stop ids of its own
+# files of a folder on the Hub besides the weights, with its own chat template and stop ids
 FOREIGN = {
     "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
     "generation_config.json": b'{"do_sample": true, "eos_token_id": [7, 8], "repetition_penalty": 1.05}',
@@ -41,7 +41,7 @@ FOREIGN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint as train.py writes it."""
+    """Save a checkpoint as train.py does, and return its folder."""
     model, processor = random_model(RECIPE_MODEL, shapes.tokenizer(), seed=0)
     path = tmp_path_factory.mktemp("run") / "checkpoint"
     save_model(path, tiny.telling_weights(model), processor)
@@ -60,8 +60,12 @@ def processor():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_weights(model_type):
-    """A linear map keeps the spread of its input; what L layers add to a residual adds up to that of one; norms scale
-    by 1, biases are 0, and heads with a memory forget half after 0.4 to 700 tokens."""
+    """Check the distribution of random weights.
+
+    Linear layers keep the standard deviation of their input, and the L layers of a residual
+    stream add as much as one. Norms scale by 1, biases are 0, and the states of recurrent heads
+    decay to one half after 0.4 to 700 tokens.
+    """
     model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
     build.initialize(model, torch.Generator().manual_seed(0))
     maps = 0
@@ -82,8 +86,10 @@ def test_random_weights(model_type):
             spread = 0.02 if "embed_tokens" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
             ends = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
             if "merger" not in name and any(part in name for part in ends):
-                spread /= (2 * (4 if "visual" in name else 3)) ** 0.5  # attention and MLP of each layer add
-            error = 4 / parameter.numel() ** 0.5  # four standard errors of a mean, more of a spread
+                # attention and MLP of each layer add to the residual stream
+                spread /= (2 * (4 if "visual" in name else 3)) ** 0.5
+            # four standard errors of the mean, and more than that of the standard deviation
+            error = 4 / parameter.numel() ** 0.5
             assert abs(parameter.mean() / spread) < error and abs(parameter.std() / spread - 1) < error, name
             maps += 1
     assert maps > 40
@@ -101,7 +107,7 @@ def edit_weights(path, change):
 
 @pytest.mark.parametrize(("tied", "most"), [(True, 10**9), (False, 40_000)], ids=["tied, one file", "untied, shards"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, most, oracle):
+def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor, model_type, tied, most, oracle):
     model = tiny.model(tied, model_type=model_type)
     save_model(tmp_path / "saved", model, processor, max_shard_size=most)
     assert (tmp_path / "saved" / INDEX).exists() == (most == 40_000)
@@ -114,8 +120,8 @@ def test_what_we_save_loads_in_transformers_with_equal_logits(tmp_path, processo
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_tower_turns_by_the_theta_of_the_folder(tmp_path, processor, model_type, oracle):
-    """In a folder of ours, and in that of transformers, which has it in rope_parameters."""
+def test_the_rope_theta_of_the_tower_is_read_from_the_folder(tmp_path, processor, model_type, oracle):
+    """The theta is read from our folders, and from rope_parameters in folders of transformers."""
     config = tiny.config(model_type=model_type)
     config.vision_config = replace(config.vision_config, rope_theta=100.0)
     save_model(tmp_path / "ours", tiny.model_of(config), processor)
@@ -130,8 +136,8 @@ def test_the_tower_turns_by_the_theta_of_the_folder(tmp_path, processor, model_t
         load_model(tmp_path / "theirs")
 
 
-def test_a_saved_processor_and_model_go_together_in_transformers(folder, transformers, oracle, monkeypatch):
-    """From the picture and the words on: their tokenizer, chat template and image processor on what we saved."""
+def test_a_saved_processor_and_model_work_in_transformers(folder, transformers, oracle, monkeypatch):
+    """Tokenizer, chat template and image processor of transformers agree on a saved folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = load_processor(folder)
     ours = load_model(folder)
@@ -141,7 +147,7 @@ def test_a_saved_processor_and_model_go_together_in_transformers(folder, transfo
     messages = [user([IMAGE_PART, text("What?")])]
     laid_out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert laid_out == "".join(chat_template.render(messages))
-    assert processor.template is None  # so that training uses the template of chat_template.py
+    assert processor.template is None  # training then uses the template of chat_template.py
     images = transformers.AutoImageProcessor.from_pretrained(folder)
     assert (images.patch_size, images.merge_size) == (7, 2)
     monkeypatch.setattr(tiny, "IMAGE", ours.config.image_token_id)
@@ -162,20 +168,21 @@ def test_shards_are_filled_up_to_the_limit(tmp_path, processor):
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 40_000
 
 
-def test_a_fine_tune_keeps_the_files_of_the_folder_it_began_with(copy, tmp_path):
+def test_a_fine_tuned_folder_keeps_the_files_of_its_base(copy, tmp_path):
     for name, content in FOREIGN.items():
         (copy / name).write_bytes(content)
     (copy / "README.md").write_text("A card of another model")
-    tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"  # not as we would write it
+    # formatted differently than by save_model
+    tokenizer = (copy / "tokenizer.json").read_bytes() + b"\n \n"
     (copy / "tokenizer.json").write_bytes(tokenizer)
     model = load_model(copy)
     processor = load_processor(copy, max_pixels=56 * 56)
-    shutil.rmtree(copy)  # whatever happens to it until the run ends
+    shutil.rmtree(copy)  # the folder may be deleted during the run
     save_model(tmp_path / "saved", model, processor)
     assert {name: (tmp_path / "saved" / name).read_bytes() for name in FOREIGN} == FOREIGN
     assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == tokenizer
     assert not (tmp_path / "saved" / "README.md").exists()
-    # but the settings that it was trained with are ours to write
+    # settings used in training are written by us
     assert json.loads((tmp_path / "saved" / "preprocessor_config.json").read_text())["max_pixels"] == 56 * 56
 
 
@@ -191,18 +198,21 @@ def write_template(path, template):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_folders_chat_template_is_used_and_kept_wherever_it_stands(copy, tmp_path, file):
-    """With a control token that only this folder has, and another template in each file that is read later."""
+def test_the_chat_template_is_read_from_any_file_and_kept(copy, tmp_path, file):
+    """The template has a control token of this folder.
+
+    Files that are read later contain other templates.
+    """
     added = json.loads((copy / "tokenizer.json").read_text())["added_tokens"]
     note = added[0] | {"id": len(shapes.tokenizer()), "content": "<|note|>"}
     edit_json(copy / "tokenizer.json", added_tokens=[*added, note])
     edit_json(copy / "config.json", vocab_size=note["id"] + 1)
     edit_weights(copy, lambda w: w.update({name: torch.cat([w[name], w[name][:1]]) for name in VOCABULARY & set(w)}))
     settings = json.loads((copy / "preprocessor_config.json").read_text())
-    if file == "processor_config.json":  # as transformers 5 writes a folder
+    if file == "processor_config.json":  # transformers 5 writes this file
         (copy / "preprocessor_config.json").unlink()
         (copy / file).write_text(json.dumps({"image_processor": settings}))
-    (copy / "chat_template.jinja").unlink()  # ours
+    (copy / "chat_template.jinja").unlink()  # written by save_model
     write_template(copy / file, "<|note|>{{ messages[0].content }}<|im_end|>")
     for later in FILES[FILES.index(file) + 1 :]:
         write_template(copy / later, "another")
@@ -236,8 +246,10 @@ def test_a_model_and_a_processor_that_do_not_fit_are_refused(copy, file, changes
 
 
 def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
-    """Some folders store it as well. If it differs, only the folder's author knows what is meant: transformers 4 drops
-    it, transformers 5 uses it."""
+    """A stored head that equals the embeddings is accepted.
+
+    One that differs is refused, because transformers 4 ignores it and transformers 5 uses it.
+    """
     folder = tmp_path / "tied"
     model = tiny.model(tied=True)
     save_model(folder, model, processor)
@@ -250,7 +262,8 @@ def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
     edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 0.01}))
     with pytest.raises(ValueError, match=r"tie_word_embeddings to true, but the stored lm_head\.weight differs "):
         load_model(folder)
-    edit_json(folder / "config.json", tie_word_embeddings=False)  # the advice for the one meaning
+    # one of the two fixes that the error suggests
+    edit_json(folder / "config.json", tie_word_embeddings=False)
     assert torch.equal(load_model(folder).lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
 
 
@@ -259,14 +272,15 @@ def test_dtype_of_the_parameters(copy, stored):
     model = load_model(copy).to(getattr(torch, stored))
     save_model(copy, model, load_processor(copy))
     by_default = load_model(copy)
-    assert {p.dtype for p in by_default.parameters()} == {getattr(torch, stored)}  # as config.json says
+    # the default is the dtype in config.json
+    assert {p.dtype for p in by_default.parameters()} == {getattr(torch, stored)}
     for asked in (torch.float32, torch.bfloat16):
         loaded = dict(load_model(copy, asked).named_parameters())
         assert all(torch.equal(loaded[name], p.to(asked)) for name, p in model.named_parameters())
 
 
-def test_every_parameter_is_memory_of_its_own_and_trainable(copy):
-    """Not a view of the file, which another program may overwrite, nor of another parameter."""
+def test_every_parameter_has_its_own_memory_and_is_trainable(copy):
+    """No parameter is a view of another, or of the file, which another program may overwrite."""
     model = load_model(copy)
     assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
     assert all(p.requires_grad and p.is_leaf and not p.is_meta for p in model.parameters())
@@ -277,14 +291,15 @@ def test_every_parameter_is_memory_of_its_own_and_trainable(copy):
 
 
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16], ids=str)
-def test_loading_never_holds_more_of_the_file_than_one_tensor(copy, monkeypatch, asked):
-    """As stored and cast: when a tensor is read, what was read before it is gone or a parameter of its own."""
+def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
+    """Before a tensor is read, the previous one is freed or has become a parameter."""
     views = []
     read_tensors = checkpoint.read_tensors
 
     def watched(file):
         for name, tensor in read_tensors(file):
-            assert sum(view() is not None for view in views) <= 1, name  # the loop's own variable
+            # the variable of the loop still holds one tensor
+            assert sum(view() is not None for view in views) <= 1, name
             views.append(weakref.ref(tensor))
             yield name, tensor
             del tensor
@@ -297,15 +312,15 @@ def test_loading_never_holds_more_of_the_file_than_one_tensor(copy, monkeypatch,
 
 @pytest.fixture
 def shards(copy):
-    """The files of the same folder's weights, in shards."""
+    """Save the weights of the folder in shards, and return the files."""
     save_model(copy, load_model(copy), load_processor(copy), max_shard_size=300_000)
     return sorted(copy.glob("model-*"))
 
 
-def test_a_tensor_that_is_there_twice_is_refused(copy, shards):
+def test_a_tensor_that_occurs_twice_is_refused(copy, shards):
     first, *_, last = shards
     weights, name = load_file(last), next(name for name in load_file(first) if name.startswith("visual."))
-    for again in (name, f"model.{name}"):  # two names of one tensor
+    for again in (name, f"model.{name}"):  # the same tensor under two names
         save_file(weights | {again: load_file(first)[name]}, last, {"format": "pt"})
         with pytest.raises(ValueError, match=f"{last.name}: the tensor {name} occurs twice"):
             load_model(copy)
@@ -331,13 +346,13 @@ NORM = "visual.merger.ln_q.weight"
     (lambda w: w.update({NORM: w[NORM].long()}), f"{NORM} is torch.int64, but quantised"),
     (lambda w: w[NORM].__setitem__(1, torch.nan), f"tensor {NORM} contains NaN or infinite values"),
 ], ids=["missing", "unexpected", "shape", "integers", "not a number"])  # fmt: skip
-def test_a_wrong_tensor_is_named(copy, change, says):
+def test_wrong_tensors_are_refused(copy, change, says):
     edit_weights(copy, change)
     with pytest.raises(ValueError, match=says):
         load_model(copy)
 
 
-def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bits_is_finite(copy):
+def test_infinite_values_are_found_before_quantisation(copy):
     name = "model.layers.0.mlp.up_proj.weight"
     checkpoint.check_loaded(torch.full((70_000,), 1.0, dtype=torch.float16), name, copy)
     edit_weights(copy, lambda weights: weights[name][0].fill_(torch.inf))
@@ -349,12 +364,12 @@ def test_a_number_that_is_not_finite_is_found_below_nf4_and_a_large_sum_of_16_bi
     ("config.json", None, "config.json: this file is missing"),
     ("config.json", b'{"model_type": "llama"}', "copy/config.json: model_type is 'llama'"),
     ("model.safetensors", None, "model.safetensors does not exist"),
-    # at once, without memory for it
+    # huge sizes are refused without allocating memory
     ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1000000000, but it must be in \[1, 1000\]"),
     ("config.json", {"vocab_size": 10**18}, r"vocab_size is 1000000000000000000, but it must be in \[1, 1e9\]"),
     ("config.json", {"torch_dtype": "int8"}, "torch_dtype is 'int8', but it must be 'float32', "),
 ])  # fmt: skip
-def test_a_broken_file_is_named(copy, file, content, says):
+def test_broken_files_are_refused(copy, file, content, says):
     if isinstance(content, dict):
         edit_json(copy / file, **content)
     else:
@@ -365,13 +380,13 @@ def test_a_broken_file_is_named(copy, file, content, says):
         load_model(copy)
 
 
-def test_a_license_that_is_a_link_out_of_the_folder_is_not_copied(copy, tmp_path):
-    """Into every checkpoint, which may be published: a folder of someone else could link to any file of yours."""
+def test_a_license_that_links_to_another_folder_is_refused(copy, tmp_path):
+    """Links could copy any file of this machine into a checkpoint, which may be published."""
     (tmp_path / "secret").write_text("key")
     (copy / "LICENSE").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"LICENSE is a link to .*secret, outside its folder. Replace the link"):
         load_processor(copy)
-    (tmp_path / "blobs").mkdir()  # as in a cache of the hub
+    (tmp_path / "blobs").mkdir()  # links as in the cache of the Hub
     (tmp_path / "secret").rename(tmp_path / "blobs" / "1234")
     (copy / "LICENSE").unlink()
     (copy / "LICENSE").symlink_to("../blobs/1234")
@@ -379,7 +394,7 @@ def test_a_license_that_is_a_link_out_of_the_folder_is_not_copied(copy, tmp_path
 
 
 def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):
-    """Its count of tokens may be right; the model would fail with an IndexError when a text has that word."""
+    """The count of tokens may be right, but the model would raise IndexError for such an id."""
     content = json.loads((copy / "tokenizer.json").read_text())
     content["model"]["vocab"]["zz"] = 9000
     (copy / "tokenizer.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""The table: every form in which a folder of the four families is found loads, with the logits of transformers."""
+"""Test that folders load in every published layout, with the logits of transformers."""
 
 import json
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 
 from oracle import CLASSES, EAGER, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
-TOLERANCE = 1e-13  # largest difference of a logit, as a share of the largest logit
-ROWS = [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)]]  # two images, text, one image: one batch
+TOLERANCE = 1e-13  # largest difference of a logit, relative to the largest logit
+ROWS = [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)]]  # one batch: two images, no image, one image
 
 
 @dataclass
 class Source:
-    """A model of transformers, and what its folder can be written from."""
+    """A model of transformers, and the contents from which its folder is written."""
 
     configs: dict[str, dict]  # content of config.json: "published" (Qwen3-VL's is nested too), or "nested" by 5.23
-    weights: dict[str, torch.Tensor]  # by hub names
+    weights: dict[str, torch.Tensor]  # keys are the names on the Hub
     rows: list  # prompts
-    logits: list[torch.Tensor]  # of transformers, for each of them
+    logits: list[torch.Tensor]  # logits of transformers for each prompt
 
 
 @pytest.fixture(
@@ -62,7 +62,7 @@ def source(request, tmp_path_factory):
 
 
 def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
-    """A folder in one of the forms of the table."""
+    """Write a model folder in one of the layouts."""
     (folder / "config.json").write_text(json.dumps(source.configs[form]))
     weights = {module_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
     if not shards:

@@ -1,4 +1,4 @@
-"""config.json of the hub's models and of transformers, old and new: what is read, what is written, what is refused."""
+"""Test how config.json is read and written, for models on the Hub and files of transformers."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ RECORDS = {v: json.loads((RECORDED / f"checkpoints_transformers_{v}.json").read_
 
 
 @pytest.mark.parametrize("size", SIZES | QWEN3_SIZES)
-def test_the_hubs_sizes_have_the_known_number_of_parameters_and_tensors(size):
+def test_models_on_the_hub_have_the_known_number_of_parameters(size):
     config = ModelConfig.from_dict(real_config(size))
     with torch.device("meta"):
         model = FAMILIES[config.model_type].model(config)
@@ -32,8 +32,8 @@ def test_the_hubs_sizes_have_the_known_number_of_parameters_and_tensors(size):
 
 @pytest.mark.parametrize("size", ["Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "Qwen2-VL-2B"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_hubs_configs_are_read_from_what_older_versions_made_of_them(version, size):
-    """Of these are the folders of most fine-tunes: 4.49 leaves out what its classes have by default."""
+def test_configs_saved_by_older_transformers_are_read(version, size):
+    """Most fine-tuned folders have such files. Version 4.49 leaves out default values."""
     ours = [ModelConfig.from_dict(content) for content in (real_config(size), RECORDS[version]["configs"][size])]
     for config in ours:
         config.extra = {}
@@ -41,7 +41,7 @@ def test_the_hubs_configs_are_read_from_what_older_versions_made_of_them(version
 
 
 def test_the_top_level_decides_whether_the_head_is_tied():
-    """transformers 5 repeats the key inside text_config, with its class default."""
+    """transformers 5 repeats tie_word_embeddings inside text_config, with its class default."""
     nested = {"tie_word_embeddings": True, "text_config": {**tiny.RUN_MODEL, "tie_word_embeddings": False}}
     config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
     assert ModelConfig.from_dict(config).tie_word_embeddings
@@ -55,7 +55,7 @@ def test_mrope_section_counts_inside_rope_scaling_alone():
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_written_config_has_fields_of_its_own_family_alone(model_type):
+def test_a_written_config_has_only_fields_of_its_family(model_type):
     config = tiny.config(model_type=model_type).to_dict()
     text = config.get("text_config", config)
     recurrent = [name for name in text if name.startswith("linear_") or name == "full_attention_interval"]
@@ -66,7 +66,8 @@ def test_a_written_config_has_fields_of_its_own_family_alone(model_type):
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 SHARED = ("head_dim", "rms_norm_eps", "attention_bias")
 LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
-NEWER = {  # fields of the text, and what some files of it say
+# names of text fields, some values of the text, of its rope and of the tower
+NEWER = {
     "qwen3_vl": ((*SHARED, "max_position_embeddings"), {"head_dim": 16}, {}, {"deepstack_visual_indexes": [1]}),
     "qwen3_5": (
         (*SHARED, "eos_token_id", *(f"linear_{name}" for name in LINEAR)),
@@ -87,7 +88,7 @@ def equal_towers(ours, theirs, model_type):
         assert (list(found) == list(expected)) if isinstance(found, tuple) else found == expected, name
 
 
-def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
+def test_default_values_are_those_of_transformers(transformers):
     text = {name: value for name, value in tiny.RUN_MODEL.items() if name not in ("vision_config", "rms_norm_eps")}
     towers = {"qwen2_5_vl": {"out_hidden_size": 32}, "qwen2_vl": {"hidden_size": 32}}
     for model_type, said in itertools.product(towers, ({}, {"rope_theta": 7e5})):
@@ -97,14 +98,15 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(transformers):
         assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
         assert ours.partial_rotary_factor == theirs.text_config.rope_parameters.get("partial_rotary_factor", 1.0)
         equal_towers(ours, theirs, model_type)
-    width, ratio = theirs.vision_config.embed_dim, theirs.vision_config.mlp_ratio  # as Qwen2-VL calls them
+    # Qwen2-VL's names of these fields
+    width, ratio = theirs.vision_config.embed_dim, theirs.vision_config.mlp_ratio
     assert (ours.vision_config.hidden_size, ours.vision_config.intermediate_size) == (width, width * ratio)
 
 
 @pytest.mark.parametrize("little", [True, False])
 @pytest.mark.parametrize("model_type", NEWER)
-def test_what_a_newer_config_leaves_out_is_what_transformers_takes(model_type, little, transformers):
-    """Also what transformers itself writes: rope_parameters, dtype."""
+def test_default_values_of_newer_families_are_those_of_transformers(model_type, little, transformers):
+    """Files that transformers writes, with rope_parameters and dtype, are read too."""
     names, said, rope, vision = NEWER[model_type]
     text = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"vocab_size": 300, "intermediate_size": 96}
@@ -134,7 +136,11 @@ def field_of(config: ModelConfig, name: str):
 
 
 def changed(path: str, value) -> dict:
-    """The config of a tiny model, "family/section.name" or of Qwen2.5-VL, with a value replaced; `...` takes it out."""
+    """Return the config of a tiny model with one value replaced.
+
+    The path is "family/section.name", where the family is qwen2_5_vl by default. `...` removes
+    the value.
+    """
     family, _, path = path.rpartition("/")
     config = json.loads(json.dumps(tiny_config(family or "qwen2_5_vl", tied=False)))
     *inside, name = path.split(".")
@@ -147,7 +153,7 @@ def changed(path: str, value) -> dict:
     return config
 
 
-# of config.json of Qwen3.6-27B and Qwen3.8-27B, as people have quoted it, beside output_gate_type
+# values of config.json of Qwen3.6-27B and Qwen3.8-27B as quoted in public, besides output_gate_type
 SAME = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
 SAME |= {"head_dim": 256, "intermediate_size": 17408, "vocab_size": 248320, "full_attention_interval": 4}
 SAME |= {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128, "rope_theta": 1e7}
@@ -155,8 +161,8 @@ SAME |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "partial_rot
 SAME |= {"mrope_section": (11, 11, 10), "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
 
-def test_newer_models_have_the_config_of_qwen3_5():
-    """Qwen3.6-27B and Qwen3.8-27B say besides which gate their recurrent layers have: that which Qwen3.5's have."""
+def test_qwen3_6_and_3_8_are_read_as_qwen3_5():
+    """Qwen3.6-27B and Qwen3.8-27B also name the gate of their recurrent layers, as in Qwen3.5."""
     config = real_config("Qwen3.5-27B")
     ours = ModelConfig.from_dict(config)
     config["text_config"]["output_gate_type"] = "swish"
@@ -192,7 +198,7 @@ NO_OTHER += "other mixtures of experts and qwen4_exp are not supported"
     ("qwen3_vl_moe/text_config.norm_topk_prob", False, "norm_topk_prob is False, but it must be True"),
     ("vision_config.window_size", 27, "vision_config.window_size is 27, but it must be 28 or more"),
 ])  # fmt: skip
-def test_what_no_model_of_ours_computes_is_named(path, value, says):
+def test_unsupported_values_are_refused(path, value, says):
     with pytest.raises(ValueError) as error:
         ModelConfig.from_dict(changed(path, value), "FOLDER/config.json")
     assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
@@ -206,8 +212,8 @@ def keys(config: dict, before: str = ""):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_any_value_of_any_key_is_read_or_refused_in_one_line(model_type):
-    """Without gigabytes for a huge one. Values that make no difference make one model."""
+def test_any_value_of_any_key_is_read_or_refused(model_type):
+    """Huge values must not allocate gigabytes. Only configs that differ are built."""
     build = partial(random_model, tokenizer=train_tokenizer([], 0), seed=0)
     built = set()
     for key in keys(tiny_config(model_type, tied=False)):

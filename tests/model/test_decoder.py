@@ -1,4 +1,4 @@
-"""The model against transformers 5.23: logits and gradients."""
+"""Compare logits and gradients of the models with transformers 5.23."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ pytest.importorskip("transformers", reason="oracle missing: pip install transfor
 
 from oracle import in_float64, saved_pair, their_inputs, worst_difference
 
-# ragged windows, several images in a row of text, a text-only row
+# image sizes that do not fill whole windows, several images in one row, and a row without images
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
-# videos of several time steps, alone and beside images
+# videos with several time steps, alone and next to images
 VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4, 6, 6)]]
 
 
@@ -31,7 +31,7 @@ VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4,
     ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL untied", "Qwen3-VL tied", "Qwen3.5"],
 )
 def pair(request, tmp_path_factory):
-    """transformers' model with telling weights, and ours read from the folder that transformers wrote; in float64."""
+    """Return transformers' model with telling weights, and ours loaded from its folder."""
     with pytest.MonkeyPatch.context() as patch:
         in_float64(patch, request.param[0])
         yield saved_pair(tmp_path_factory.mktemp("checkpoint"), *request.param, torch.float64)
@@ -51,11 +51,15 @@ def have_equal_gradients(ours, theirs):
     for name, p in ours.named_parameters():
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
         assert difference <= 1e-12, f"{name}: {difference:.1e}"
-    assert not expected  # every parameter of theirs was compared
+    assert not expected  # every parameter of transformers was compared
 
 
 def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
-    """transformers computes the single rows, given positions: its own of videos are wrong in 5.23, see test_rope.py."""
+    """transformers computes the single rows with our positions.
+
+    Version 5.23 computes wrong positions for videos, see test_rope.py.
+
+    """
     theirs, ours = pair
     rows = prompts(4, VIDEO_ROWS)
     generator = torch.Generator().manual_seed(4)
@@ -75,7 +79,7 @@ def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
     have_equal_gradients(ours, theirs)
 
 
-def test_states_of_selected_tokens_and_of_known_images_are_those_of_the_whole_run():
+def test_selected_tokens_and_cached_image_embeddings_give_equal_states():
     ours = tiny.model(dtype=torch.float64)
     batch = pack(prompts(), [[] for _ in ROWS], ours.config)
     expected = ours(batch)

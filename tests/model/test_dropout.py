@@ -1,4 +1,4 @@
-"""Dropout: PEFT's products and gradients, what a mask depends on, and where there is none."""
+"""Test dropout of adapters against PEFT, what its masks depend on, and where it is off."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5])
-def test_a_share_p_is_0_and_the_mean_stays(p):
-    """Of a million values; and those of another seed are others."""
+def test_a_fraction_p_is_0_and_the_mean_is_unchanged(p):
+    """A fraction p of a million values is 0, and masks of different seeds are uncorrelated."""
     x = torch.ones(1000, 1000, dtype=torch.float64)
     found = drop(p, 5, x)
     assert found.unique().tolist() == [0, pytest.approx(1 / (1 - p))]
@@ -27,8 +27,8 @@ def test_a_share_p_is_0_and_the_mean_stays(p):
     assert abs(product.mean().item()) < 5 / 1000
 
 
-def test_a_layer_is_pefts():
-    """In float64 with the same mask: what it computes and its gradients."""
+def test_a_layer_with_dropout_matches_peft():
+    """Outputs and gradients of a layer match PEFT's in float64, with the same mask."""
     layer, _, x = check_peft(0.4, lambda x: drop(0.4, 1, x))
     with_it = layer(x)
     layer.drop = None
@@ -36,7 +36,7 @@ def test_a_layer_is_pefts():
 
 
 def mask(model, key, name=LAYER):
-    """What a layer keeps of six inputs."""
+    """Return which values of six inputs a layer keeps."""
     layer = adapters(model)[name]
     with dropout(model, 0.5, key):
         return layer.drop(torch.ones(6, layer.in_features)) > 0
@@ -50,7 +50,7 @@ def test_a_mask_depends_on_the_key_and_the_layer():
         assert 0.3 < (first == other).float().mean() < 0.7
 
 
-def test_there_is_none_outside_and_none_of_0():
+def test_dropout_is_off_outside_its_context_and_with_probability_0():
     model = adapted()
     plain = loss(model)
     with dropout(model, 0.0, "0"):
@@ -73,7 +73,7 @@ def test_recomputed_blocks_have_the_same_masks():
 
 
 def test_masks_of_a_run(stage):
-    """They depend on seed, stage, step, micro-batch and rank."""
+    """Masks depend on seed, stage, step, micro-batch and rank."""
     trainer = stage("sft", *DROPOUT).trainer
     layer = adapters(trainer.trained)[LAYER]
     device = trainer.world.device
@@ -90,8 +90,8 @@ def test_masks_of_a_run(stage):
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_only_what_is_trained_has_it(stage, samples, name):
-    """Completions, their old log-probabilities and the reference's are those of the policy without."""
+def test_dropout_applies_only_to_the_training_forward(stage, samples, name):
+    """Completions, old log-probabilities and the reference's are computed without dropout."""
     run = stage(name, *DROPOUT, f"--{name}.{'beta' if name == 'grpo' else 'kl_coef'}=0.1", "--grpo.num_iterations=2")
     run.go(2 if name == "grpo" else 4)
     first = run.next()[0]

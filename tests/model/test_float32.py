@@ -1,4 +1,4 @@
-"""What runs in float32 while layers compute in bfloat16: the table of docs/memory.md, held against a step of GRPO."""
+"""Compare the float32 operations in the table of docs/memory.md with a step of GRPO in bfloat16."""
 
 import re
 from collections import defaultdict
@@ -14,7 +14,7 @@ WIDE = {torch.float32, torch.float64}
 
 
 class Results(TorchDispatchMode):
-    """Notes the dtypes of what each operation returns."""
+    """Records the result dtypes of each operation."""
 
     def __init__(self):
         super().__init__()
@@ -28,13 +28,13 @@ class Results(TorchDispatchMode):
 
 
 def rows():
-    """(dtype, operations) of each row of the table that names operations."""
+    """Return (dtype, operations) for each row of the table that names operations."""
     section = PAGE.read_text().partition("## What runs in float32")[2].partition("\n## ")[0]
     cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
     return [(row[1].strip(), re.findall(r"`(\w+)`", row[2])) for row in cells if "`" in row[2]]
 
 
-def test_the_table_of_what_runs_in_float32(stage):
+def test_the_table_of_float32_operations(stage):
     run = stage("grpo", "--grpo.beta=0.1", dtype=torch.bfloat16)
     with Results() as results:
         [metrics] = run.go(1)

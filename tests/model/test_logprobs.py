@@ -1,4 +1,4 @@
-"""The group forward against separate rows, in float64: same log-probabilities, same gradients, less work."""
+"""Compare log-probabilities and gradients of a packed group with separate rows, in float64."""
 
 import pytest
 import torch
@@ -8,12 +8,13 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 import tiny
 from tiny import pack
 
-# ragged prompts: one image, two of other sizes, text only, one of the first's length to share its bucket, a video
+# prompts of different lengths: one image, two of other sizes, no image, an image of the first's
+# size, a video
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)], [(3, 4, 6)]]
 
 
 def groups(num_generations):
-    """Prompts, and for each of them completions of different lengths."""
+    """Return prompts, and completions of different lengths for each of them."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in GRIDS]
     lengths = torch.randint(1, 9, (len(prompts), num_generations), generator=generator).tolist()
@@ -21,7 +22,7 @@ def groups(num_generations):
 
 
 def scored(model, values, weights):
-    """Log-probabilities and entropies (2, tokens), and the gradients of their weighted sum."""
+    """Return log-probabilities and entropies (2, tokens), and gradients of their weighted sum."""
     gradients = torch.autograd.grad((values * weights).sum(), list(model.parameters()))
     return [values.detach(), *gradients]
 
@@ -35,7 +36,10 @@ def assert_equal(actual, expected, tolerance=1e-12):
     (1, {}), (6, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
 ], ids=str)  # fmt: skip
 def test_one_group_equals_separate_rows(num_generations, kind):
-    """Every completion alone with its own copy of the prompt and its images; gradients reach the vision tower."""
+    """Separate rows have their own copies of prompt and images.
+
+    Gradients reach the vision tower.
+    """
     model = tiny.model(**kind, dtype=torch.float64)
     prompts, completions = groups(num_generations)
     batches = [pack(prompts, completions, model.config)]
@@ -51,7 +55,7 @@ def test_one_group_equals_separate_rows(num_generations, kind):
 
 
 @pytest.mark.parametrize("temperature", [(), (0.7,)], ids=["1 by default", "0.7"])
-def test_the_fused_calls_equal_their_definition(temperature):
+def test_the_fused_functions_equal_their_definition(temperature):
     model = tiny.model(dtype=torch.float64)
     batch = pack(*groups(3), model.config)
     weights = torch.tensor([[1.0], [0.3]])

@@ -1,4 +1,4 @@
-"""LoRA: a layer and its gradients against PEFT's, what is chosen, copies."""
+"""Test LoRA: a layer and its gradients against PEFT, selected layers, and copies of adapters."""
 
 import copy
 
@@ -18,7 +18,7 @@ EVERYTHING = ["language", "vision", "merger"]
 
 
 def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
-    """A model with adapters, whose B are not 0."""
+    """Return a model with adapters. If lively, their B matrices are not 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
     inject_adapters(model, LoRAOptions(r=r, alpha=8.0, target=list(target)))
     init_adapters(model, 0)
@@ -39,7 +39,10 @@ def loss(model):
 
 
 def check_peft(p=0.0, drop=None):
-    """Hold one layer in float64 against PEFT's: what it computes and its gradients; returns both and their input."""
+    """Compare outputs and gradients of a layer with PEFT's in float64.
+
+    Return our layer, PEFT's model and their input.
+    """
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     torch.manual_seed(4)
     theirs = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
@@ -62,12 +65,12 @@ def check_peft(p=0.0, drop=None):
     return layer, theirs, x
 
 
-def test_a_layer_is_pefts():
+def test_a_layer_matches_peft():
     layer, theirs, _ = check_peft()
     torch.testing.assert_close(layer.plain_weight(), theirs.merge_and_unload()[0].weight, rtol=1e-12, atol=1e-12)
 
 
-def test_new_adapters_change_nothing_and_are_drawn_as_pefts():
+def test_new_adapters_change_nothing_and_are_initialised_as_in_peft():
     plain = tiny.model()
     model = adapted(dtype=torch.float32, lively=False)
     with torch.no_grad():
@@ -93,12 +96,15 @@ def test_a_target_without_layers_is_refused(target, says):
         adapted([target])
 
 
-def test_a_copy_of_adapters_computes_as_they_were():
-    """As often as it is asked; the model has its own back afterwards, also after an error; older graphs stay."""
+def test_swapped_parameters_restore_earlier_adapters():
+    """The saved adapters can be swapped in repeatedly.
+
+    Afterwards, also after an error, the model has its own adapters again. Older graphs stay valid.
+    """
     model = adapted()
     before = loss(model).detach()
     kept = SwappedParameters(model, [name for name, _ in model.named_parameters() if is_adapter(name)])
-    assert len(list(kept.parameters())) == len(adapter_parameters(model)) > 0  # the base is no part of it
+    assert len(list(kept.parameters())) == len(adapter_parameters(model)) > 0  # without the base
     assert not any(parameter.requires_grad for parameter in kept.parameters())
     for layer in adapters(model).values():
         layer.lora_B.data *= 1.5

@@ -1,4 +1,4 @@
-"""NF4 of a frozen decoder: what is packed, bitsandbytes' bits, products and gradients, runs, merge."""
+"""Test NF4 of a frozen decoder: packed layers, bits of bitsandbytes, gradients, runs and merge."""
 
 import copy
 
@@ -25,8 +25,9 @@ from tests.model.test_lora import adapted, batch, loss
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
-    monkeypatch.setattr(nf4, "dynamic_code", dynamic_code.__wrapped__)  # what is cached has its own linspace
+def test_packed_bits_match_bitsandbytes(fused_linspace, monkeypatch):
+    # the cached code was computed with the original linspace
+    monkeypatch.setattr(nf4, "dynamic_code", dynamic_code.__wrapped__)
     theirs, packed = recorded(), pack_nf4(numbers())
     assert torch.equal(torch.tensor(NF4), torch.tensor(theirs["nf4"]))
     theirs = theirs["nf4 numbers"]
@@ -37,20 +38,24 @@ def test_bits_are_those_of_bitsandbytes(fused_linspace, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (64, 2), (7, 64), (601, 500)])
-def test_any_shape(shape):
-    """A number is off by half the widest gap, 0.152 of its block's largest, and by the scale's 8 bits."""
+def test_the_error_is_bounded_for_any_shape(shape):
+    """The error is at most half the widest gap, 0.152 of the block's largest value.
+
+    The 8 bits of the scale add a small error.
+    """
     weight = torch.randn(shape)
     off = (unpack_nf4(**pack_nf4(weight))[: weight.numel()].view(shape) - weight).abs().max()
     assert off < 0.16 * weight.abs().max()
 
 
-QV = r"model\..*\.[qv]_proj"  # of the paper of LoRA; QLoRA packs the other layers of the decoder too
+# targets of the LoRA paper; QLoRA also quantizes the other layers of the decoder
+QV = r"model\..*\.[qv]_proj"
 FEW = [QV, "merger"]
 
 
 @pytest.fixture(params=[{}, {"model_type": "qwen3_vl", "target": FEW}, {"target": FEW}], ids=str)
 def pair(request):
-    """A quantized model in float64, and one whose weights are plain and the same numbers."""
+    """Return a quantized model in float64, and a plain model with the same unpacked weights."""
     model = adapted(**request.param)
     plain = copy.deepcopy(model)
     before = gather_full_tensor(plain_weights(plain)[UP])
@@ -62,8 +67,11 @@ def pair(request):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_decoder_is_packed_as_bitsandbytes_does(tmp_path, model_type):
-    """The layers that transformers converts, with and without adapters; the tower, which it converts too, stays."""
+def test_the_packed_layers_are_those_of_transformers(tmp_path, model_type):
+    """The packed layers are those that transformers converts in the decoder.
+
+    We do not convert the vision tower.
+    """
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from oracle import saved_pair
     from transformers.quantizers.base import get_keys_to_not_convert
@@ -75,7 +83,8 @@ def test_a_decoder_is_packed_as_bitsandbytes_does(tmp_path, model_type):
     inject_adapters(model, LoRAOptions(r=2, target=FEW, quantize="nf4"))
     packed = {name.removesuffix(".base") for name in packed_layers(model)}
     decoder = {name for name in names if name.startswith("model.") and should_convert_module(name, kept)}
-    experts = {name for name in packed if ".mlp.experts." in name}  # which it does not convert; routers stay
+    # transformers does not convert experts; nobody converts routers
+    experts = {name for name in packed if ".mlp.experts." in name}
     assert bool(experts) == model_type.endswith("moe") and not any(name.endswith("mlp.gate") for name in packed)
     packed -= experts
     names |= {name for name, module in model.named_modules() if name.endswith("mlp.gate")}
@@ -84,7 +93,7 @@ def test_a_decoder_is_packed_as_bitsandbytes_does(tmp_path, model_type):
     assert len(adapters(model)) < len(packed) and kept == ["lm_head"] and "lm_head" not in packed
 
 
-def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
+def test_outputs_and_gradients_equal_those_of_the_unpacked_weights(pair):
     found = []
     for model in pair:
         value = loss(model)
@@ -103,7 +112,7 @@ def test_products_and_gradients_are_those_of_the_unpacked_weights(pair):
 
 
 def test_a_copy_shares_the_packed_base(pair):
-    """A value model of the same base costs adapters and a head."""
+    """A value model on the same base only adds adapters and a head."""
     model, _ = pair
     twin = ValueModel(copy_model(model)).backbone
     theirs = packed_layers(twin)

@@ -1,4 +1,4 @@
-"""The packed batch: where prompts, completions, their positions and their images are in the run."""
+"""Test the packed batch: order of prompts and completions, positions, masks and images."""
 
 import pytest
 import torch
@@ -10,7 +10,10 @@ from tiny import pack
 
 
 def test_the_docstring_example():
-    """A prompt of 3 tokens, completions of 3 and 2: each completion's last token is predicted but not in the run."""
+    """Pack a prompt of 3 tokens with completions of 3 and 2.
+
+    The last token of a completion is predicted, but is not an input.
+    """
     prompt = tiny.prompt(torch.Generator(), [], text=3)
     batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
     assert batch.input_ids.tolist() == [*prompt.input_ids.tolist(), 10, 11, 20]
@@ -19,7 +22,7 @@ def test_the_docstring_example():
 
 
 def test_completion_mask_and_rows_come_from_lengths_not_from_token_ids():
-    """A completion may contain the image token or the pad token: they are text like any other."""
+    """Image and pad tokens in a completion are treated as text."""
     prompt = tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 6)])
     completions = [torch.tensor([tiny.IMAGE, 0, 2, tiny.IMAGE]), torch.tensor([7])]
     batch = pack([prompt], [completions], tiny.config())
@@ -38,16 +41,17 @@ def test_an_empty_completion_is_refused():
 
 
 def micro_batch(mask):
-    """Completions of 3 and 2 tokens, of which `mask` is trained on."""
+    """Return a micro-batch with completions of 3 and 2 tokens, and `mask` as its loss mask."""
     prompt = tiny.prompt(torch.Generator(), [])
     group = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
     return MicroBatch(group, torch.tensor(mask))
 
 
-def test_a_mean_is_over_the_tokens_that_are_trained_on():
-    """(1 + 4 + 16) / 3: tokens of equal weight, whatever row they are in; the mean has no gradient.
+def test_a_mean_counts_only_trained_tokens():
+    """All trained tokens have equal weight, so the mean is (1 + 4 + 16) / 3. It has no gradient.
 
-    A row that is left out, such as a truncated completion, may be alone in its micro-batch: then it is 0.
+    The mean of a micro-batch without trained tokens is 0. This happens if its only row is
+    masked out, for example as a truncated completion.
     """
     part = micro_batch([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
     mean = part.mean(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], requires_grad=True))
@@ -56,7 +60,7 @@ def test_a_mean_is_over_the_tokens_that_are_trained_on():
     assert (part.mean(torch.ones(5)).item(), part.weight) == (0.0, 0.0)
 
 
-def test_what_a_frozen_tower_saw_counts_when_it_saw_all():
+def test_cached_image_embeddings_are_used_if_all_prompts_have_them():
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 2, 2)])]
     prompts[0].vision_embeds = torch.ones(6, 64)

@@ -1,4 +1,4 @@
-"""PEFT both ways: what we save it loads, what it saves we load, with equal logits; what we refuse of its options."""
+"""Test that adapters are exchanged with PEFT in both directions, with equal logits."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def prompts():
 
 
 def base(tmp_path, model_type, tied):
-    """A base as a folder; transformers' model of it."""
+    """Save a base model, and return it as loaded by transformers."""
     model = tiny.model(tied, model_type=model_type)
     save_model(tmp_path / "base", model, Processor(shapes.tokenizer(), ImageProcessor()))
     return CLASSES[model_type].from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
@@ -66,9 +66,9 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("model_type", "tied", "options"), [(*form, OPTIONS[n % 4]) for n, form in enumerate(FORMS)])
-def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
+def test_adapters_saved_by_peft_are_loaded(tmp_path, model_type, tied, options):
     theirs, ours = base(tmp_path, model_type, tied), load_model(tmp_path / "base")
-    torch.manual_seed(7)  # PEFT draws lora_A
+    torch.manual_seed(7)  # PEFT samples lora_A
     theirs = lively(peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, **options))).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     assert worst_difference(theirs, ours, prompts()) > 1e-2
@@ -76,7 +76,7 @@ def test_we_load_what_peft_saves(tmp_path, model_type, tied, options):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
-def test_the_first_end_of_a_name_says_the_alpha(saved):
+def test_the_first_matching_alpha_pattern_counts(saved):
     edit_json(saved / "adapter_config.json", alpha_pattern={"proj": 1, "self_attn.q_proj": 8, "q_proj": 12})
     model = tiny.model()
     load_adapter(model, saved)
@@ -123,7 +123,7 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
     (lambda t: t.update({A: t[A][0, 0].clone()}), r"lora_A \(\).*, but this model needs"),
     (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight is torch.float32, but it must be a float tensor with"),
 ])  # fmt: skip
-def test_a_wrong_tensor_is_named(saved, change, says):
+def test_wrong_tensors_are_refused(saved, change, says):
     tensors = load_file(saved / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, saved / "adapter_model.safetensors")

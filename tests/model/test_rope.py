@@ -1,4 +1,4 @@
-"""M-RoPE positions of text, images and videos, against recorded ones of transformers 4.51.3 and by hand."""
+"""Test M-RoPE positions of text, images and videos, against transformers 4.51.3 and by hand."""
 
 import json
 from pathlib import Path
@@ -31,12 +31,12 @@ def test_image_and_video_tokens_that_do_not_fit_the_grids_are_refused(ids, grids
 
 
 def test_positions_of_a_video():
-    """The docstring's: 0.75 s from step to step at 2 positions a second lands on 0, 1.5 and 3."""
+    """In the docstring's example, steps of 0.75 s at 2 positions per second give 0, 1.5 and 3."""
     ids = torch.tensor([*[tiny.VIDEO] * 6, 7])
     positions = rope.get_rope_index(ids, torch.tensor([[3, 2, 4]]), tiny.config(), torch.tensor([0.75]))
     assert positions.tolist() == [[0, 0, 1, 1, 3, 3, 4], [0] * 6 + [4], [0, 1, 0, 1, 0, 1, 4]]
 
 
-def test_without_seconds_a_video_has_one_second_a_step():
+def test_without_seconds_a_video_has_one_second_per_step():
     ids, grids = torch.tensor([tiny.VIDEO] * 4), torch.tensor([[2, 2, 4]])
     assert rope.get_rope_index(ids, grids, tiny.config())[0].tolist() == [0, 0, 2, 2]

@@ -1,4 +1,4 @@
-"""What is trained: frozen parts, adapters, both, and the table of it; runs of all stages with adapters."""
+"""Test which parameters are trained with frozen parts and adapters, in runs of all stages."""
 
 import json
 
@@ -56,8 +56,8 @@ RUNS = [*((name, "model") for name in STAGES), ("reward_model", "qwen3_vl"), ("p
 
 
 @pytest.mark.parametrize(("name", "model"), RUNS)
-def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
-    """The base keeps its bits; a reward model or critic has it too, not a copy."""
+def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
+    """The base stays bit-identical. Reward models and critics share the base and do not copy it."""
     name, *options = name.split()
     run = stage(name, *ADAPTERS, *options, model=model)
     before = snapshot(run.trainer.trained)
@@ -71,13 +71,17 @@ def test_a_stage_trains_adapters_and_heads_alone(stage, name, model):
 
 
 @pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("kto", 4), ("ppo", 4)])
-def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
-    """Also where a rollout is one micro-batch: the graph of its prefill is older than the reference's scores."""
+def test_the_reference_is_the_base_without_a_copy(stage, name, size):
+    """The log-probabilities of the reference are those of the base model, without a copy.
+
+    This also holds if the rollout is one micro-batch, whose prefill graph is older than the
+    scores of the reference.
+    """
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():
         logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.run.sampling.temperature)[0])
-    assert torch.equal(first.ref_per_token_logps, logps)  # the difference is 0
+    assert torch.equal(first.ref_per_token_logps, logps)  # new adapters are 0
     kept = sum(p.numel() for p in run.trainer.reference.model.parameters())
     assert kept < 0.5 * sum(p.numel() for p in plain.parameters())
     run.update()
@@ -88,7 +92,7 @@ def test_the_reference_is_the_base_and_no_copy_of_it(stage, name, size):
     torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
 
 
-def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it_trains(run, plain, checkpoint, capsys):
+def test_a_run_saves_merged_weights_and_checkpoints_without_the_base(run, plain, checkpoint, capsys):
     adapter = [*ADAPTERS, "--model.freeze=vision", "--checkpoint_steps=3"]
     folder = run("--stages=[sft]", "--model.config=null", f"--model.path={checkpoint}", *adapter)
     out = capsys.readouterr().out
@@ -108,8 +112,8 @@ def test_a_run_saves_merged_weights_and_states_without_the_base_and_says_what_it
         torch.testing.assert_close(merged[f"{name}.weight"], layer.plain_weight(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, lively, monkeypatch):
-    """As its folder does when it is loaded alone, with merged weights."""
+def test_a_reward_model_of_this_run_shares_the_policys_base(run, plain, lively, monkeypatch):
+    """The scores equal those of the saved reward model, which has merged weights."""
     seen, original = [], reward_model.load_scorer
     monkeypatch.setattr(
         reward_model, "load_scorer", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
@@ -131,8 +135,8 @@ def test_a_reward_model_of_this_run_scores_over_the_policys_base(run, plain, liv
     torch.testing.assert_close(scores, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
-    """From the adapter of a run, also sharded; the reference of DPO is that adapter."""
+def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
+    """Continue from the adapter of a run, also sharded. The reference of DPO is that adapter."""
     given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)
@@ -155,7 +159,7 @@ def test_a_run_goes_on_from_an_adapter(run, plain, own, checkpoint, home):
     ("alpha=5", "with r 4 and scaling 8, but the recipe has an adapter with r 4 and scaling 1.25."),
     ("target=merger", r"layer model\.\S+, .* but the recipe has no adapter|layer visual.merger.* has no adapter"),
 ])  # fmt: skip
-def test_an_adapter_of_another_form_is_refused(tmp_path, home, checkpoint, option, says):
+def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, option, says):
     model = load_model(checkpoint)
     config = LoRAOptions(r=4)
     inject_adapters(model, config)

@@ -1,4 +1,4 @@
-"""The value model: where it reads its number, how it is saved, and what is no such model."""
+"""Test the value model: scored tokens, saving and loading, and refused folders."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def value_model(tied=False) -> ValueModel:
 
 @pytest.fixture
 def groups():
-    """Prompts with an image, with none and with two, each with completions of several lengths."""
+    """Return prompts with one image, none and two, and completions of several lengths for each."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(1, 4, 4), (1, 8, 4)])]
     for prompt in prompts:
@@ -41,14 +41,14 @@ def groups():
 
 @torch.no_grad()
 def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
-    """(P + C,): the number at every token of prompt + completion in a plain causal forward of this one row."""
+    """Return the scores (P + C,) of all tokens of a row, from a plain causal forward."""
     ids = torch.cat([prompt.input_ids, completion])
     batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
     states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))
     return states @ model.score.weight[0]
 
 
-def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
+def test_an_answer_is_scored_at_its_last_token(groups):
     model, (prompts, completions) = value_model(), groups
     found = model.score_last_token(
         pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
@@ -57,7 +57,7 @@ def test_the_number_of_an_answer_is_read_after_its_last_token(groups):
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-10)
 
 
-def test_a_value_is_read_before_each_token(groups):
+def test_values_are_computed_before_each_token(groups):
     model, (prompts, completions) = value_model(), groups
     found = model(pack(prompts, completions, model.backbone.config))
     expected = [
@@ -72,7 +72,7 @@ def test_a_value_is_read_before_each_token(groups):
 @pytest.mark.parametrize("way", ["bfloat16 weights", "bfloat16 compute"])
 @torch.no_grad()
 def test_values_of_a_bfloat16_model_are_float32(groups, way):
-    """Neither the head's weights nor its result are rounded: a value near 20 would step by .125."""
+    """Values are not rounded to bfloat16, because a value near 20 would have steps of 0.125."""
     prompts, completions = groups
     policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
     if way == "bfloat16 compute":
@@ -86,7 +86,7 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_for_words_is_not_trained_unless_it_is_the_embedding(groups, tied):
+def test_the_language_head_is_trained_only_if_tied(groups, tied):
     model, (prompts, completions) = value_model(tied), groups
     model.score_last_token(
         pack_with_last_token(prompts, tiny.to_completions(completions), model.backbone.config, "cpu")
@@ -102,7 +102,7 @@ def processor():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_saved_is_loaded(groups, processor, tmp_path, tied):
+def test_a_saved_value_model_is_loaded(groups, processor, tmp_path, tied):
     model, (prompts, completions) = value_model(tied), groups
     save_value_model(tmp_path / "judge", model, processor, ONE)
     loaded = load_value_model(tmp_path / "judge")
@@ -119,7 +119,7 @@ def test_a_plain_model_is_refused(processor, tmp_path):
 
 
 @pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
-def test_another_head_or_half_of_one_is_refused(processor, tmp_path, change):
+def test_wrong_and_incomplete_heads_are_refused(processor, tmp_path, change):
     save_value_model(tmp_path / "judge", value_model(), processor, ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)

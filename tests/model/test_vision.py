@@ -1,4 +1,7 @@
-"""The vision tower: its windows against transformers 5.23, its norms; its output is in logits: test_decoder.py."""
+"""Test the windows and norms of the vision tower against transformers 5.23.
+
+test_decoder.py tests its output through the logits.
+"""
 
 import random
 
@@ -32,8 +35,8 @@ def test_windows_of_300_random_grids_equal_transformers():
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
-def test_norms_of_the_vision_tower_add_a_millionth(model_type):
-    """Telling on inputs of that size alone, which no picture makes."""
+def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
+    """The epsilon of a norm only matters for tiny inputs, which no image produces."""
     visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
     x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     last = visual.merger.norm if model_type.startswith("qwen3") else visual.merger.ln_q
@@ -44,8 +47,11 @@ def test_norms_of_the_vision_tower_add_a_millionth(model_type):
         assert torch.allclose(norm(x), expected + norm.bias if layer_norm else expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_layout_made_without_gradients_serves_a_backward():
-    """The reference's call may come first, in inference mode; its tensors could not be saved for a backward."""
+def test_a_layout_cached_in_inference_mode_works_in_a_backward():
+    """The cached layout must not consist of inference tensors, which backward cannot use.
+
+    The first call may be that of the reference, in inference mode.
+    """
     visual, grids = tiny.model().visual, torch.tensor([(1, 6, 4), (1, 4, 10)])
     vision.lay_out.cache_clear()
     with torch.inference_mode():

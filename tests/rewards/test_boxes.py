@@ -119,7 +119,7 @@ def test_several_true_boxes(said, expected, scipy):
     '{"bbox_2d": [40, 20, 80, 60], "label": "cat"}', {"bbox_2d": [40, 20, 80, 60]}, [{"bbox_2d": [40, 20, 80, 60]}],
     "<think>a</think><answer>[40, 20, 80, 60]</answer>",
 ])  # fmt: skip
-def test_solutions_in_every_form(solution):
+def test_solutions_in_every_format(solution):
     assert rewards(say(RIGHT), solution=solution) == ALL
 
 
@@ -127,7 +127,7 @@ def test_solutions_in_every_form(solution):
     "cat", "[40, 20, 80, NaN]", "[[40, 20, 80, 60], [1, 2, 3]]", [[]], {}, [40, 20, 80], [80, 20, 40, 60],
     ["40", "20", "80", "60"], [None, 20, 80, 60], [True, 20, 80, 60], 7, torch.tensor([40, 20, 80, 60]),
 ], ids=repr)  # fmt: skip
-def test_a_wrong_solution_is_named(solution):
+def test_invalid_solutions_are_reported(solution):
     for name in ("iou", "acc_0_5", "giou"):
         with pytest.raises(ValueError) as raised:
             score_texts([name], [say(RIGHT)], columns(solution))
@@ -136,21 +136,21 @@ def test_a_wrong_solution_is_named(solution):
 
 
 @pytest.mark.parametrize("solution", ["", "[]", [], "None", "<answer>no such object</answer>"])
-def test_a_negative_is_judged_by_whether_the_answer_says_so(solution):
+def test_rows_without_an_object(solution):
     for said in ("[]", "None.", "no such object", "```json\n[]\n```"):
         assert rewards(say(said), solution=solution) == ALL
     for said in (RIGHT, "", "null", "none, or [20, 10, 40, 30]", [[20, 10, 40, 30]]):
         assert rewards(say(said), solution=solution)[:3] == (0, 0, -1)
 
 
-def test_none_where_nothing_can_be_judged():
+def test_rewards_are_none_without_a_solution_or_size():
     for given in (columns(solution=None), columns(size=None, extent=None)):
         assert [reward([say(RIGHT)], **given) for reward in (mean_iou, acc_0_5, mean_giou)] == [[None]] * 3
     assert box_format([say(RIGHT)], **columns(solution=None)) == [1.0]  # the format does not depend on the solution
     assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
 
 
-def test_each_completion_is_judged_by_its_own_row():
+def test_each_completion_is_scored_with_its_own_row():
     """The same answer text stands for different boxes in three coordinate spaces."""
     given = {
         "solution": [[10, 10, 20, 20], None, "10 10 20 20"],
@@ -183,7 +183,7 @@ def test_points(solution, said, inside, near):
     assert point([said], **columns(solution), within=within) == approx(near)
 
 
-def test_a_solution_that_is_no_point_is_named():
+def test_invalid_points_in_solutions_are_reported():
     for wrong in ("cat", [1, 2, 3], [5, 5, 5, 5]):
         with pytest.raises(
             ValueError, match=r"reward point: solution .* is neither a box nor a point; the solution must be \[x1"
@@ -213,7 +213,7 @@ def test_an_answer_counts_in_pixels_of_the_resized_image():
         assert required_columns([row((90, 50))], **options) == {"image_sizes": [(90, 50)], "answer_extents": [seen]}
 
 
-def test_a_row_may_say_its_space():
+def test_a_row_may_have_its_own_box_space():
     """A row may also give answer_extent, which has precedence over box_space."""
     spaces = {"original": (90, 50), "resized": (84, 56), "thousandths": (1000, 1000), "unit": (1, 1), None: (84, 56)}
     for space, extent in spaces.items():
@@ -221,7 +221,7 @@ def test_a_row_may_say_its_space():
         assert required_columns([row((90, 50), box_space=space, answer_extent=(8, 8))])["answer_extents"] == [(8, 8)]
 
 
-def test_the_first_image_counts_and_no_video_before_it():
+def test_the_first_image_counts_and_videos_are_ignored():
     """Both columns are None for rows without images; all completions of a row get the same values."""
     rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]

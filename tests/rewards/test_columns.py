@@ -8,7 +8,7 @@ from minivlmrl.data.rows import Completion, Row
 from minivlmrl.rewards.columns import call_rewards, reward_columns
 
 
-def test_each_value_of_a_row_is_there_once_per_completion():
+def test_values_of_a_row_are_repeated_for_each_completion():
     """Two rows have two completions each; a column of only one row is None for the other row."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
     completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]

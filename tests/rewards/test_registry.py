@@ -48,7 +48,7 @@ TEXTS = [r"<think>\na\n</think>\nIt is $\boxed{2}$.", r"$\boxed{3}$" + " so" * 9
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_reward_of_the_readme_and_those_that_trl_publishes_score_every_form_alike(form, trl, write_rows, monkeypatch):
+def test_rewards_give_the_same_values_for_every_row_format(form, trl, write_rows, monkeypatch):
     from trl import rewards as theirs
 
     def brevity(completions, **columns):
@@ -70,7 +70,7 @@ def test_a_reward_of_the_readme_and_those_that_trl_publishes_score_every_form_al
     assert found == [*expected, [1.0, 0.0, 1.0, 1.0]]
 
 
-def test_a_text_is_text_that_answers_as_messages_do():
+def test_a_text_can_be_used_like_messages():
     text = file.Text("two", "user")
     assert (text, len(text), text[0], text[-1], text[1:], [*text]) == ("two", 3, "t", "o", "wo", ["t", "w", "o"])
     assert text[0]["content"] == text[-1]["content"] == "two" and text[0]["role"] == "user" and text[0][0] == "t"
@@ -133,8 +133,10 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         ask(monkeypatch, fickle, ["two", "five"])
 
 
-def test_a_value_that_is_no_number_and_what_our_own_rewards_refuse_name_the_row(monkeypatch):
-    with pytest.raises(ValueError, match=r"^a:7: reward own returned nan for the completion 'five', but it must return"):
+def test_invalid_values_and_solutions_are_reported_with_their_row(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"^a:7: reward own returned nan for the completion 'five', but it must return"
+    ):
         ask(monkeypatch, lambda completions, **columns: [1.0, float("nan")], ["two", "five"], row_names=["a:1", "a:7"])
     columns = {"solution": [[1, 1, 2, 2], "cat"], "row_names": ["a:1", "a:7"], "answer_texts": ["1 1 2 2"] * 2}
     columns |= {"image_sizes": [(9, 9)] * 2, "answer_extents": [(9, 9)] * 2}
@@ -163,7 +165,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
 
 @pytest.mark.usefixtures("plain")
-def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch):
+def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
     """They also work in a reward that calls another reward, and after a resume."""
     fails_at = [2]
 
@@ -193,7 +195,7 @@ def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch)
 
 
 @pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
-def test_keys_and_letters_are_no_rewards(monkeypatch, values):
+def test_dicts_sets_and_strings_are_refused(monkeypatch, values):
     with pytest.raises(ValueError, match="it must return a list of 2 numbers, one per completion"):
         ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
 
@@ -206,13 +208,13 @@ def test_keys_and_letters_are_no_rewards(monkeypatch, values):
         (lambda log_extra, **_: log_extra("a", [1, 2]), "a has 2 values, but it must have 1, one per completion"),
     ],
 )
-def test_what_a_reward_cannot_log(monkeypatch, log, says):
+def test_invalid_logged_values_are_refused(monkeypatch, log, says):
     with pytest.raises(ValueError, match=rf"reward own, .* raised .*{says}"):
         ask(monkeypatch, lambda completions, **columns: log(**columns), ["a"])
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_reward_that_fails_at_once_leaves_nothing_to_go_on_from(run, tmp_path, monkeypatch):
+def test_a_reward_that_fails_at_once_saves_no_checkpoint(run, tmp_path, monkeypatch):
     values = iter([0.0])
 
     def own(completions, **columns):
@@ -232,7 +234,7 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
     assert values[:, 0].tolist()[1:] == [0.0, 1.0]
 
 
-def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
+def test_values_that_are_not_finite_numbers_are_refused():
     message = r"^reward own returned .* for the completion 'what\?', but it must return a finite number, or None"
     for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1)):
         with pytest.raises(ValueError, match=message):
@@ -243,7 +245,7 @@ def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
     (None, "returned None, but it must return a list of 2 numbers"), ([1.0], r"returned \[1.0\], but it must return a list of 2"),
     (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
 ])  # fmt: skip
-def test_another_number_of_values_is_refused(values, says):
+def test_a_wrong_number_of_values_is_refused(values, says):
     with pytest.raises(ValueError, match=f"reward own {says}"):
         file.checked_values("own", values, ["a", "b"], ["", ""])
 
@@ -256,7 +258,7 @@ def near(completions, solution, tolerance=0.0, units=None, **columns):
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("near", 0.0), (f"{__file__}:near(tolerance=0.5)", 0.5)])
-def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tolerance):
+def test_options_in_a_name_are_parameters_and_not_columns(monkeypatch, name, tolerance):
     """test_import_utils.py tests other names with options."""
     monkeypatch.setitem(REWARDS, "near", near)
     assert get_reward(name).function(["a"], ["b"]) == [tolerance]
@@ -269,7 +271,7 @@ def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tole
     ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
     ("def f(completions):\n    return []", r"must end with \*\*columns$"),
 ])  # fmt: skip
-def test_a_file_of_ones_own_that_is_wrong_is_one_line(tmp_path, text, says):
+def test_errors_in_a_custom_file_are_one_line(tmp_path, text, says):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ValueError, match=rf"^reward:? .*mine\.py:f:? .*{says}"):
         get_reward(f"{tmp_path / 'mine.py'}:f")

@@ -32,7 +32,7 @@ def test_format():
     assert dict(zip(FORMS, tag_format(list(FORMS)), strict=True)) == FORMS
 
 
-def test_accuracy_is_earned():
+def test_correct_answers():
     for completion, solution in (
         ("<answer> Green \n SQUARE. </answer>", "green square"),
         ("<answer>green square</answer>", "<think>x</think><answer>green square</answer>"),
@@ -43,7 +43,7 @@ def test_accuracy_is_earned():
         assert score_texts(["accuracy"], [completion], {"solution": [solution]}).item() == 1, completion
 
 
-def test_accuracy_cannot_judge_without_a_solution():
+def test_accuracy_is_none_without_a_solution():
     assert accuracy(["green square"] * 4, [None, "  ", ".", "<answer></answer>"]) == [None] * 4
 
 
@@ -102,7 +102,7 @@ def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
     return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
 
 
-def test_a_trl_reward_with_a_column_asks_for_it():
+def test_a_trl_reward_requires_its_column():
     name = f"{__file__}:right_level"
     assert required_columns(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
     first, second = score_texts([name], ["ab", "abcd"], {"ground_truth": [2, 2]})

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: bitsandbytes' codes, torch's updates, a quarter of the bytes."""
+"""Test AdamW with 8-bit moments against the codes of bitsandbytes and the updates of torch."""
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ def test_codes_are_those_of_bitsandbytes(signed, fused_linspace):
 
 
 def trained(optimizer, parameters, steps=20, smallest=-2):
-    """The parameters after steps with gradients of sizes from 10^smallest to 1 in each row."""
+    """Return the parameters and the optimizer after `steps` updates.
+
+    In each row, the gradients have magnitudes from 10^smallest to 1.
+    """
     generator = torch.Generator().manual_seed(1)
     parameters = [nn.Parameter(p.clone()) for p in parameters]
     optimizer = optimizer(parameters, **OPTIONS)
@@ -34,28 +37,35 @@ def trained(optimizer, parameters, steps=20, smallest=-2):
     return parameters, optimizer
 
 
-def test_updates_are_torchs():
+def test_updates_match_torch():
     weights = [torch.randn(64, 300), torch.randn(8, 3, 2, 14, 14), torch.randn(5000), torch.randn(40, 40)]
     once, theirs_once = (trained(kind, weights, 1)[0] for kind in (AdamW8bit, torch.optim.AdamW))
-    torch.testing.assert_close(once, theirs_once, rtol=1e-6, atol=1e-7)  # nothing is read back yet
+    # the first update does not read stored moments yet
+    torch.testing.assert_close(once, theirs_once, rtol=1e-6, atol=1e-7)
     found, optimizer = trained(AdamW8bit, weights)
     theirs, _ = trained(torch.optim.AdamW, weights)
     for number, (mine, other, start) in enumerate(zip(found, theirs, weights, strict=True)):
-        small = number > 1  # a vector, and 1,600 values
+        small = number > 1  # vectors and tensors of few values keep float32 moments
         assert (optimizer.state[mine]["exp_avg"].dtype == torch.float32) == small
         off = (mine - other).norm() / (other - start).norm()
         assert off < (1e-5 if small else 0.05), off
 
 
-def test_small_gradients_beside_large_ones_move_no_weight_far():
-    """A mean square of 1e-8 of its block's largest would be 0 in 8 bits, and the update divides by its root."""
+def test_small_gradients_next_to_large_ones_move_no_weight_far():
+    """Tiny second moments must not be rounded to 0, because the update divides by their root.
+
+    Here the smallest is 1e-8 of the largest in its block, which 8 bits cannot represent.
+    """
     weights = [torch.zeros(64, 300)]
     [mine], [theirs] = (trained(kind, weights, smallest=-4)[0] for kind in (AdamW8bit, torch.optim.AdamW))
     assert mine.abs().max() < 1.5 * theirs.abs().max()
 
 
-def test_rows_are_computed_alone(monkeypatch):
-    """So a rank that holds some rows computes what all would, and a piece of a few rows what the whole would."""
+def test_rows_are_updated_independently(monkeypatch):
+    """The update of a row must not depend on the other rows.
+
+    Then a rank that holds some rows, or a piece of some rows, computes the same values.
+    """
     weights = [torch.randn(64, 300)]
     [whole], _ = trained(AdamW8bit, weights)
     monkeypatch.setattr(adamw8bit, "PIECE", 1000)
@@ -64,7 +74,7 @@ def test_rows_are_computed_alone(monkeypatch):
 
 
 def test_small_updates_of_bfloat16_weights_add_up():
-    """A weight of 1 has neighbours at 0.996 and 1.008: steps of 1e-4 are lost in it, unless what is lost is kept."""
+    """Near 1, bfloat16 steps are larger than 1e-4, so rounding errors must be carried over."""
     ends = []
     for kind in (AdamW8bit, torch.optim.AdamW):
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))

@@ -1,4 +1,8 @@
-"""Tensors of a state: written in pieces, each row once, read by any number of ranks; for runs: test_checkpoints.py."""
+"""Test how the tensors of a training checkpoint are written and read back.
+
+Each row is written once, in pieces, and any number of ranks can read them.
+Runs that resume are tested in test_checkpoints.py.
+"""
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ TENSORS = {
 }  # fmt: skip
 
 
-def test_files_hold_what_was_written(tmp_path, monkeypatch):
+def test_tensors_are_read_back_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "FILE_SIZE", 28)
     names = write_tensors(tmp_path, TENSORS, ONE)
     assert names == ["0000_0000.safetensors", "0000_0001.safetensors", "0000_0002.safetensors"]  # 168, 28, 4 bytes
@@ -36,7 +40,7 @@ def test_files_hold_what_was_written(tmp_path, monkeypatch):
     ({"0:w": torch.zeros(2, 3)}, "the number of rows of w is 2, but it must be 3"),
     ({"0:w": torch.zeros(3, 3).int()}, r"w is \[torch.int32, 3, 3\], but it must be \[torch.float32, 3, 3\]"),
 ])  # fmt: skip
-def test_files_that_do_not_fit_are_refused(tmp_path, written, message):
+def test_tensors_of_another_shape_or_dtype_are_refused(tmp_path, written, message):
     save_file(written, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=message):
         read_into(torch.zeros(3, 3), "w", find_pieces(tmp_path)["w"])
@@ -50,7 +54,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
 
 
 def replicas(folder, _, world):
-    """Two replicas of two shards write and read."""
+    """Write tensors from two replicas of two shards, and return whether they read back equal."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = distribute_tensor(TENSORS["matrix"], mesh, [Replicate(), Shard(0)])
     (folder / "state").mkdir(exist_ok=True)
@@ -70,7 +74,7 @@ def test_each_row_is_written_once(tmp_path):
     assert sum(len(load_file(file)) for file in (tmp_path / "state").iterdir()) == 3
 
 
-def test_a_digest_sees_every_byte_of_a_small_file_and_other_weights_in_a_large_one(tmp_path, monkeypatch):
+def test_a_digest_covers_small_files_fully_and_large_ones_by_blocks(tmp_path, monkeypatch):
     path = tmp_path / "weights"
     content = bytearray(range(256)) * 40
     found = set()
@@ -80,7 +84,7 @@ def test_a_digest_sees_every_byte_of_a_small_file_and_other_weights_in_a_large_o
         path.write_bytes(content)
         found.add(digest(checkpoint_files.sampled_blocks([path])))
     assert len(found) == 4 and len(digest([])) == 128
-    monkeypatch.setattr(checkpoint_files, "BLOCK", 2)  # of which 1,024 are read
+    monkeypatch.setattr(checkpoint_files, "BLOCK", 2)  # 1,024 blocks of 2 bytes are read
     before = digest(checkpoint_files.sampled_blocks([path]))
     path.write_bytes(bytes((byte + 1) % 256 for byte in content))
     assert digest(checkpoint_files.sampled_blocks([path])) != before

@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed end with the bytes of one that was not; states that are hurt are not trusted."""
+"""Test that resumed runs give the same bytes as uninterrupted ones, and refuse bad checkpoints."""
 
 import contextlib
 import errno
@@ -52,7 +52,7 @@ RECIPE = tiny.recipe(
     timeout=30,
     data={"task": "shapes(demonstrations=10, pairs=10)", "eval_rows": 2},
     rewards={"letters": 1.0},
-    # rollouts of two steps that are gone through twice
+    # each rollout feeds two steps, and is trained on twice
     grpo={
         "num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "top_entropy_quantile": 0.5,
         "rollout_correction": "token_truncate",
@@ -70,14 +70,15 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def lively():
-    """Let an untrained model earn different rewards at different lengths."""
+    """Patch rewards and stop tokens so that an untrained model gets varied rewards and lengths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(REWARDS, "letters", "on_ranks:letters")
         patch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
         leave_out(patch)
         patch.setattr(tool_sampler, "find_calls", eager)
         patch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
-        patch.setattr(tqdm.tqdm, "monitor_interval", 0)  # its thread would not live on in a forked child
+        # a forked child would not have the thread of tqdm
+        patch.setattr(tqdm.tqdm, "monitor_interval", 0)
         yield
 
 
@@ -85,8 +86,8 @@ def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def counted(owner, name, number, before=lambda *_: None, after=lambda *_: None):
-    """Do something around the number-th call of a function, counted from 1."""
+def hook_call(owner, name, number, before=lambda *_: None, after=lambda *_: None):
+    """Replace a function, so that its call `number` (from 1) also runs `before` and `after`."""
     original, calls = getattr(owner, name), []
 
     @functools.wraps(original)
@@ -118,21 +119,23 @@ PLACES = {
 
 
 def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
-    """Train in forked children, one a rank; their exit codes, negative for signals.
+    """Train in forked children, one per rank, and return their exit codes, negative for signals.
 
     Args:
-        die: the place where `rank`, by default all of them, is killed at the number-th time.
+        die: key of PLACES. The run of `rank`, by default of all ranks, is killed there.
+        number: which call at this place kills the run, hook_call from 1.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
     def begin(me):
-        gc.freeze()  # a process group of the parent, whose threads a fork does not have, must not be collected
+        # the child must not collect a process group of its parent, because it lacks the threads
+        gc.freeze()
         os.environ.update(RANK=str(me), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         if die and rank in (None, me):
             owner, name, moment = PLACES[die]
-            counted(owner, name, number, **moment)
+            hook_call(owner, name, number, **moment)
         return train_recipe([str(recipe), f"--output_dir={output}", *options])
 
     children = [fork(functools.partial(begin, me)) for me in range(ranks)]
@@ -140,12 +143,12 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
 
 
 def states(output):
-    """Names of the states that a run has."""
+    """Return the names of the checkpoints in the folder of a run."""
     return sorted(path.name for path in (output / "states").iterdir())
 
 
 def outcome(output):
-    """What a run leaves that must not depend on when it was killed."""
+    """Return the results of a run that must not depend on when the run was killed."""
     summary = json.loads((output / "summary.json").read_text())
     summary.pop("seconds")
     saved = [*output.glob("checkpoint/*.safetensors"), *output.glob("best/checkpoint/*.safetensors")]
@@ -156,23 +159,24 @@ def outcome(output):
 
 
 @pytest.fixture(scope="module")
-def straight(recipe):
-    """The outcome of a run that is never stopped and writes no states, each made once."""
+def uninterrupted(recipe):
+    """Return a cached function that runs without kills or checkpoints and returns the outcome."""
 
     @functools.cache
-    def straight(*options, ranks=1):
-        output = recipe.parent / f"straight-{len(list(recipe.parent.iterdir()))}"
+    def uninterrupted(*options, ranks=1):
+        output = recipe.parent / f"uninterrupted-{len(list(recipe.parent.iterdir()))}"
         assert attempt(recipe, output, *options, ranks=ranks) == [0] * ranks
         assert not (output / "states").exists()
         return outcome(output)
 
-    return straight
+    return uninterrupted
 
 
 STATES = ["--checkpoint_steps=2", "--resume=auto"]
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
 BEST = "--best_metric=eval/accuracy_sampled"
-KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its state comes with the last
+# A step has two micro-batches. A grpo rollout feeds four steps, and a checkpoint follows the last.
+KILLS = {
     "grpo": (["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
     "sft": (["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", BEST], [
         ("before the tensors of a state", 1), ("after the tensors of a state", 1), ("before the rename", 1),
@@ -196,20 +200,23 @@ KILLS = {  # two micro-batches a step; a rollout of grpo is four steps, and its 
 @pytest.mark.parametrize(
     "stages", [pytest.param(name, marks=[pytest.mark.slow] * (number > 3)) for number, name in enumerate(KILLS)]
 )
-def test_a_run_killed_anywhere_ends_like_one_that_was_not(recipe, straight, tmp_path, stages):
+def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, tmp_path, stages):
     options, kills = KILLS[stages]
     options = [f"--stages=[{stages}]", *(option.replace("FOLDER", str(recipe.parent)) for option in options)]
     for die, number in kills:
         assert attempt(recipe, tmp_path, *options, *STATES, die=die, number=number) == [-signal.SIGKILL], die
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
-    assert outcome(tmp_path) == straight(*options)
+    assert outcome(tmp_path) == uninterrupted(*options)
     assert len(states(tmp_path)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "attempts"), [("grpo", [(2, 3), (4, 2)]), ("dpo", [(1, 2), (2, 2)])])
-def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, attempts):
-    """2 ranks that share the weights, others with all of them each, at the end 1; killed in the middle of a rollout."""
+def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, stages, attempts):
+    """Resume with another number of ranks after a kill in the middle of a rollout.
+
+    Two ranks shard the weights; runs of other sizes replicate them, and the last has one rank.
+    """
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     options += ["--dpo.precompute_ref_log_probs=true"] * (stages == "dpo")
     for ranks, steps in attempts:
@@ -217,7 +224,7 @@ def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, att
         die = "when metrics are written"
         assert -signal.SIGKILL in attempt(recipe, tmp_path, *options, *more, ranks=ranks, die=die, number=steps)
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
-    found, expected = outcome(tmp_path), straight(*options)
+    found, expected = outcome(tmp_path), uninterrupted(*options)
     for line, other in zip(*(map(json.loads, x["metrics"].splitlines()) for x in (found, expected)), strict=True):
         assert line.pop("stage") == other.pop("stage")
         assert line == pytest.approx(other, rel=1e-6, abs=1e-9)
@@ -227,7 +234,7 @@ def test_another_number_of_ranks_resumes(recipe, straight, tmp_path, stages, att
 
 
 @pytest.mark.slow
-def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path):
+def test_a_rank_waits_for_another_until_timeout(recipe, tmp_path):
     PLACES["hanging"] = (torch.Tensor, "backward", {"before": lambda *_: time.sleep(6)})
     options = ["--stages=[sft]", "--sft.max_steps=1", "--timeout=3"]
     assert attempt(recipe, tmp_path, *options, ranks=2, die="hanging", rank=1) == [1, 1]  # with the recipe's 30: [0, 0]
@@ -235,7 +242,7 @@ def test_timeout_is_how_long_a_rank_waits_for_another(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
-    """Of a state, and of the checkpoint."""
+    """Saving takes 5 s for a training checkpoint and 5 s for the final one; the timeout is 3 s."""
     for owner in (checkpoint_files, checkpoint_file):
 
         def slow(*arguments, save=owner.save_tensors, **options):
@@ -247,13 +254,16 @@ def test_a_save_may_take_longer_than_timeout(recipe, tmp_path, monkeypatch):
     assert attempt(recipe, tmp_path, *options, ranks=2) == [0, 0]
 
 
-def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, tmp_path):
-    """One rank gets two signals in the second step; a rollout is four steps and checkpoint_steps is 0."""
+def test_a_signal_ends_the_run_with_a_checkpoint_after_its_rollout(recipe, uninterrupted, tmp_path):
+    """One rank gets two signals in the second step.
+
+    A rollout feeds four steps, and checkpoint_steps is 0.
+    """
     PLACES["signal"] = (MetricsLog, "step", {"before": lambda *_: [os.kill(os.getpid(), signal.SIGTERM) for _ in "12"]})
     assert attempt(recipe, tmp_path, ranks=2, die="signal", number=2, rank=1) == [PREEMPTED] * 2
     assert states(tmp_path) == ["000004"]
     assert attempt(recipe, tmp_path, "--resume=auto", ranks=2) == [0, 0]
-    assert outcome(tmp_path) == straight(ranks=2)
+    assert outcome(tmp_path) == uninterrupted(ranks=2)
 
 
 @pytest.mark.parametrize(("options", "backward", "kept"), [
@@ -261,34 +271,41 @@ def test_a_signal_ends_the_run_after_its_rollout_with_a_state(recipe, straight, 
     (["--grpo.micro_batch_size=1"], 9, "000004"),
     (["--stages=[sft, grpo]", "--sft.max_steps=2", "--data.eval_rows=1", "--grpo.micro_batch_size=1"], 3, "000002"),
 ], ids=["sft", "a rollout of four steps", "the first of a stage"])  # fmt: skip
-def test_a_signal_within_a_step_is_obeyed_after_its_micro_batch(recipe, straight, tmp_path, options, backward, kept):
-    """Of two in a step; with weights as at the step's begin. What was evaluated with these is there once."""
+def test_a_signal_within_a_step(recipe, uninterrupted, tmp_path, options, backward, kept):
+    """After the micro-batch, the run stops. Its checkpoint holds the weights from before the step.
+
+    The evaluation of these weights is not repeated after the resumption.
+    """
     signalled = {"after": lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
     PLACES["signal"] = (torch.Tensor, "backward", signalled)
     assert attempt(recipe, tmp_path, *options, ranks=2, die="signal", number=backward, rank=1) == [PREEMPTED] * 2
     assert states(tmp_path) == [kept]
     assert attempt(recipe, tmp_path, "--resume=auto", *options, ranks=2) == [0, 0]
-    assert outcome(tmp_path) == straight(*options, ranks=2)
+    assert outcome(tmp_path) == uninterrupted(*options, ranks=2)
 
 
-INFERENCE_CONFIG = []
+REWARD_CALLS = []
 
 
 def fails_on_the_second_rank(completions, completion_ids, **columns):
-    """Fail in the call of a run that FAILS_AT names; the first one tries the reward."""
-    INFERENCE_CONFIG.append(1)
-    if os.environ["RANK"] == "1" and os.environ["FAILS_AT"] == str(len(INFERENCE_CONFIG)):
+    """Raise on rank 1 in call number FAILS_AT of the reward.
+
+    The first call is the trial before training.
+    """
+    REWARD_CALLS.append(1)
+    if os.environ["RANK"] == "1" and os.environ["FAILS_AT"] == str(len(REWARD_CALLS)):
         raise KeyError("rank 1")
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight, tmp_path, monkeypatch, capfd):
-    """In the second rollout."""
+def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkeypatch, capfd):
+    """If a reward fails in the second rollout, all ranks save a checkpoint and stop."""
     monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
     monkeypatch.setenv("FAILS_AT", "never")
-    expected = straight("--checkpoint_minutes=0", ranks=2)
+    expected = uninterrupted("--checkpoint_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
-    assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]  # run_training without the line
+    # the exit code of an exception
+    assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]
     assert capfd.readouterr().err.count("states/000004: fix the cause, then continue with --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
     monkeypatch.setenv("FAILS_AT", "never")
@@ -296,7 +313,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_a_state(recipe, straight,
     assert outcome(tmp_path) == expected
 
 
-def test_a_signal_in_the_first_evaluation_ends_the_run_at_once_and_loses_nothing(recipe, straight, tmp_path):
+def test_a_signal_in_the_first_evaluation_ends_the_run_at_once(recipe, uninterrupted, tmp_path):
     PLACES["signal"] = (
         evaluate_file,
         "generate_and_score",
@@ -306,7 +323,7 @@ def test_a_signal_in_the_first_evaluation_ends_the_run_at_once_and_loses_nothing
     assert attempt(recipe, tmp_path, *options, die="signal") == [PREEMPTED]
     assert not (tmp_path / "summary.json").exists()
     assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
-    assert outcome(tmp_path) == straight(*options[:-2])
+    assert outcome(tmp_path) == uninterrupted(*options[:-2])
 
 
 SHORT = ["--grpo.max_steps=3", "--grpo.num_iterations=1", "--grpo.steps_per_generation=1"]
@@ -314,7 +331,10 @@ SHORT = ["--grpo.max_steps=3", "--grpo.num_iterations=1", "--grpo.steps_per_gene
 
 @pytest.fixture(scope="module")
 def finished(recipe):
-    """A short run with its states of steps 2 and 3: each rollout feeds one step."""
+    """Train a short run and return its folder, with the checkpoints of steps 2 and 3.
+
+    Each rollout feeds one step.
+    """
     output = recipe.parent / "finished"
     assert attempt(recipe, output, "--checkpoint_steps=1", *SHORT) == [0]
     assert states(output) == ["000002", "000003"]
@@ -341,10 +361,10 @@ def cut(file):
 
 
 @pytest.mark.parametrize(
-    ("name", "hurt"), [("0000_0000.safetensors", flip), ("run.json", Path.unlink), ("complete.json", cut)]
+    ("name", "harm"), [("0000_0000.safetensors", flip), ("run.json", Path.unlink), ("complete.json", cut)]
 )
-def test_a_damaged_state_is_reported_and_the_one_before_it_used(recipe, copy, capsys, monkeypatch, name, hurt):
-    hurt(copy / "states" / "000003" / name)
+def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name, harm):
+    harm(copy / "states" / "000003" / name)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto")
     said = capsys.readouterr().out
@@ -362,15 +382,15 @@ ATTACKED = "attacked"
 
 
 def rewrite(state, name, content):
-    """Put other bytes into a state, and their checksum too."""
+    """Replace a file of a checkpoint, and correct its checksum."""
     (state / name).write_bytes(content)
     sums = json.loads((state / "complete.json").read_text()) | {name: resume_file._checksum(state / name)}
     (state / "complete.json").write_text(json.dumps(sums))
 
 
 @pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", ".metadata"])
-def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
-    """Pickles of whoever wrote the folder, in the files of a state and in those of torch.distributed.checkpoint."""
+def test_a_checkpoint_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
+    """Pickled code in any file of a checkpoint, also in .metadata of torch, is not executed."""
     monkeypatch.chdir(tmp_path)
     rewrite(copy / "states" / "000003", name, pickle.dumps(Attack()))
     shutil.rmtree(copy / "states" / "000002")
@@ -385,7 +405,7 @@ def test_a_state_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
     ({"results": {"start": {"greedy": "x"}}}, "results.start.greedy is 'x', but it must be of type float"),
     ([], "the file must contain a JSON object"),
 ])  # fmt: skip
-def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, capsys, change, message):
+def test_invalid_values_damage_a_checkpoint(recipe, copy, monkeypatch, capsys, change, message):
     state = copy / "states" / "000003"
     values = json.loads((state / "run.json").read_text())
     rewrite(state, "run.json", json.dumps(values | change if change else change).encode())
@@ -394,7 +414,7 @@ def test_a_state_of_impossible_values_is_damaged(recipe, copy, monkeypatch, caps
     assert f"{message}" in capsys.readouterr().out
 
 
-def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
+def test_without_an_intact_checkpoint_nothing_is_resumed(recipe, copy):
     for path in (copy / "states").iterdir():
         flip(path / "run.json")
     with pytest.raises(ValueError, match="every checkpoint that it selects is damaged; --resume=never"):
@@ -402,7 +422,7 @@ def test_without_a_whole_state_nothing_is_resumed(recipe, copy):
 
 
 @pytest.mark.parametrize("owner, name", [(checkpoint_files, "save_tensors"), (Path, "rename")])
-def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, monkeypatch, owner, name):
+def test_a_full_disk_keeps_the_last_checkpoint(recipe, finished, copy, monkeypatch, owner, name):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
 
@@ -417,7 +437,7 @@ def test_a_full_disk_leaves_the_last_state_as_it_was(recipe, finished, copy, mon
     assert outcome(copy) == outcome(finished)
 
 
-def test_states_are_never_overwritten_unasked(recipe, copy):
+def test_checkpoints_are_never_overwritten_by_default(recipe, copy):
     before = (copy / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match="contains checkpoints of an earlier run, of which 000003 is the newest"):
         resume(recipe, copy)
@@ -428,24 +448,25 @@ def test_states_are_never_overwritten_unasked(recipe, copy):
 
 
 @pytest.mark.parametrize("option", ["--resume=never", "--resume=null"])
-def test_restarts_need_auto(recipe, copy, monkeypatch, option):
-    """Else a restart would remove what the attempt before it has saved, or refuse to begin."""
+def test_torchrun_restarts_need_resume_auto(recipe, copy, monkeypatch, option):
+    """Without auto, a restart would delete the earlier checkpoints or refuse to start."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ValueError, match="resume: torchrun's --max-restarts only works with --resume=auto"):
         resume(recipe, copy, option)
     assert states(copy) == ["000002", "000003"]
 
 
-def test_going_back_to_a_state_gives_up_the_later_ones_of_its_own_folder(recipe, finished, copy, tmp_path):
+def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished, copy, tmp_path):
     new = tmp_path / "new"
     for folder in (new, copy):
         resume(recipe, folder, f"--resume={copy / 'states' / '000002'}")
         assert len(states(copy)) == (1 if folder == copy else 2)
     assert outcome(copy) == outcome(finished)
-    assert outcome(new) | {"completions": ""} == outcome(finished) | {"completions": ""}  # its pictures are not there
+    # without the images, completions differ
+    assert outcome(new) | {"completions": ""} == outcome(finished) | {"completions": ""}
 
 
-def test_a_failure_before_the_first_state_in_a_new_folder_leaves_one_there(recipe, copy, tmp_path, monkeypatch):
+def test_a_failure_in_a_new_folder_saves_a_checkpoint(recipe, copy, tmp_path, monkeypatch):
     def broken(*_):
         raise ValueError("broken")
 
@@ -464,13 +485,18 @@ def test_a_failure_before_the_first_state_in_a_new_folder_leaves_one_there(recip
     (["--resume=auto", "--seed=1"], r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
     (["--resume=auto", "--grpo.beta=0"], r"another model or recipe \(.* is only in the checkpoint or only in the run"),
 ])  # fmt: skip
-def test_what_cannot_be_resumed_is_refused(recipe, copy, options, message):
+def test_incompatible_resumptions_are_refused(recipe, copy, options, message):
     with pytest.raises(ValueError, match=message):
         resume(recipe, copy, *options)
 
 
-def test_states_are_saved_ten_minutes_apart_and_at_the_end_of_a_stage(recipe, finished, tmp_path, monkeypatch):
-    """By a clock that goes on by four minutes whenever it is read: at the start, at each step and after each state."""
+def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
+    """Checkpoints are saved ten minutes apart, and at the end of a stage.
+
+    The clock of this test advances by four minutes at each reading.
+
+    The run reads it at the start, at each step and after each checkpoint.
+    """
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
     monkeypatch.setattr(resume_file, "NUM_KEPT_STATES", 9)
@@ -491,7 +517,7 @@ def test_two_runs_do_not_write_into_one_folder(recipe, copy):
     resume(recipe, copy, "--resume=auto")
 
 
-def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
+def test_changed_rows_are_refused_unless_the_checkpoint_is_named(recipe, copy):
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)"]
     said = r"data\.task was .* and is now 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"
     with pytest.raises(ValueError, match=said):
@@ -500,8 +526,8 @@ def test_other_rows_are_noticed_and_taken_if_the_state_is_named(recipe, copy):
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
-    """Its weights are in no state; that of a random model is drawn by config.json."""
+def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
+    """A checkpoint of an adapter lacks the base weights, so a changed base must be noticed."""
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     base = tmp_path / "start" / "checkpoint"
     options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--checkpoint_steps=1"]
@@ -519,7 +545,7 @@ def test_another_base_under_an_adapter_is_refused(recipe, tmp_path):
         resume(recipe, tmp_path / "run", *options, "--resume=auto", "--adapter.quantize=nf4")
 
 
-def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys):
+def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert " and is now " not in capsys.readouterr().out
@@ -533,15 +559,18 @@ def test_what_a_recipe_says_otherwise_is_said(recipe, copy, monkeypatch, capsys)
     resume(recipe, copy, f"--resume={copy / 'states' / '000003'}", "--grpo.prompts_per_step=2")
 
 
-def test_stages_may_be_added_and_states_keep_their_beat(recipe, copy):
-    """Every third step of all stages, also after the resumption, and at the end of the stage."""
+def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
+    """A checkpoint is saved every third step over all stages, and at the end of each stage."""
     options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--checkpoint_steps=3"]
     resume(recipe, copy, "--resume=auto", *options)
     assert states(copy) == ["000003", "000005"]
 
 
-def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe, straight, tmp_path):
-    """Text rows come first: the vision tower's first update must be the same whenever the run was resumed."""
+def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterrupted, tmp_path):
+    """A parameter without a gradient so far must have no moments after the resumption.
+
+    The first rows have no images, so the vision tower gets its first update later.
+    """
     rows = [{"problem": f"{i} + 1?", "completion": "more"} for i in range(4)]
     red = {"problem": "Name it.", "completion": "a red square", "image": "red.png"}
     PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
@@ -561,10 +590,10 @@ def test_a_parameter_that_never_had_a_gradient_comes_back_without_moments(recipe
     assert "policy.visual.merger.ln_q.weight" in keys
     assert not any(key.startswith("optimizer.visual.") for key in keys)
     assert attempt(recipe, tmp_path / "run", *options, "--resume=auto") == [0]
-    assert outcome(tmp_path / "run") == straight(*options)
+    assert outcome(tmp_path / "run") == uninterrupted(*options)
 
 
-def test_another_number_of_rows_is_refused():
+def test_a_changed_number_of_rows_is_refused():
     progress = TrainerState(0, ["sft", "grpo"])
     progress.check_rows(8)
     progress.check_rows(8)

@@ -13,7 +13,7 @@ def load_datasets(data, stages, seed, *columns):
     return datasets.load_datasets(RunConfig(data=data, seed=seed), stages, *columns)
 
 
-def test_each_stage_asks_for_its_columns_and_eval_rows_bounds_an_eval_file(write_rows):
+def test_stages_need_their_columns_and_eval_rows_limits_an_eval_file(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "c", "solution": "d"}))
     assert set(load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["solution"])) == {"grpo"}
     data = DataOptions(train_file=file, eval_file=file, eval_rows=1)
@@ -33,7 +33,7 @@ def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
 
 
 @pytest.mark.parametrize("data", [DataOptions(), DataOptions(task="shapes", train_file="rows.jsonl")])
-def test_either_a_task_or_a_file(data):
+def test_exactly_one_of_task_and_file_is_needed(data):
     with pytest.raises(ValueError, match=r"set exactly one of data\.task, data\.train_file"):
         load_datasets(data, {"grpo": "prompts"}, 0)
 

@@ -1,4 +1,4 @@
-"""What an evaluation makes of rewards, and that its draws depend on the row alone."""
+"""Test how an evaluation averages rewards, and that its samples depend on the row alone."""
 
 from types import SimpleNamespace
 
@@ -32,10 +32,10 @@ SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</ans
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Rows earn what their columns `sampled` and `greedy` say."""
+    """Take the rewards of a row from its columns `sampled` and `greedy`, instead of generating."""
 
     def make_sampler(model, processor, sampling, world, gather_weights):
-        # answers end as in training, but are drawn without its filters
+        # the stop strings are those of training, but its truncation of probabilities is off
         assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
@@ -60,7 +60,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("batch_size", [2, 8])
-def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monkeypatch, batch_size):
+def test_each_metric_is_a_mean_over_the_rows_that_have_a_value(scripted, monkeypatch, batch_size):
     monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
     assert evaluate(None, None, ROWS, config(REWARDS, SAMPLING), ONE) == {
         "eval/iou_sampled": 0.25, "eval/iou_greedy": 0.5, "eval/box_format_sampled": 0.6,
@@ -69,9 +69,10 @@ def test_each_number_is_a_mean_over_the_rows_that_could_be_judged(scripted, monk
     }  # fmt: skip
 
 
-def test_what_no_row_can_tell_is_not_reported(scripted):
-    """No row is marked unseen; acc_0_5 could judge no row."""
-    rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]  # of one reward the others are not read
+def test_metrics_that_no_row_provides_are_not_reported(scripted):
+    """No row has the column unseen, and acc_0_5 has no value for any row."""
+    # with one reward, only the first value is used
+    rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
     assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {
         "eval/iou_greedy": 0.5, "eval/box_format_sampled": 1.0,
     }  # fmt: skip
@@ -83,8 +84,11 @@ def model(folder):
     return random_model(folder / "model.json", shapes.tokenizer(), 0)
 
 
-def test_blind_evaluations_see_grey_and_other_pictures(model, monkeypatch):
-    """As many as a row's own, on draws that depend on the row alone; a row without pictures stays as it is."""
+def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypatch):
+    """Each image of a row is replaced, and the samples depend on the row alone.
+
+    A row without images stays unchanged.
+    """
     rows = [Shapes(4, "held out")[i] for i in range(4)]
     rows[1].images = []
     rows[1].messages = [user("What is it?")]

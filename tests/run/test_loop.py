@@ -1,4 +1,4 @@
-"""Whole runs through train_recipe: what they write, that they repeat to the byte, what they refuse."""
+"""Test whole runs through train_recipe: output files, exact repetition, and refused recipes."""
 
 import json
 import os
@@ -32,8 +32,8 @@ ROLLOUT |= {f"completions/{of}_{kind}length" for of in ("mean", "min", "max") fo
 ROLLOUT |= {"completions/clipped_ratio"}
 
 
-def test_the_files_and_the_numbers_of_a_run(run, capsys):
-    """One line a step, with metrics of its stage; the summary has what was measured between stages."""
+def test_the_files_and_metrics_of_a_run(run, capsys):
+    """Each step writes a line with the metrics of its stage; the summary has all evaluations."""
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images",
@@ -61,8 +61,8 @@ def test_the_files_and_the_numbers_of_a_run(run, capsys):
     } | ROLLOUT  # fmt: skip
 
 
-def test_the_numbers_of_the_other_stages(run, plain):
-    """Pairs are judged after stages that can tell."""
+def test_the_metrics_of_the_other_stages(run, plain):
+    """Only dpo and reward_model, which can compare two answers, report eval/pair_accuracy."""
     folder = run("--stages=[sft, dpo, reward_model, ppo]", "--ppo.kl_coef=0.1", "--data.eval_rows=5")
     _, dpo, reward_model, ppo = (line for line in metrics(folder) if line["step"] == 1)
     common = {"stage", "step", "loss", "grad_norm", "learning_rate"}
@@ -126,7 +126,7 @@ def test_every_stage_trains_on_a_file_from_a_checkpoint(run, own, rows, lively, 
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
     (["--data.eval_rewards=[]"], r"data\.eval_rewards is \[\], but it must be a list with .* at least one reward"),
 ])  # fmt: skip
-def test_a_run_that_cannot_be_is_refused(run, plain, overrides, message):
+def test_invalid_recipes_are_refused(run, plain, overrides, message):
     with pytest.raises(ValueError, match=message):
         run(*overrides)
 
@@ -148,7 +148,7 @@ def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatc
 
 
 class Recorder(Callback):
-    """Writes down the events of a run in order."""
+    """Records the events of a run in their order."""
 
     def __init__(self):
         self.events = []
@@ -179,7 +179,7 @@ class Recorder(Callback):
         return {"recorder": str(len(self.events))}
 
 
-def test_callbacks_are_called_in_order_and_are_not_needed(run, home, tmp_path, plain):
+def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_path, plain):
     options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--checkpoint_steps=2"]
     config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'a'}", *options])
     recorder = Recorder()
@@ -226,7 +226,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
 
     def loss(logps, *arguments, **options):
         value, diagnostics = original(logps, *arguments, **options)
-        return value + (logps * 0).sum().sqrt(), diagnostics  # 0, but its slope is infinite
+        # the added term is 0, but its gradient is infinite
+        return value + (logps * 0).sum().sqrt(), diagnostics
 
     monkeypatch.setattr(grpo_file, "grpo_loss", loss)
     with pytest.raises(ValueError, match=r"grpo step 0: the loss .* gradient norm nan"):

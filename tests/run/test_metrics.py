@@ -1,4 +1,4 @@
-"""The files of metrics, and how those of micro-batches and ranks are merged."""
+"""Test the metrics files, and how metrics of micro-batches and ranks are merged."""
 
 import math
 import shutil
@@ -33,7 +33,7 @@ STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in 
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):
-    """Begin a stage of a trainer that has nothing but what the log asks for."""
+    """Begin a stage with a stand-in trainer, which has only the attributes that the log reads."""
     config, rollout = SimpleNamespace(max_steps=steps), SimpleNamespace(max_logp_mismatch=1.0)
     model = SimpleNamespace(dtype="float32", compute_dtype=None)
     run = SimpleNamespace(
@@ -46,7 +46,7 @@ def begin(log, stage, steps, done=0, seconds=0.0):
     return log
 
 
-def test_a_metric_that_is_no_number_is_null(tmp_path):
+def test_nan_and_inf_are_written_as_null(tmp_path):
     log = begin(open_log(tmp_path), "grpo", 1)
     log.step(0, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
     assert log.end_stage() > 0
@@ -64,7 +64,7 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     assert capsys.readouterr().out == said
 
 
-def test_a_file_that_was_deleted_is_in_the_state(tmp_path):
+def test_the_checkpoint_contains_metrics_whose_file_was_deleted(tmp_path):
     log = begin(open_log(tmp_path), "sft", 2)
     log.step(0, {"loss": 1.0}, STEP)
     (tmp_path / "metrics.jsonl").unlink()
@@ -73,19 +73,19 @@ def test_a_file_that_was_deleted_is_in_the_state(tmp_path):
     assert [line.split(": ")[-1] for line in log.written()["metrics.jsonl"].splitlines()] == ["1.0}", "2.0}"]
 
 
-def test_a_resumed_run_goes_on_after_what_was_written(tmp_path):
+def test_a_resumed_run_appends_after_the_saved_metrics(tmp_path):
     log = begin(open_log(tmp_path), "sft", 3)
     log.step(0, {"loss": 1.0}, STEP)
     log.mark()
     written = log.written()
-    log.step(1, {"loss": 9.0}, STEP)  # lost: made again
+    log.step(1, {"loss": 9.0}, STEP)  # the resumed run repeats this step
     log = begin(open_log(tmp_path, logs=written), "sft", 3, 1, seconds=100.0)
     log.step(1, {"loss": 2.0}, STEP)
     assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == [(0, 1.0), (1, 2.0)]
     assert metrics(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
 
 
-def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_path, capsys):
+def test_evaluations_have_their_own_lines_and_do_not_count_as_training_time(tmp_path, capsys):
     log = open_log(tmp_path)
     log.evaluation("sft", 0, {"eval/accuracy_greedy": 0.5}, 100.0)  # before the first stage
     begin(log, "sft", 2, 1, seconds=1000.0)
@@ -98,19 +98,20 @@ def test_evaluations_are_lines_of_their_own_and_take_no_time_of_the_stage(tmp_pa
     assert "held-out, sft 1: accuracy_greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
 
 
-def test_metrics_merge_by_tokens_and_peaks_by_maximum_and_losses_by_sum():
-    """A micro-batch's loss is its share of the step's: it is divided by the step's counts already."""
+def test_metrics_are_averaged_by_tokens_peaks_by_maximum_and_losses_by_sum():
+    """Losses are summed, because each is already divided by the counts of the whole step."""
     parts = [
         ({"kl": 1.0, "rollout/logp_mismatch": 3e-6, "loss": 1.0}, 10),
         ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
     ]
     assert merge(parts) == ({"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 3.0}, 30)
-    assert merge([({"a_rms": 3.0}, 10), ({"a_rms": 0.0}, 30)]) == ({"a_rms": 1.5}, 40)  # of squares the mean counts
+    # metrics _rms average their squares
+    assert merge([({"a_rms": 3.0}, 10), ({"a_rms": 0.0}, 30)]) == ({"a_rms": 1.5}, 40)
     assert merge([({"kl": 2.0, "loss": 0.0}, 0.0)]) == ({"kl": 0.0, "loss": 0.0}, 0.0)  # without tokens
     assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
 
 
-# what minivlmrl calls of wandb: writes it down in the folder of the run
+# stand-in for wandb, which writes all calls into the folder of the run
 WANDB = """
 import json, pathlib
 class Run:
@@ -132,7 +133,7 @@ OPTIONS = ("--stages=[sft, grpo]", "--eval_steps=2", LETTERS, *STEPS)
 
 
 def curves(folder):
-    """Name -> [(step, value), ...] in the event files of a run; an evaluation that came again is there twice."""
+    """Return {name: [(step, value), ...]} from the event files of a run, without duplicates."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {
         name: list(dict.fromkeys((e.step, e.value) for e in events.Scalars(name))) for name in events.Tags()["scalars"]
@@ -140,7 +141,10 @@ def curves(folder):
 
 
 def expected(folder):
-    """The same from metrics.jsonl and evaluations.jsonl; grpo follows two steps of sft."""
+    """Return the same curves from metrics.jsonl and evaluations.jsonl.
+
+    The steps of grpo follow two steps of sft.
+    """
     found, before = {}, {"sft": 0, "grpo": 2}
     for lines, offset in ((metrics(folder), 1), (metrics(folder, "evaluations.jsonl"), 0)):
         for line in lines:
@@ -151,8 +155,8 @@ def expected(folder):
 
 
 @pytest.mark.usefixtures("plain", "lively")
-def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
-    """From a state after whose step held-out rows were answered, which is done again."""
+def test_tensorboard_agrees_with_the_files_also_after_resuming(run):
+    """The resumed run starts before an evaluation of the first run, and repeats it."""
     options = *OPTIONS, "--report_to=[tensorboard]", "--checkpoint_steps=1", "--eval_steps=1"
     folder = run(*options)
     assert curves(folder) == expected(folder)
@@ -161,11 +165,11 @@ def test_tensorboard_has_what_the_files_say_also_of_a_resumed_run(run):
     run(*options, "--resume=auto")
     assert curves(folder) == expected(folder)
     run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
-    assert curves(folder) == expected(folder)  # nothing of the run before
+    assert curves(folder) == expected(folder)  # without values of the earlier run
 
 
 @pytest.mark.usefixtures("plain", "lively")
-def test_wandb_has_what_the_files_say(run, monkeypatch, tmp_path):
+def test_wandb_agrees_with_the_files(run, monkeypatch, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -181,7 +185,7 @@ def test_wandb_has_what_the_files_say(run, monkeypatch, tmp_path):
     assert found == expected(folder)
 
 
-def test_a_tracker_gets_no_value_that_is_not_a_number(tmp_path):
+def test_trackers_get_no_nan(tmp_path):
     said = []
     log = begin(open_log(tmp_path, steps=4), "sft", 9, 4)
     log.trackers = [lambda *arguments: said.append(arguments)]
@@ -192,7 +196,7 @@ def test_a_tracker_gets_no_value_that_is_not_a_number(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(metrics_file.TRACKERS))
 def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, monkeypatch, name):
-    """A folder of this name, as wandb leaves it where a run was started, is no package."""
+    """An empty folder of this name, such as the one that wandb creates, is not the package."""
     (tmp_path / name).mkdir()
     monkeypatch.setattr(
         metrics_file.importlib.util, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
@@ -220,7 +224,7 @@ def failing(config, steps, closing):
 
 
 @pytest.mark.usefixtures("plain", "lively")
-def test_a_tracker_of_a_file_has_what_the_files_say_also_of_a_resumed_run(run, tmp_path):
+def test_a_custom_tracker_agrees_with_the_files(run, tmp_path):
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     options = *OPTIONS, "--checkpoint_steps=1"
     folder = run(*options, f"--report_to=[\"{tmp_path}/my_tracker.py:csv(sign=';')\"]")

@@ -1,4 +1,4 @@
-"""AdamW over what is trained, and the schedule of its learning rate."""
+"""Test the optimizers and the learning rate schedules."""
 
 import re
 
@@ -24,7 +24,7 @@ def test_schedules():
 
 
 def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal(transformers):
-    """docs/numerical_parity.md, what differs from TRL."""
+    """docs/numerical_parity.md lists this difference from TRL."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     theirs = transformers.get_linear_schedule_with_warmup(optimizer, 3, 8)
     rates = []
@@ -37,7 +37,7 @@ def test_the_warmup_is_one_step_ahead_of_transformers_and_the_rest_is_equal(tran
     assert rates[0] == 0 and ours[:3] == rates[1:4] and ours[3:] == pytest.approx(rates[3:])
 
 
-def test_the_optimizers_by_name_leave_frozen_parameters_out():
+def test_the_built_in_optimizers_skip_frozen_parameters():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
     for name, kind in (("adamw", "AdamW"), ("adamw_8bit", "AdamW8bit")):
@@ -92,8 +92,8 @@ def file(tmp_path_factory):
     return file
 
 
-def test_an_optimizer_of_a_file_is_called_as_torchs_are(file):
-    """Two steps by hand: momentum 0.5, decay 0.1, of the gradient 2 w."""
+def test_a_custom_optimizer_is_called_like_torch_optimizers(file):
+    """Compute two steps by hand, with momentum 0.5, weight decay 0.1 and gradient 2 w."""
     section = OptimizerOptions(f"{file}:sgd(momentum=0.5)", weight_decay=0.1)
     check_optimizer(section)
     model = torch.nn.Linear(1, 1, bias=False)
@@ -113,14 +113,17 @@ def test_an_optimizer_of_a_file_is_called_as_torchs_are(file):
     ("sgd(decay=1)", "there is no option 'decay'; the options are: "),
     ("torch", "expected a function or a class, but found <module .*"),
 ])  # fmt: skip
-def test_what_an_optimizer_has_to_offer(file, name, says):
+def test_invalid_custom_optimizers_are_refused(file, name, says):
     with pytest.raises(ValueError, match=rf"^optimizer\.name .*my_opt\.py:{re.escape(name)}: .*{says}"):
         check_optimizer(OptimizerOptions(f"{file}:{name}"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad"])
-def test_a_state_begins_with_what_a_step_leaves(file, name):
-    """Names, shapes and dtypes, also on the meta device, where the plan counts them."""
+def test_begin_state_has_the_tensors_of_a_step(file, name):
+    """begin_state creates the names, shapes and dtypes of a real step.
+
+    The memory estimate counts them on the meta device.
+    """
     section = OptimizerOptions(f"{file}:{name}" if name in OPTIMIZERS else name)
     shapes = []
     for device, begins in (("cpu", False), ("cpu", True), ("meta", True)):

@@ -1,4 +1,4 @@
-"""Before the first step: rewards are tried, rows counted, and what runs where is said."""
+"""Test the checks before the first step: rewards, row lengths, and notes about options."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 
 @pytest.mark.parametrize(
     ("returned", "option"), [("[float('nan')]", "rewards={{{}: 1.0}}"), ("[]", "data.eval_rewards=[format, '{}']")]
 )
-def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypatch, returned, option):
+def test_rewards_are_tried_before_weights_are_created(run, tmp_path, monkeypatch, returned, option):
     (tmp_path / "own.py").write_text(f"def own(completions, **columns):\n    return {returned}\n")
     monkeypatch.setattr(setup, "random_model", None)  # calling it would fail
     name = f"{tmp_path / 'own.py'}:own"
@@ -42,8 +42,8 @@ def test_a_reward_that_fails_does_so_before_the_weights(run, tmp_path, monkeypat
         run("--stages=[grpo]", f"--{option.format(name)}")
 
 
-def test_every_reward_of_the_table_is_tried_on_a_row():
-    """With the sizes of its image, but without the model of a reward model."""
+def test_built_in_rewards_are_tried_on_a_row():
+    """Rewards of boxes get the image sizes. `reward_model` is tried without loading its model."""
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
     config = RunConfig(rewards={"iou": 1, "giou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
     config.data.eval_rewards = ["iou", "format"]
@@ -54,7 +54,7 @@ def test_every_reward_of_the_table_is_tried_on_a_row():
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
 
 
-def test_a_run_says_what_runs_where(home, capsys):
+def test_a_run_prints_its_device_and_model_size(home, capsys):
     config = load_config(home / "recipe.yaml", [])
     policy, _ = setup.build_model(config, ONE)
     config.model.compute_dtype = "bfloat16"
@@ -67,8 +67,8 @@ def test_a_run_says_what_runs_where(home, capsys):
 @pytest.mark.parametrize(
     ("value", "says"), [("true", r"the answer with '<think>\n', which reward"), ("false", "the answer with ''")]
 )
-def test_a_run_says_whether_prompts_open_a_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
-    """A checkpoint keeps the values that its template was handed."""
+def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_path, capsys, value, says):
+    """The checkpoint stores chat_template_kwargs."""
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     options = [f"--model.path={model}", "--stages=[]", f"--data.chat_template_kwargs={{enable_thinking: {value}}}"]
@@ -79,7 +79,7 @@ def test_a_run_says_whether_prompts_open_a_thought(checkpoint, published, run, o
     }
 
 
-def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys):
+def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()
     config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
@@ -95,8 +95,8 @@ def test_long_prompts_are_left_out_and_named_before_training(write_rows, capsys)
         fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
 
 
-def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_step(run, own, home, tmp_path):
-    """Only where the answer is drawn do its tokens count; rows that are left out do not."""
+def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):
+    """The completion length counts only in stages that generate. Skipped rows do not matter."""
     checkpoint = shutil.copytree(home / "untrained" / "checkpoint", tmp_path / "short")
     edit_json(checkpoint / "config.json", max_position_embeddings=100)
     texts = ["a", "a " * 75, "b"]
@@ -117,7 +117,7 @@ def test_a_prompt_longer_than_the_models_positions_is_refused_before_the_first_s
         run(*options, "--stages=[sft]", f"--data.eval_file={tmp_path / 'rows.jsonl'}", name="eval")
 
 
-def told(*options, **datasets):
+def notes(*options, **datasets):
     return notes_of(load_config("shapes.yaml", list(options)), **datasets)
 
 
@@ -126,39 +126,45 @@ def notes_of(config, **datasets):
     return list(collect_notes(config, trainers, datasets))
 
 
-def test_what_has_no_effect_is_said():
-    assert told() == []
+def test_options_without_effect_are_reported():
+    assert notes() == []
     for recipe in sorted(recipes_folder().glob("*.yaml")):
         assert notes_of(load_config(recipe)) == []
-    dpo, grpo = told("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
+    dpo, grpo = notes("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
     assert dpo == "dpo.max_steps, dpo.beta: no effect, because `stages` does not include dpo"
     assert grpo.startswith("grpo.max_steps, ")
     assert grpo.endswith(": no effect, because `stages` does not include grpo")
     files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
     scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
-    grpo, *said = told(*as_overrides(files | scored | {"log_completions": 5}), "--stages=[sft]")
+    grpo, *said = notes(*as_overrides(files | scored | {"log_completions": 5}), "--stages=[sft]")
     assert said == [
         "data.files.dpo has no effect, because `stages` does not include dpo",
         "data.train_file has no effect, because data.files has the rows of all stages",
         "rewards has no effect, because no stage samples completions",
         "log_completions has no effect, because no stage samples completions",
     ]
-    assert told("--stages=[]")[0] == "stages is []: nothing is trained; the model is only evaluated and saved"
+    assert notes("--stages=[]")[0] == "stages is []: nothing is trained; the model is only evaluated and saved"
 
 
-def test_updates_that_bfloat16_rounds_away_are_said():
-    """Half the distance of two numbers next to 0.0005 is 1e-6; Kahan's sum and adapters in float32 lose none."""
+def test_updates_that_bfloat16_rounds_away_are_reported():
+    """Near 0.0005, bfloat16 rounds updates of 1e-6 away.
+
+    adamw_8bit carries the rounding error, and adapters have float32 weights.
+    """
     weight = torch.tensor(0.00052, dtype=torch.bfloat16)
     assert weight + 1e-6 == weight
     slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
-    [line] = told(*slow)
+    [line] = notes(*slow)
     assert "grpo.learning_rate is 1e-06, so updates of weights over 0.0005 are lost, because" in line
     for cure in ("model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"):
-        assert told(*slow, f"--{cure}") == []
+        assert notes(*slow, f"--{cure}") == []
 
 
 def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path):
-    """The same question about the same picture, whatever the files are called; another picture is another row."""
+    """Rows are equal if the question and the pixels are equal.
+
+    The names of the image files do not matter.
+    """
     lines = [{"problem": "What?", "image": f"{name}.png", "solution": name} for name in ("red", "green", "blue")]
     training = FileDataset(write_rows(*lines))
     (tmp_path / "eval").mkdir()
@@ -168,15 +174,15 @@ def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path
     held_out = FileDataset(tmp_path / "eval" / "rows.jsonl")
     cure = "so they measure memorisation; remove them from data.eval_file"
     said = f"1 of 2 evaluation rows are also training rows of grpo, {cure}"
-    assert told(grpo=training, eval=held_out) == [said]
-    assert told(grpo=RowSelection([training], [(0, 0), (0, 2)]), eval=held_out) == []
-    assert told(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
-    assert told(grpo=RowSelection([training], [(0, 1), (0, 1)]), eval=RowSelection([held_out], [(0, 0), (0, 1)])) == [
+    assert notes(grpo=training, eval=held_out) == [said]
+    assert notes(grpo=RowSelection([training], [(0, 0), (0, 2)]), eval=held_out) == []
+    assert notes(grpo=Shapes(1, "x"), eval=Shapes(1, "x")) == []
+    assert notes(grpo=RowSelection([training], [(0, 1), (0, 1)]), eval=RowSelection([held_out], [(0, 0), (0, 1)])) == [
         said
     ]
 
 
-def test_a_training_reward_without_its_column_is_named_and_a_held_out_row_is_not_judged():
+def test_only_training_rewards_need_their_columns():
     row = Row([{"role": "user", "content": "?"}], [], {"problem": "?"}, where="rows.jsonl:1")
     with pytest.raises(ValueError, match=r"reward accuracy needs column 'solution'; the rows have \['problem'\]"):
         try_rewards(RunConfig(), {"grpo": "prompts"}, {"grpo": [row]})

@@ -1,4 +1,7 @@
-"""What a card would refuse or wait for, found without one: see pretend_cuda.py."""
+"""Test on the CPU that no operation mixes devices, and count waits for the GPU.
+
+pretend_cuda.py simulates the GPU.
+"""
 
 import pytest
 import torch
@@ -57,7 +60,7 @@ def test_waits_are_counted(name):
         assert torch.empty(3, device=CUDA).isnan().all()  # uninitialised memory
 
 
-def test_scores_and_gradients_are_those_of_the_cpu():
+def test_scores_and_gradients_match_the_cpu():
     def score(model, device):
         generator = torch.Generator().manual_seed(1)
         completions = [[tiny.completion(generator, n).to(device) for n in (1, 4, 9)] for _ in range(4)]
@@ -81,22 +84,25 @@ SMALL = [
 
 
 def test_a_run_mixes_no_devices(run, plain, lively):
-    """With evaluations, checkpoints and states."""
+    """Training, evaluations and checkpoints never mix tensors of two devices."""
     with PretendCuda() as gpu:
         folder = run(*SMALL, "--stages=[grpo]")
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
 
 
 def test_waits_of_a_grpo_step(tmp_path):
-    """4 prompts, 3 completions each of 6 tokens, two micro-batches: rollout, rewards, losses, update.
+    """A grpo step waits for the GPU at most 13 times, in rollout, rewards, losses and update.
 
-    The number only falls; an error shows where the host waits: {(why, file, line): how often}.
+    The step has 4 prompts with 3 completions of 6 tokens, in two micro-batches.
+
+    Lower the limit when waits are removed, but never raise it. A failure shows where the host
+    waits, as {(reason, file, line): count}.
     """
     write_recipe(tmp_path)
     options = ["--sampling.stop_token_ids=[]", "--rewards={format: 1}"]  # no completion ends earlier
     with PretendCuda() as gpu:
         stage = Stage(tmp_path, "grpo", *options, dtype=torch.float32, world=World(device=CUDA))
-        stage.go()  # what is computed once
+        stage.go()  # also fills the caches
         gpu.waits.clear()
         stage.go()
     assert gpu.waits.total() <= 13, gpu.waits

@@ -1,4 +1,7 @@
-"""The end of a process: a mistake is one line, a bug a traceback, torchrun's summary has either."""
+"""Test how a process reports errors.
+
+A user's mistake is one line, a bug is a traceback, and torchrun's summary contains the same.
+"""
 
 import errno
 from functools import partial
@@ -13,7 +16,10 @@ from minivlmrl.run.process import run_rank
 
 @pytest.fixture
 def ended(monkeypatch, tmp_path, capfd):
-    """ended(main) as a rank under torchrun: its exit code, what it prints, and torchrun's summary of it."""
+    """Return a function that calls main as a rank under torchrun.
+
+    The function returns the exit code, the printed errors, and torchrun's summary of them.
+    """
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
 
@@ -41,7 +47,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
 
 
 def test_a_bug_keeps_its_traceback(ended):
-    """A ValueError that nobody has put into words: Python raises it, in the package or in a reward of one's own."""
+    """A ValueError that Python raises in the package or in a custom reward is a bug."""
     for main in (lambda _: accuracy(["no truth"], []), lambda _: int("x")):
         code, printed, summary = ended(main)
         assert code == 1 and printed.startswith("Traceback") and "test_process.py" in printed
@@ -49,16 +55,19 @@ def test_a_bug_keeps_its_traceback(ended):
 
 
 def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
-    """torchrun's summary has that of each; without torchrun each prints its own."""
+    """Under torchrun, the summary shows the mistakes of all ranks.
+
+    Otherwise each rank prints its own.
+    """
     monkeypatch.setenv("RANK", "1")
     assert ended(train_recipe, "--seed=x")[:2] == (2, "")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     assert ended(train_recipe, "--seed=x")[:2] == (2, "command line: seed is 'x', but it must be of type int\n")
 
 
-def test_a_full_disk_is_called_one(ended):
+def test_a_full_disk_is_reported_as_full(ended):
     def main(_arguments):
-        with open("/dev/full", "w") as file:  # the kernel's own error, from a write that is not ours
+        with open("/dev/full", "w") as file:  # the operating system raises this error, not our code
             print("metrics", file=file)
 
     code, printed, _ = ended(main)
@@ -70,7 +79,7 @@ def test_a_full_disk_is_called_one(ended):
     (OSError(errno.EFBIG, "File too large"), "[Errno 27] File too large: raise the limit of file sizes (ulimit -f)"),
     (IsADirectoryError(errno.EISDIR, "Is a directory", "metrics.jsonl"), "[Errno 21] Is a directory: 'metrics.jsonl'"),
 ])  # fmt: skip
-def test_what_a_disk_refuses_is_one_line(ended, error, says):
+def test_file_system_errors_are_one_line(ended, error, says):
     def main(_arguments):
         raise error
 

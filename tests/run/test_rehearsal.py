@@ -1,6 +1,7 @@
-"""A user's whole way, from a folder as the hub has it to a rising reward: the last commands of docs/data.md.
+"""Run the last commands of docs/data.md, from a model folder as on the Hub to a rising reward.
 
-REHEARSAL=1 pytest -m slow tests/run/test_rehearsal.py writes what they print for Qwen3.5 into the page.
+With REHEARSAL=1, `pytest -m slow tests/run/test_rehearsal.py` writes the output for Qwen3.5
+into the page.
 """
 
 import json
@@ -29,7 +30,7 @@ import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
-from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (asks for transformers too)
+from oracle import CLASSES, ROUNDING, worst_difference  # noqa: E402 (needs transformers too)
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "data.md"
@@ -58,7 +59,10 @@ class Enlarge:
 
 
 def draw(name, count):
-    """Write rows about pictures of which half is coloured; half of the demonstrations ask for a larger one."""
+    """Write rows whose images have one coloured half.
+
+    Half of the demonstrations call the tool that enlarges the image.
+    """
     rng, lines = random.Random(name), []
     for i in range(count):
         color, half = rng.choice([*COLORS]), rng.randrange(2)
@@ -77,7 +81,7 @@ def draw(name, count):
 
 
 def write_folder(path, model_type, template):
-    """Write a tiny model with transformers, as its family's folders are: config, tokenizer and template."""
+    """Write a tiny model with transformers, including config, tokenizer and chat template."""
     texts = [*Path("shown.jsonl").read_text().splitlines(), *[template] * 20]
     trained = json.loads(train_tokenizer(texts, vocab_size=1500).backend.to_str())["model"]
     kind = transformers.Qwen3_5Tokenizer if model_type == "qwen3_5" else transformers.Qwen2Tokenizer
@@ -102,7 +106,11 @@ def write_folder(path, model_type, template):
 
 
 def shortened(printed, before):
-    """Keep lines that are new, of a kind the first and the last; numbers that a machine decides become "…"."""
+    """Shorten the output of a command.
+
+    Keep new lines, but of consecutive lines that differ only in digits keep the first and the last.
+    Replace numbers that depend on the machine by "…".
+    """
     kinds, kept = [], []
     for line in re.sub(r"-?\d+\.\d+(e-?\d+)?", "…", printed).splitlines():
         kind = re.sub(r"\d+", "", line)
@@ -116,13 +124,17 @@ def shortened(printed, before):
 
 
 @pytest.mark.parametrize("model_type", TEMPLATES)
-def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):  # noqa: PLR0915
-    """The commands of the page, each text what the last one above it prints; then transformers has the logits and
-    the words of what was saved."""
+def test_the_commands_of_the_page(model_type, tmp_path, monkeypatch, capsys, published):  # noqa: PLR0915
+    """Run the commands of the page, and compare their output with the text below them.
+
+    Then compare logits and tokenization of the saved checkpoint with transformers.
+    """
     monkeypatch.chdir(tmp_path)
-    above, _, held = PAGE.read_text().partition(TITLE)  # once: the file may be written while this runs
+    # read the page once, because this test may write it
+    above, _, held = PAGE.read_text().partition(TITLE)
     recipe, num_steps, num_held_out = RECIPE, 14, 16
-    if model_type != "qwen3_5":  # of which alone the page has what is printed
+    # the page shows the output for qwen3_5 only; the others run fewer steps
+    if model_type != "qwen3_5":
         recipe = RECIPE.replace("max_steps: 40", "max_steps: 20").replace("max_steps: 12", "max_steps: 2")
         held = held.replace("max_steps=14", "max_steps=3")
         num_steps, num_held_out = 3, 4
@@ -145,14 +157,14 @@ def test_the_whole_way(model_type, tmp_path, monkeypatch, capsys, published):  #
             page = page.replace(f"\n{said}\n", f"\n{shortened(printed, seen)}\n")
     if model_type == "qwen3_5" and os.environ.get("REHEARSAL"):
         PAGE.write_text(above + TITLE + page)
-    if model_type == "qwen3_5":  # another machine may warn of something else
+    if model_type == "qwen3_5":  # lines such as warnings may differ on another machine
         lost = set(held.splitlines()) - set(page.splitlines())
         changed = [line for line in lost if not line.startswith(("step ", "grpo "))]
         assert changed == [] or os.environ.get("REHEARSAL")
 
     lines = [line for line in metrics(tmp_path / "runs" / "squares") if line["stage"] == "grpo"]
     assert len(lines) == num_steps
-    assert max(line["reward"] for line in lines) > 0  # how much it learns is a draw of the machine
+    assert max(line["reward"] for line in lines) > 0  # the final reward depends on the machine
     saved = tmp_path / "runs" / "squares" / "checkpoint"
     theirs, info = CLASSES[model_type].from_pretrained(saved, output_loading_info=True)
     assert not any(info.values())

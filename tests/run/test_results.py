@@ -1,4 +1,4 @@
-"""The files of a run's folder: what is measured, and who writes."""
+"""Test the result files of a run: contents, writing rank, and protection from overwriting."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from stages import ONE, SECOND_RANK
 
 @pytest.fixture
 def results(home, tmp_path, monkeypatch):
-    """results(world, held_out) of a run in tmp_path / "run"."""
+    """Return a function that creates the Results of a run in tmp_path / "run"."""
 
     def results(*overrides, world=ONE, held_out=None):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
@@ -39,13 +39,13 @@ def results(home, tmp_path, monkeypatch):
 
 
 def trained(stage, max_steps=3, saved=None, **says):
-    """A trainer at the end of its stage."""
+    """Return a stand-in trainer at the end of its stage; `says` are its evaluation metrics."""
     config = SimpleNamespace(max_steps=max_steps)
     mine = find_class(stage).trains_policy
     return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
 
 
-def test_what_is_measured_is_written(results, monkeypatch, capsys):
+def test_evaluations_and_weights_are_written(results, monkeypatch, capsys):
     plain = {"eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, "eval/format_sampled": 1.0}
     monkeypatch.setattr(file, "evaluate", lambda *_: dict(plain))
     found = results(held_out=Shapes(4, "x"))
@@ -66,14 +66,15 @@ def test_what_is_measured_is_written(results, monkeypatch, capsys):
 
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
-    monkeypatch.setattr(file, "gather_and_save_model", lambda *_: None)  # which all ranks call
+    # all ranks call this function
+    monkeypatch.setattr(file, "gather_and_save_model", lambda *_: None)
     found = results(world=SECOND_RANK)
     found.write()
     assert not found.folder.exists()
 
 
-def test_a_finished_run_is_not_overwritten_unasked(run, plain):
-    """Neither by training again nor by evaluating a checkpoint into its own folder."""
+def test_a_finished_run_is_not_overwritten_by_default(run, plain):
+    """Results are kept when training again, or when evaluating a checkpoint into its own folder."""
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
@@ -82,7 +83,8 @@ def test_a_finished_run_is_not_overwritten_unasked(run, plain):
         with pytest.raises(ValueError, match=f"^output_dir: {folder} contains the results of an earlier run; {ways}$"):
             run(*options)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == kept
-    (folder / "summary.json").unlink()  # as if the run had been killed: it may begin again, but its metrics are kept
+    # like a killed run, which may start again, but whose metrics are kept
+    (folder / "summary.json").unlink()
     with pytest.raises(ValueError, match="contains the results of an earlier run"):
         run(*own)
     run("--stages=sft", "--sft.max_steps=1")
@@ -96,7 +98,7 @@ evaluations = partial(metrics, name="evaluations.jsonl")
 
 
 @pytest.mark.usefixtures("plain", "lively")
-def test_evaluations_on_the_way_change_nothing_else(run, capsys):
+def test_evaluations_during_training_do_not_change_the_run(run, capsys):
     with_them, without = run(*INTERIM, LETTERS, name="with"), run("--stages=[sft, grpo]", LETTERS, name="without")
     lines, table = evaluations(with_them), summary(with_them)
     steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 2), ("grpo", 3)]
@@ -119,8 +121,8 @@ def test_evaluations_on_the_way_change_nothing_else(run, capsys):
      ("eval/loss", [9.0, 0.5, 0.4, 0.6, 0.1], [1, 2, 4]),
      ("eval/pair_accuracy", [None] * 5, [])],
 )  # fmt: skip
-def test_the_best_evaluation_after_a_step_is_kept(results, monkeypatch, kind, values, saved):
-    """The first evaluation is of the model as it came: it is on the disk already."""
+def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind, values, saved):
+    """The first evaluation is not saved, because its model is the initial one."""
     monkeypatch.setattr(file, "evaluate", lambda *_: {"eval/accuracy_sampled": values[len(done)] or 0})
     found, done, kept = results(f"--best_metric={kind}", "--eval_steps=1", held_out=Shapes(1, "x")), [], []
     trainer = trained("sft", 4, saved=lambda folder: kept.append((len(done), folder)))

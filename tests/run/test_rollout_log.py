@@ -1,4 +1,4 @@
-"""completions.jsonl: what it says is what the step trained on, and writing it changes nothing else."""
+"""Test that completions.jsonl shows the completions of a step, and does not change the run."""
 
 import json
 from functools import partial
@@ -26,7 +26,7 @@ completions = partial(metrics, name="completions.jsonl")
 
 
 @pytest.mark.usefixtures("plain", "lively")
-def test_a_line_says_what_the_step_trained_on(run):
+def test_lines_agree_with_the_metrics_of_the_step(run):
     folder = run(*EVERY_STEP, "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1")
     lines = completions(folder)
     steps = metrics(folder)
@@ -49,8 +49,11 @@ def test_a_line_says_what_the_step_trained_on(run):
         assert PIL.Image.open(folder / image).size == (56, 56)
 
 
-def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, published):
-    """By format, find_answer, the page's lines and evaluate's; what is trained on stays what was written."""
+def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
+    """Rewards, find_answer, the report and evaluate read the thought that the prompt opens.
+
+    The ids that are trained on stay those of the completion.
+    """
     template = ChatTemplate(published("qwen3_5_think"), "t")
     end = "</think>\n<answer>green square</answer>"
     one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").trainer
@@ -73,7 +76,7 @@ def test_a_thought_that_the_prompt_opens_is_read_with_the_completion(stage, publ
 
 
 @pytest.mark.usefixtures("plain", "lively")
-def test_metrics_are_the_same_with_and_without(run):
+def test_metrics_do_not_depend_on_the_log(run):
     ppo = (*EVERY_STEP, "--stages=[ppo]", "--ppo.max_steps=2")
     loud = run(*ppo, name="loud")
     silent = run(*ppo, "--log_completions=0", name="silent")
@@ -82,13 +85,13 @@ def test_metrics_are_the_same_with_and_without(run):
 
 
 @pytest.mark.usefixtures("plain")
-def test_boxes_are_shares_of_the_image(run, own, rows):
+def test_boxes_are_fractions_of_the_image_size(run, own, rows):
     boxes = f"--data.train_file={rows.parent / 'boxes.jsonl'}"
     folder = run(*own, boxes, *EVERY_STEP[:-1], "--rewards={iou: 1}")
     assert completions(folder)[0]["truth"] == [[0, 0, 0.5, 0.5]]
 
 
-def test_a_character_of_several_tokens_comes_with_the_last(checkpoint):
+def test_a_character_of_several_tokens_is_shown_at_its_last_token(checkpoint):
     processor = load_processor(checkpoint)
     ids = processor.tokenizer.encode("a \u4f60!")
     drawn = Completion(torch.tensor(ids), torch.full((len(ids),), -0.5))
@@ -96,8 +99,11 @@ def test_a_character_of_several_tokens_comes_with_the_last(checkpoint):
     assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)
 
 
-def test_a_line_that_a_full_disk_has_cut_is_dropped_and_what_was_done_stays_in_place(tmp_path):
-    """Also of a step that comes again; no moment has less in the file than what is kept."""
+def test_a_line_cut_by_a_full_disk_is_dropped(tmp_path):
+    """Lines of steps that the resumed run repeats are dropped too.
+
+    The file is truncated in place, so a reader always sees all lines that are kept.
+    """
     lines = [json.dumps({"stage": "grpo", "step": step, "prompt": "\u2028" * 9}) + "\n" for step in range(4)]
     path = tmp_path / "completions.jsonl"
     path.write_text("".join(lines)[:-20])

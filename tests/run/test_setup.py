@@ -1,4 +1,4 @@
-"""The model that a recipe asks for."""
+"""Test how the model and the processor of a recipe are built."""
 
 import json
 
@@ -21,7 +21,7 @@ def build(home):
     return lambda *overrides: build_model(load_config(home / "recipe.yaml", overrides), ONE)
 
 
-def test_random_weights_are_the_seeds(build):
+def test_random_weights_depend_on_the_seed(build):
     first, again, other = (dict(build(f"--seed={seed}")[0].named_parameters()) for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
@@ -36,7 +36,7 @@ def test_options_of_data_reach_the_processor(build, own):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
-def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, tmp_path, family):
+def test_the_default_box_space_depends_on_the_family(build, tmp_path, family):
     (tmp_path / "model.json").write_text(json.dumps(tiny.config(model_type=family).to_dict()))
     options = f"--model.config={tmp_path / 'model.json'}", "--data.task=shapes"
     _, plain = build(*options)
@@ -48,8 +48,8 @@ def test_boxes_are_in_the_units_of_the_family_unless_the_recipe_says_so(build, t
 
 
 @pytest.mark.parametrize("sizes", [tiny.RUN_MODEL, tiny.RUN_QWEN3, tiny.RUN_QWEN35])
-def test_random_weights_on_rows_of_ones_own(home, rows, tmp_path, sizes):
-    """The tokenizer is trained on what the rows say, and learns their words whole."""
+def test_random_weights_with_a_tokenizer_trained_on_custom_rows(home, rows, tmp_path, sizes):
+    """The tokenizer is trained on the texts of the rows, so common words become one token."""
     file = tmp_path / "model.json"
     file.write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
     own = [f"--model.config={file}", "--data.task=null", f"--data.train_file={rows}"]

@@ -1,4 +1,7 @@
-"""A signal asks for a state, a second ends the process, handlers are given back; whole runs: test_checkpoints.py."""
+"""Test signal handling: the first signal requests a checkpoint, and the second ends the process.
+
+Whole runs are tested in test_checkpoints.py.
+"""
 
 import os
 import pty
@@ -22,10 +25,10 @@ pytestmark = pytest.mark.usefixtures("default_signals")
 
 @pytest.mark.parametrize("number", StopSignals.SIGNALS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_is_noted_and_said_once_by_the_first_rank(number, rank, capfd):
+def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, capfd):
     with StopSignals(World(rank, 1, torch.device("cpu"))) as stop:
         assert not stop.is_requested()
-        for _ in "12":  # a scheduler and torchrun may both pass it on
+        for _ in "12":  # a scheduler and torchrun may both deliver the same signal
             os.kill(os.getpid(), number)
         assert stop.is_requested()
     name = signal.Signals(number).name
@@ -35,8 +38,8 @@ def test_a_signal_is_noted_and_said_once_by_the_first_rank(number, rank, capfd):
     assert capfd.readouterr().err == (said if rank == 0 else "")
 
 
-def test_a_signal_that_was_ignored_stays_so():
-    """As nohup starts a run."""
+def test_an_ignored_signal_stays_ignored():
+    """nohup ignores SIGHUP, and the run must not change that."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals(ONE) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -44,7 +47,7 @@ def test_a_signal_that_was_ignored_stays_so():
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
-def test_a_lost_terminal_does_not_fail_what_is_printed():
+def test_printing_to_a_lost_terminal_does_not_fail():
     main, terminal = pty.openpty()
 
     def lose_it():
@@ -63,7 +66,7 @@ def test_a_lost_terminal_does_not_fail_what_is_printed():
     assert exit_code(child) == 0
 
 
-def test_long_work_ends_at_once_if_nothing_is_lost():
+def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
     world = World()
     with StopSignals(world) as stop:
         stop.world.stop_if_preempted()
@@ -74,7 +77,7 @@ def test_long_work_ends_at_once_if_nothing_is_lost():
         stop.world.stop_if_preempted()
         raise AssertionError
     assert stop.exit_code == PREEMPTED
-    world.stop_if_preempted()  # another run of this process is not ended
+    world.stop_if_preempted()  # after the `with`, a later run in this process is not stopped
 
 
 def test_a_later_signal_ends_the_process(monkeypatch):
@@ -96,7 +99,7 @@ def test_preempted_becomes_the_exit_code_and_its_message(capsys):
     assert capsys.readouterr().out == "saved states/000004\n"
 
 
-def test_other_errors_pass_and_handlers_are_given_back():
+def test_other_errors_propagate_and_handlers_are_restored():
     before = [signal.getsignal(number) for number in StopSignals.SIGNALS]
     with pytest.raises(ValueError, match="no"), StopSignals(ONE) as stop:
         assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.on_signal] * 4
@@ -104,8 +107,8 @@ def test_other_errors_pass_and_handlers_are_given_back():
     assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0
 
 
-def test_where_nobody_reads_stdout_any_more_a_run_is_asked_to_end():
-    """As of `torchrun train.py | head`; the state is saved then, as after a signal."""
+def test_a_closed_stdout_requests_the_end_of_the_run():
+    """Stop like after a signal if the reader closes stdout, as `torchrun train.py | head` does."""
     reader, writer = os.pipe()
 
     def print_unread():

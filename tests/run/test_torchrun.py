@@ -1,4 +1,4 @@
-"""What a user of torchrun meets: a rank that dies or raises, a restart, a scheduler that wants the machine back."""
+"""Test runs under torchrun: a dead rank, a restart, and a signal from a scheduler."""
 
 import json
 import os
@@ -23,7 +23,7 @@ RECIPE = {
     "data": {"task": "shapes(demonstrations=8)", "eval_rows": 2}, "sampling": {"max_new_tokens": 6},
     "sft": {"max_steps": 6, "prompts_per_step": 4, "micro_batch_size": 2, "learning_rate": 3e-3},
 }  # fmt: skip
-# rank 1 does something in its fourth backward, in the first attempt
+# in the first attempt, rank 1 runs ACTION in its fourth backward
 SCRIPT = """
 import os, signal, sys, traceback
 import torch
@@ -44,7 +44,7 @@ main(sys.argv[1:])
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """Start two ranks of a recipe under torchrun."""
+    """Return a function that starts two ranks of a recipe under torchrun."""
     (tmp_path / "model.json").write_text(json.dumps(RUN_MODEL))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
 
@@ -77,7 +77,7 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
-    """A scheduler sends SIGTERM to torchrun; a terminal sends SIGINT to it and to its ranks."""
+    """A scheduler sends SIGTERM only to torchrun; a terminal sends SIGINT also to the ranks."""
     process = torchrun("--sft.max_steps=100000")
     written = tmp_path / "run" / "metrics.jsonl"
     while not (written.is_file() and written.read_text()):

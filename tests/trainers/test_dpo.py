@@ -15,7 +15,7 @@ from stages import Rows, snapshot
 PRECOMPUTE = "--dpo.precompute_ref_log_probs=true"
 
 
-def test_it_is_measured_against_the_policy_as_the_stage_found_it(stage):
+def test_the_reference_is_the_policy_at_the_start_of_the_stage(stage):
     run = stage("dpo")
     start = stage("dpo").model
     for number in range(3):
@@ -27,7 +27,7 @@ def test_it_is_measured_against_the_policy_as_the_stage_found_it(stage):
 
 
 @pytest.mark.parametrize("option", [(), (PRECOMPUTE,)])
-def test_a_draw_is_no_win(stage, option):
+def test_equal_rewards_do_not_count_as_correct(stage, option):
     run = stage("dpo", *option, held_out=Shapes(3, "other"))
     assert run.accuracy() == 0  # because the policy is still equal to the reference
 
@@ -44,7 +44,7 @@ def assert_equal_runs(first, second, steps=3):
 
 
 @pytest.mark.parametrize("options", [[], ["--dpo.ld_alpha=0.5"], ["--dpo.use_weighting=true"], ["--adapter.r=4"]])
-def test_precomputed_references_are_the_references(stage, options):
+def test_precomputed_references_equal_the_references(stage, options):
     held_out = Shapes(3, "other")
     kept, precomputed = (stage("dpo", *options, *more, held_out=held_out) for more in ([], [PRECOMPUTE]))
     assert precomputed.trainer.reference is None
@@ -61,7 +61,7 @@ def test_precomputing_scores_all_pairs_once(stage):
         run.trainer.micro_batch(list(Shapes(1, "new")))
 
 
-def test_precomputing_tells_pictures_apart(stage):
+def test_precomputing_distinguishes_images(stage):
     """A wide and a tall image of one colour have equal patches and token counts, so only their sizes differ."""
     rows = [Shapes(1, "x")[0] for _ in range(2)]
     for row, size in zip(rows, ((56, 28), (28, 56)), strict=True):
@@ -104,7 +104,7 @@ def test_reference_log_probabilities_may_be_columns_of_rows(stage):
     ([PRECOMPUTE, "--dpo.ld_alpha=0.5"], {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}),
     ([PRECOMPUTE], {"ref_chosen_logps": -1.0}),
 ])  # fmt: skip
-def test_sums_that_rows_bring_in_vain_are_refused(stage, options, columns):
+def test_unused_or_incomplete_sums_in_rows_are_refused(stage, options, columns):
     with pytest.raises(
         ValueError, match=r"^rows\.jsonl:4: the columns ref_chosen_logps and ref_rejected_logps must both have values"
     ):

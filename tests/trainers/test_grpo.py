@@ -9,8 +9,8 @@ from stages import completions_of, letter_rewards, without_idle_rows
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Arguments of each call of grpo_loss."""
+def loss_calls(monkeypatch):
+    """Record the arguments of each call of grpo_loss."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -22,12 +22,12 @@ def asked(monkeypatch):
     return calls
 
 
-def ratios(asked):
-    """For each call, whether the ratio to the old policy is exactly 1."""
-    return [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in asked]
+def ratios(loss_calls):
+    """Return for each call whether the ratio to the old policy is exactly 1."""
+    return [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in loss_calls]
 
 
-def test_stored_log_probabilities(stage, asked, samples):
+def test_stored_log_probabilities(stage, loss_calls, samples):
     """With 2 iterations over rollouts of 2 steps, the ratio is exactly 1 only in the first of the 4 steps."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
     ends = []
@@ -39,9 +39,10 @@ def test_stored_log_probabilities(stage, asked, samples):
     assert len(samples) == 2
     assert [len(rollout.prompts) for rollout in samples] == [8, 8]
     assert ends == [False, False, False, True] * 2
-    assert len(asked) == 16  # two micro-batches per step
-    assert ratios(asked) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
-    for first, again in zip(asked[:4], asked[4:8], strict=True):  # the second iteration meets the same micro-batches
+    assert len(loss_calls) == 16  # two micro-batches per step
+    assert ratios(loss_calls) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
+    # the second iteration has the same micro-batches
+    for first, again in zip(loss_calls[:4], loss_calls[4:8], strict=True):
         assert first["old_per_token_logps"] is again["old_per_token_logps"]
         assert first["advantages"] is again["advantages"]
         assert not torch.equal(first["logps"], again["logps"])
@@ -57,7 +58,7 @@ def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
     assert [b.normalizer.max_completion_length for b in both] == [6, 6]
 
 
-def test_a_step_is_its_rows_in_order(stage, samples):
+def test_a_step_contains_its_rows_in_order(stage, samples):
     """Completions, the sampler's log-probabilities, advantages and masks are split into two micro-batches."""
     run = stage("grpo", "--grpo.scale_rewards=none", "--grpo.beta=0.1")
     first, second = run.next()
@@ -80,7 +81,7 @@ def test_a_step_is_its_rows_in_order(stage, samples):
 
 # four groups of four: equal rewards; different rewards; one reward equal to the mean; equal rewards
 REWARDS = [1.0] * 4 + [0.0, 1.0, 2.0, 4.0] + [0.0, 1.0, 2.0, 1.0] + [3.0] * 4
-TEACHING = [4, 5, 6, 7, 8, 10]
+ROWS_WITH_SIGNAL = [4, 5, 6, 7, 8, 10]
 FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
 
 
@@ -90,14 +91,14 @@ FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
     *([f"--grpo.loss_type={name}"] for name in ("luspo", "rloo", "vespo")),
     ["--grpo.rollout_correction=token_truncate"], ["--grpo.mask_truncated_completions=true"],
 ], ids=str)  # fmt: skip
-def test_the_gradient_is_that_of_all_completions(stage, script, options):
+def test_leaving_out_rows_without_signal_keeps_the_gradient(stage, script, options):
     some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)
-    assert some.completion_index.tolist() == TEACHING and len(some.group.prompts) == 2
+    assert some.completion_index.tolist() == ROWS_WITH_SIGNAL and len(some.group.prompts) == 2
     assert all_rows.completion_index.tolist() == [*range(16)]
     assert some.normalizer == all_rows.normalizer
 
 
-def test_without_anything_to_learn_one_completion_stays(stage, script):
+def test_without_any_signal_one_completion_remains(stage, script):
     script(1.0)
     run = stage("grpo", *FOURS, "--grpo.micro_batch_size=2")
     assert [batch.completion_index.tolist() for batch in run.next()] == [[0], [8]]

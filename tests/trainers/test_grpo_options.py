@@ -18,8 +18,8 @@ from stages import completions_of, letter_rewards, snapshot
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Arguments of each call of grpo_loss."""
+def loss_calls(monkeypatch):
+    """Record the arguments of each call of grpo_loss."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -84,7 +84,7 @@ def test_overlong_completions_are_punished(stage, samples):
     assert line["rewards/letters/mean"] == pytest.approx(plain.mean().item())
 
 
-def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
+def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
     """The sums of two rewards are equal, but GDPO normalises each reward, so that its advantages are not 0."""
     values = {"letters": [1.0, 0.0], "format": [0.0, 1.0]}
 
@@ -99,13 +99,13 @@ def test_rewards_that_cancel_teach_where_each_is_normalized(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
-def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
+def test_truncated_completions_are_masked(stage, loss_calls, samples, loss_type):
     run = stage(
         "grpo", "--grpo.mask_truncated_completions=true", f"--grpo.loss_type={loss_type}", "--grpo.beta=0.1",
         "--grpo.micro_batch_size=4", "--grpo.entropy_coef=0.1",
     )  # fmt: skip
     run.go(2)
-    for rollout, given in zip(samples, asked, strict=True):
+    for rollout, given in zip(samples, loss_calls, strict=True):
         normalizer = given.normalizer
         stopped = torch.tensor([c.stopped for c in completions_of(rollout)])
         assert 0 < stopped.sum() < len(stopped)
@@ -117,7 +117,7 @@ def test_cut_completions_teach_nothing(stage, asked, samples, loss_type):
         assert normalizer.sequences == 12
 
 
-def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
+def test_a_step_with_only_truncated_completions_changes_nothing(stage, monkeypatch):
     monkeypatch.setattr(Processor, "stop_token_ids", (300,))
     run = stage("grpo", "--grpo.mask_truncated_completions=true", "--grpo.top_entropy_quantile=0.5")
     before = snapshot(run.model)
@@ -126,7 +126,7 @@ def test_a_step_of_cut_completions_only_changes_nothing(stage, monkeypatch):
     torch.testing.assert_close(snapshot(run.model), before, rtol=0, atol=0)
 
 
-def test_rloo_by_hand(stage, samples, asked):
+def test_rloo_by_hand(stage, samples, loss_calls):
     """Rewards are reduced by beta times the k1 KL of the completion, then by the mean of the other completions."""
     run = stage("grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.micro_batch_size=4")
     run.go(2)
@@ -143,11 +143,11 @@ def test_rloo_by_hand(stage, samples, asked):
     expected = (rewards - others).flatten().double()
     torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-6, atol=1e-6)
     line = run.update()
-    assert asked[-1].options.beta == 0 and "kl" not in line
+    assert loss_calls[-1].options.beta == 0 and "kl" not in line
     assert line["reward"] == pytest.approx(plain.mean().item())
 
 
-def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, asked, samples, monkeypatch):
+def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, loss_calls, samples, monkeypatch):
     """Token weights are pi / pi_sampler, from the log-probabilities of the trainer and of the sampler."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4")  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
 
     monkeypatch.setattr(run.trainer, "sample_rollout", drift)
     run.go()
-    [given] = asked
+    [given] = loss_calls
     drifted = torch.cat([c.logps for c in completions_of(samples[0])])
     real = given.mask.bool()
     ratio = given.token_weights
@@ -170,7 +170,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, ask
     assert (ratio[~real] == 1).all()
 
 
-def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(stage):
+def test_the_entropy_threshold_is_that_of_the_whole_step(stage):
     """Tokens are selected by the entropies of the policy before its update."""
     options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]
     run = stage("grpo", *options)
@@ -190,7 +190,7 @@ def test_the_upper_share_of_a_steps_tokens_is_found_in_all_its_micro_batches(sta
     "option",
     ["beta=0.1", "entropy_coef=0.01", "loss_type=bnpo", "top_entropy_quantile=0.5", "loss_type=rloo --grpo.beta=0.1"],
 )
-def test_where_every_completion_counts_all_stay(stage, script, option):
+def test_options_that_need_all_completions_keep_them(stage, script, option):
     script(REWARDS)
     [batch] = stage("grpo", *FOURS, *f"--grpo.{option}".split()).next()
     assert batch.completion_index.tolist() == [*range(16)]
@@ -231,7 +231,7 @@ def own_loss(tmp_path):
     return f"--grpo.loss_type={tmp_path / 'my_loss.py'}"
 
 
-def test_a_loss_of_a_file_is_called_as_grpo_loss_is(stage, own_loss):
+def test_a_custom_loss_is_called_like_grpo_loss(stage, own_loss):
     """grpo_loss from a file equals dapo bit by bit, also off-policy and with a KL; its own metric is logged."""
     options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
@@ -239,7 +239,7 @@ def test_a_loss_of_a_file_is_called_as_grpo_loss_is(stage, own_loss):
     assert found.go(3) == [line | {"seen": 1.0} for line in expected]
 
 
-def test_a_loss_of_a_file_sees_rows_that_have_no_advantage(stage, own_loss, script):
+def test_a_custom_loss_gets_rows_without_advantage(stage, own_loss, script):
     script(0.5)
     line = stage("grpo", f"{own_loss}:all_rows(scale=2.0)", "--grpo.micro_batch_size=4").go(1)[0]
     assert line["rows"] == 4 * 3 and line["grad_norm"] > 0
@@ -250,7 +250,7 @@ def test_a_loss_of_a_file_sees_rows_that_have_no_advantage(stage, own_loss, scri
     ("narrow", r"raised TypeError: narrow\(\) "),
     ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
 ])  # fmt: skip
-def test_a_loss_that_cannot_be_asked_is_refused_before_anything_is_loaded(stage, own_loss, name, says):
+def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
     with pytest.raises(ValueError, match=rf"grpo\.loss_type .*my_loss\.py:{re.escape(name)}.* {says}"):
         stage("grpo", f"{own_loss}:{name}")
     with pytest.raises(

@@ -59,7 +59,7 @@ RUNS = {
 }  # fmt: skip
 
 
-OF_ROWS = {"grpo rloo", "grpo vespo"}  # clip ratios and phi are means over rows there
+AVERAGED_OVER_ROWS = {"grpo rloo", "grpo vespo"}  # clip ratios and phi are means over rows there
 
 
 def assert_same_steps(found, expected, rel, of_rows=False):
@@ -83,7 +83,7 @@ def test_micro_batch_size(folder, name):
     """Loss, gradients, weights and logged metrics do not depend on the split into micro-batches."""
     stage, options = RUNS[name]
     pair = (steps(folder, stage, *options, f"--{stage}.micro_batch_size={size}") for size in (4, 1))
-    assert_same_steps(*pair, 1e-12, name in OF_ROWS)
+    assert_same_steps(*pair, 1e-12, name in AVERAGED_OVER_ROWS)
 
 
 def reorder(monkeypatch, order):

@@ -36,7 +36,7 @@ class Pairs(PairTrainer):
 
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
-def test_pairs_are_judged_once_on_any_number_of_ranks(rank, seen, monkeypatch):
+def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen, monkeypatch):
     """Rows 0, 3 and 4 of five have both answers; rank 1 repeats row 0, so that counts are equal, and ignores it."""
     rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
     asked = []
@@ -68,7 +68,7 @@ def test_both_answers_share_their_prompt_and_its_image(stage, name):
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft", "kto"])
-def test_of_several_turns_only_the_assistants_are_trained_on(stage, name):
+def test_only_assistant_turns_are_trained(stage, name):
     """The user's turn between two turns of an answer gets no gradient, and its tokens are not counted."""
 
     class Turns(Shapes):

@@ -16,7 +16,7 @@ from tiny import pack
 SEPARATE = "--ppo.critic=separate"
 
 
-def test_the_number_of_rollouts_whose_first_epoch_sees_what_was_stored(stage, samples):
+def test_the_first_minibatch_has_the_stored_log_probabilities(stage, samples):
     run = stage("ppo", "--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", dtype=torch.float32)
     ends, lines = [], []
     for _ in range(8):
@@ -58,7 +58,7 @@ def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
             torch.testing.assert_close(row[: real.sum()].double(), own[real], rtol=1e-5, atol=1e-5)
 
 
-def test_completions_that_nothing_can_judge_are_masked(stage, samples, script):
+def test_completions_without_a_reward_are_masked(stage, samples, script):
     script([1.0, None, 0.0, 0.5, None, None, 1.0, 0.0])
     run = stage("ppo", "--ppo.micro_batch_size=4")
     [batch] = run.next()
@@ -79,7 +79,7 @@ def test_the_critic_is_a_head_on_the_policy(stage):
     assert run.trainer.critic.weight.any()
 
 
-def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
+def test_gradients_of_a_policy_and_a_separate_critic(stage, samples):
     """Gradients of both models equal those of PPO's formulas, applied to each completion separately in float64."""
     run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
     run.go(3)  # after the first update of the second rollout, ratios and values differ from the old values
@@ -105,7 +105,7 @@ def test_gradients_of_a_policy_and_a_critic_of_its_own(stage, samples):
         torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-13)
 
 
-def test_a_critic_of_its_own_begins_as_the_policy_and_leaves_it_alone(stage):
+def test_a_separate_critic_is_a_copy_and_does_not_share_weights(stage):
     run = stage("ppo", SEPARATE, "--ppo.vf_coef=0")
     policy, critic = run.model, run.trainer.critic
     for name, weight in critic.backbone.named_parameters():
@@ -115,7 +115,7 @@ def test_a_critic_of_its_own_begins_as_the_policy_and_leaves_it_alone(stage):
     assert all(torch.equal(weight, before[name]) for name, weight in critic.named_parameters())
 
 
-def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, stage):
+def test_a_run_continues_with_a_saved_critic(folder, lively, tmp_path, stage):
     """A critic can be continued fully, or with an adapter or activation checkpointing."""
     main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
     saved = load_value_model(tmp_path / "one" / "critic")
@@ -133,7 +133,7 @@ def test_a_saved_critic_is_where_another_run_begins(folder, lively, tmp_path, st
         run.go(2)
 
 
-def test_what_is_no_critic_of_this_policy_is_refused(folder, lively, tmp_path, stage):
+def test_unsuitable_critics_are_refused(folder, lively, tmp_path, stage):
     with pytest.raises(ValueError, match=r"/gone does not contain score\.safetensors"):
         stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
     main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")

@@ -24,7 +24,7 @@ FORMS = {"all": [], "adapters": ["--adapter.r=2"], "shared": ["--reference.num_s
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_it_stays_and_shares_nothing(stage, name):
+def test_the_reference_does_not_change_and_shares_nothing(stage, name):
     run = stage(name, f"--{name}.{WEIGHTS[name]}=0.1")
     theirs = dict(run.trainer.reference.model.named_parameters())
     before = snapshot(run.model)
@@ -36,7 +36,7 @@ def test_it_stays_and_shares_nothing(stage, name):
 
 
 @pytest.mark.parametrize("name, options", [("grpo", []), ("ppo", ["--ppo.kl_coef=0"]), ("sft", [])])
-def test_none_is_kept_where_none_is_asked(stage, name, options):
+def test_without_kl_there_is_no_reference(stage, name, options):
     run = stage(name, *options)
     run.go(2)
     assert run.trainer.reference is None and "reference" not in run.trainer.modules()
@@ -57,7 +57,7 @@ def of_trl(path, name):
 
 
 @pytest.mark.parametrize("name, form", [*((name, "all") for name in WEIGHTS), ("dpo", "adapters"), ("grpo", "shared")])
-def test_it_moves_as_trls_callback_moves_it(stage, name, form):
+def test_updates_match_trls_callback(stage, name, form):
     """The reference equals that of TRL's SyncRefModelCallback on the same parameters, after steps 2 and 4."""
     callback = of_trl("trl.trainer.callbacks", "SyncRefModelCallback")
     names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
@@ -76,7 +76,7 @@ def test_it_moves_as_trls_callback_moves_it(stage, name, form):
     assert max((a - b).abs().max() for a, b in zip(theirs, policy, strict=True)) > 1e-4
 
 
-def test_with_mixup_1_it_is_the_policy_of_the_step_before(stage):
+def test_with_mixup_1_the_reference_is_the_policy_of_the_previous_step(stage):
     moving = [f"--reference.{option}" for option in ("sync_ref_model", "ref_model_mixup_alpha=1")]
     run = stage("kto", *moving, "--reference.ref_model_sync_steps=1")
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_with_mixup_1_it_is_the_policy_of_the_step_before(stage):
     (0, None, "model"), (1, None, "model"), (1, None, "tied"), (1, None, "qwen3_vl"),
     (0, "visual.blocks.{layer}", "model"),
 ])  # fmt: skip
-def test_it_shares_what_trls_does(stage, layers, pattern, model):
+def test_shared_layers_match_trl(stage, layers, pattern, model):
     """The shared parameters are those of TRL's create_reference_model, exist once, and give TRL's log-probabilities."""
     create = of_trl("trl.experimental.utils", "create_reference_model")
     options = [f"--reference.num_shared_layers={layers}", *([f"--reference.pattern={pattern}"] if pattern else [])]
@@ -115,7 +115,7 @@ def test_it_shares_what_trls_does(stage, layers, pattern, model):
 
 
 @pytest.mark.parametrize("option", ["num_shared_layers=2", "pattern=layer.{layer}"])
-def test_where_no_layer_matches_nothing_could_be_trained(stage, option):
+def test_sharing_all_layers_is_refused(stage, option):
     with pytest.raises(
         ValueError, match=r"num_shared_layers is \d, so no trainable parameter is left: either no layer matches '\S+\d'"
     ):
@@ -124,7 +124,10 @@ def test_where_no_layer_matches_nothing_could_be_trained(stage, option):
 
 @pytest.fixture
 def other(tmp_path):
-    """Function that saves a model with another seed and config, and returns its folder and the option that names it."""
+    """Return a function that saves a model with another seed and config.
+
+    The function returns its folder and the option that names it.
+    """
 
     def other(**changes):
         (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
@@ -152,7 +155,7 @@ def their_logps(model, group, temperature):
 @pytest.mark.parametrize("name, options", [
     ("dpo", []), ("kto", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
 ])  # fmt: skip
-def test_a_reference_of_a_folder_scores_as_transformers_does(stage, other, name, options, tmp_path, monkeypatch):
+def test_a_reference_from_a_folder_matches_transformers(stage, other, name, options, tmp_path, monkeypatch):
     """The folder was saved by transformers; the frozen vision tower of the policy is not used for the reference."""
     import oracle
 

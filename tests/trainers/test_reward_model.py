@@ -13,7 +13,7 @@ from stages import main
 JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 
 
-def test_margins_of_rows_are_heeded(stage):
+def test_margins_of_rows_are_used(stage):
     """In the first step all scores are 0, so the loss is -log sigmoid(-margin), or log 2 for a row without a margin."""
 
     class Margins(Shapes):
@@ -28,7 +28,7 @@ def test_margins_of_rows_are_heeded(stage):
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_it_judges_in_the_same_run_and_by_its_path(folder, lively, tmp_path, name):
+def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, tmp_path, name):
     """reward_model.path has precedence over the model that this run trains."""
     one = main(folder, tmp_path, "one", f"--stages=[reward_model, {name}]", JUDGED, f"--{name}.max_steps=2")[-2:]
     assert one[0]["rewards/reward_model/mean"] != 0

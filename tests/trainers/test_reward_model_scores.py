@@ -25,7 +25,7 @@ JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 
 @pytest.fixture(scope="module")
 def judge(folder, tmp_path_factory):
-    """Folder of a reward model that was trained for three steps."""
+    """Train a reward model for three steps, and return its folder."""
     tmp_path = tmp_path_factory.mktemp("judge")
     main(folder, tmp_path, "run", "--stages=reward_model", "--data.eval_rows=1", "--rewards={format: 1}")
     return tmp_path / "run" / "reward_model"
@@ -33,7 +33,7 @@ def judge(folder, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 @pytest.mark.parametrize("batch_size", [16, 3])
-def test_each_completion_gets_the_number_after_its_last_token(stage, samples, judge, monkeypatch, name, batch_size):
+def test_each_completion_is_scored_at_its_last_token(stage, samples, judge, monkeypatch, name, batch_size):
     monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
     run = stage(name, JUDGED, f"--reward_model.path={judge}", dtype=torch.float32)
     run.next()
@@ -54,7 +54,7 @@ def test_a_reward_model_uses_its_own_vision_tower(stage, judge, samples):
     assert all(prompt.vision_embeds is None for prompt in samples[0].prompts)
 
 
-def test_it_must_be_there_before_its_stage_begins(judge):
+def test_the_reward_model_must_exist_before_its_stage(judge):
     def run(stages, path=None):
         return SimpleNamespace(stage_names=stages, reward_model=SimpleNamespace(path=path))
 
@@ -76,7 +76,7 @@ def test_it_must_be_there_before_its_stage_begins(judge):
 TEXTS = ("<think>I see red</think><answer>red square</answer>", "No idea.", "12 naïve cafés", "")
 
 
-def stranger(folder, path, model, template=None):
+def save_other_reward_model(folder, path, model, template=None):
     """Save a reward model whose tokenizer is as large as the policy's, with other tokens."""
     words = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "lmnrst"]
     other = train_tokenizer([" ".join(words)], len(shapes.tokenizer()))
@@ -100,7 +100,7 @@ def scores_of(folder, path, environment=None):
 @pytest.mark.parametrize("model", ["model", "qwen3_vl"])
 def test_a_model_of_another_tokenizer_reads_texts(folder, tmp_path, model, transformers, oracle, monkeypatch):
     """Scores equal those of transformers at the last token; a truncated completion has no end token."""
-    judge = stranger(folder, tmp_path / "judge", model)
+    judge = save_other_reward_model(folder, tmp_path / "judge", model)
     scores, processor = scores_of(folder, tmp_path / "judge")
     rows = [shapes.Shapes(2, "rows")[i] for i in range(2)]
     groups = []
@@ -131,8 +131,8 @@ def test_a_model_of_another_tokenizer_reads_texts(folder, tmp_path, model, trans
     assert found == pytest.approx(expected, rel=1e-10) and len(set(found)) == 10
 
 
-def test_control_tokens_are_no_part_of_a_text_for_a_jinja_template(folder, tmp_path):
-    stranger(folder, tmp_path / "judge", "qwen3_vl", ChatTemplate(DEFAULT_QWEN3 + "{# mine #}", "mine"))
+def test_control_tokens_are_removed_from_texts_for_a_jinja_template(folder, tmp_path):
+    save_other_reward_model(folder, tmp_path / "judge", "qwen3_vl", ChatTemplate(DEFAULT_QWEN3 + "{# mine #}", "mine"))
     scores, processor = scores_of(folder, tmp_path / "judge")
     row, end = shapes.Shapes(1, "rows")[0], list(processor.stop_token_ids[:1])
     marked = [*processor.tokenizer.encode("red "), processor.tokenizer.special_tokens["<|im_start|>"]]
@@ -142,8 +142,8 @@ def test_control_tokens_are_no_part_of_a_text_for_a_jinja_template(folder, tmp_p
     assert only == scores.processor.stop_token_ids[0]  # one token remains, so that there is a score
 
 
-def test_turns_of_an_environment_are_no_text(folder, tmp_path, judge):
-    stranger(folder, tmp_path / "judge", "model")
+def test_turns_of_an_environment_cannot_be_scored_as_text(folder, tmp_path, judge):
+    save_other_reward_model(folder, tmp_path / "judge", "model")
     with pytest.raises(ValueError, match="another tokenizer or model family than the policy, so it cannot score"):
         scores_of(folder, tmp_path / "judge", "tools.py:Eye")
     scores_of(folder, judge, "tools.py:Eye")

@@ -20,9 +20,9 @@ from stages import ONE, SECOND_RANK
 
 
 def completions(*lengths):
-    """Groups of two completions; completions of three tokens are truncated."""
-    made = [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
-    return [made[i : i + 2] for i in range(0, len(made), 2)]
+    """Return groups of two completions, in which completions of three tokens are truncated."""
+    all_completions = [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
+    return [all_completions[i : i + 2] for i in range(0, len(all_completions), 2)]
 
 
 def test_rewards_by_hand():
@@ -56,7 +56,7 @@ def test_calls_of_tools_by_hand():
     }
 
 
-def test_what_rewards_log_is_a_mean_over_ranks():
+def test_values_logged_by_rewards_are_averaged_over_ranks():
     """As in TRL, each logged value has the same weight, whichever rank logged it."""
     log = RewardLog()
     log.log_metric("length", 4)
@@ -69,13 +69,13 @@ def test_what_rewards_log_is_a_mean_over_ranks():
         logged_metrics(log, {"reward": 0.0}, world)
 
 
-def test_without_groups_nothing_is_said_of_them(stage):
+def test_without_groups_there_are_no_group_metrics(stage):
     line = stage("ppo").go(1)[0]
     assert not line.keys() & {"reward_std", "frac_reward_zero_std"} and math.isfinite(line["reward"])
     assert line.keys() >= {"rewards/letters/mean", "completions/mean_length"}
 
 
-def test_a_rollout_that_nothing_could_judge_ends_the_run():
+def test_a_rollout_without_any_reward_ends_the_run():
     nothing = torch.full((4, 2), math.nan)
     with pytest.raises(ValueError, match=r"rewards: format, accuracy returned None for all 4 completions"):
         reward_metrics(nothing, nothing[:, 0], ["format", "accuracy"])

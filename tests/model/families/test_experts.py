@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers 5.23: logits, gradients, GRPO's loss; files both ways."""
+"""Compare mixture-of-experts models with transformers 5.23: logits, gradients, loss and files."""
 
 import copy
 import random
@@ -38,7 +38,10 @@ MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 
 
 def random_experts(model_type: str, seed: int):
-    """A config with 2 to 9 experts, 1 to all of them for a token, some dense layers or a shared expert."""
+    """Return a random config with 2 to 9 experts, of which 1 to all are active per token.
+
+    Some configs have dense layers or a shared expert.
+    """
     rng = random.Random(seed)
     count = rng.randint(2, 9)
     sizes = {"num_experts": count, "num_experts_per_tok": rng.randint(1, count)}
@@ -54,7 +57,7 @@ def random_experts(model_type: str, seed: int):
 
 
 def loss_of(logps, mask, seed):
-    """GRPO's, of (R, T) log-probabilities."""
+    """Return the GRPO loss of (R, T) log-probabilities with random advantages."""
     advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
     options = GRPOOptions(loss_type="grpo")
     normalizer = LossNormalizer(len(logps), int(mask.sum()), 9)
@@ -62,7 +65,7 @@ def loss_of(logps, mask, seed):
 
 
 def single_rows(theirs, rows, groups):
-    """Log-probabilities of all completions, each computed with its prompt by transformers, and all logits."""
+    """Return log-probabilities and logits of all completions, from transformers on single rows."""
     logps, logits = [], []
     for row, ids in ((row, ids) for row, group in zip(rows, groups, strict=True) for ids in group):
         whole = replace(row, input_ids=torch.cat([row.input_ids, ids]))
@@ -75,7 +78,7 @@ def single_rows(theirs, rows, groups):
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("model_type", MOE)
 def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monkeypatch):
-    """Packed groups, read from the folder that transformers has written, against its single rows."""
+    """Compare packed groups with single rows in transformers, on a folder saved by transformers."""
     in_float64(monkeypatch, model_type)
     for seed in seeds:
         config, generator = random_experts(model_type, seed), torch.Generator().manual_seed(seed)
@@ -111,7 +114,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
-    """Name by name and bit by bit; Qwen3-VL-MoE's experts as the hub has them, which transformers 5 turns."""
+    """Names and bits are equal, but transformers 5 transposes the experts of Qwen3-VL-MoE."""
     model = tiny.model(model_type=model_type)
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     save_model(tmp_path / "ours", model, processor, max_shard_size=60_000)
@@ -128,9 +131,10 @@ def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
         assert torch.equal(same, expected[name]), name
     sizes = (5, 64, 48) if transposed else (5, 48, 64)
     assert found["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == sizes
-    for folder in ("ours", "theirs"):  # in one or the other form
+    for folder in ("ours", "theirs"):  # experts as on the Hub, or as transformers 5 writes them
         torch.testing.assert_close(load_model(tmp_path / folder).state_dict(), model.state_dict(), rtol=0, atol=0)
-    singles = dict(model.state_dict())  # as transformers 5 saves a Qwen3.5-MoE that was built, not read
+    # separate experts, as transformers 5 saves a Qwen3.5-MoE built from a config
+    singles = dict(model.state_dict())
     shutil.copytree(tmp_path / "theirs", tmp_path / "single")
     save_file(singles, tmp_path / "single" / "model.safetensors", metadata={"format": "pt"})
     torch.testing.assert_close(load_model(tmp_path / "single").state_dict(), singles, rtol=0, atol=0)
@@ -154,7 +158,7 @@ SAYS = r"model\.safetensors: the tensor model\.layers\.0\.mlp\.experts\.{} has s
     ],
     ids=["half of them", "transposed once too often", "another size", "missing"],
 )
-def test_what_is_wrong_with_experts_is_named(tmp_path, model_type, change, says):
+def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, says):
     save_model(tmp_path / "saved", tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
     file = tmp_path / "saved" / "model.safetensors"
     weights = load_file(file)
@@ -168,8 +172,8 @@ def test_what_is_wrong_with_experts_is_named(tmp_path, model_type, change, says)
     assert "\n" not in str(error.value)
 
 
-def test_an_expert_without_tokens_has_no_gradient_and_stays():
-    """Neither clipping, weight decay nor moments of 8 bits touch it, however often another one learns."""
+def test_an_expert_without_tokens_is_not_changed():
+    """Clipping, weight decay and 8-bit moments do not change it while other experts are trained."""
     from minivlmrl.run.adamw8bit import AdamW8bit
 
     config = tiny.config(model_type="qwen3_5_moe")
@@ -177,8 +181,9 @@ def test_an_expert_without_tokens_has_no_gradient_and_stays():
         torch.manual_seed(0)
         block = Experts(config.hidden_size, config.experts, 0)
         with torch.no_grad():
-            block.gate.weight[3] = -block.gate.weight[0]  # chosen where 0 is not
-        x = torch.randn(1, 64).abs() * block.gate.weight[0].detach().sign()  # one token, far from expert 3
+            block.gate.weight[3] = -block.gate.weight[0]  # selected if expert 0 is not
+        # one token, which does not select expert 3
+        x = torch.randn(1, 64).abs() * block.gate.weight[0].detach().sign()
         before = {name: p.detach().clone() for name, p in block.named_parameters()}
         optimizer = make(block.parameters(), lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
         for _ in range(3):
@@ -193,8 +198,8 @@ def test_an_expert_without_tokens_has_no_gradient_and_stays():
             assert torch.equal(p, before[name]) == is_idle, name
 
 
-def test_a_token_is_computed_alike_in_any_batch():
-    """Its experts, in the order of their rank: to float64's rounding, and bit for bit in a batch of the same size."""
+def test_outputs_of_a_token_do_not_depend_on_the_batch():
+    """Outputs agree to float64's rounding, and bit for bit in a batch of the same size."""
     torch.manual_seed(0)
     config = tiny.config(model_type="qwen3_5_moe")
     block = Experts(config.hidden_size, config.experts, 0).double()
@@ -208,7 +213,7 @@ def test_a_token_is_computed_alike_in_any_batch():
         torch.testing.assert_close(block(x[order]), whole[order], rtol=1e-13, atol=1e-15)
 
 
-def test_families_without_experts_have_none():
+def test_only_moe_families_have_experts():
     assert [name for name, family in FAMILIES.items() if family.experts] == list(MOE)
 
 
@@ -220,7 +225,7 @@ def adapted(model, target, **options):
     return model
 
 
-def test_adapters_leave_experts_and_routers_out_unless_asked():
+def test_experts_and_routers_get_adapters_only_on_request():
     few = adapters(adapted(tiny.model(model_type="qwen3_5_moe"), ["language"]))
     assert not any(".experts." in name or name.endswith(("mlp.gate", "expert_gate")) for name in few)
     assert any("shared_expert.up_proj" in name for name in few)
@@ -228,8 +233,8 @@ def test_adapters_leave_experts_and_routers_out_unless_asked():
     assert len(more) - len(few) == 3 * (5 * 3 + 2) and "model.layers.0.mlp.experts.4.down_proj" in more
 
 
-def test_adapters_of_experts_are_pefts():
-    """Outputs, gradients and merged weights of a block whose experts and router have some."""
+def test_adapters_of_experts_match_peft():
+    """Outputs, gradients and merged weights match PEFT for adapters of experts and router."""
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     model = adapted(tiny.model(model_type="qwen3_5_moe", dtype=torch.float64), ["experts"])
     ours = model.model.layers[0].mlp
@@ -257,8 +262,8 @@ def test_adapters_of_experts_are_pefts():
 
 
 @pytest.mark.parametrize("model_type", MOE)
-def test_experts_in_4_bits_compute_as_their_unpacked_weights(model_type, tmp_path):
-    """Also read from a folder of fused tensors, and saved into one."""
+def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
+    """Quantized experts can be loaded from fused tensors, and are saved as such."""
     model = adapted(tiny.model(model_type=model_type, dtype=torch.float64), ["language", "experts"])
     plain = copy.deepcopy(model)
     quantize_base(model)
@@ -292,8 +297,8 @@ def test_experts_in_4_bits_compute_as_their_unpacked_weights(model_type, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_plan_counts_what_is_active_for_a_token():
-    """Of the sizes that people run: 31.1e9 and 35.1e9 parameters, 3e9 of them active; experts are most of the model."""
+def test_active_parameters_are_counted():
+    """Models on the Hub have 31.1e9 and 35.1e9 parameters, of which 3.9e9 are active per token."""
     for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
         costs = MemoryEstimator(ModelConfig.from_dict(real_config(size)))
         assert costs.parameters == pytest.approx(held, rel=1e-3), size

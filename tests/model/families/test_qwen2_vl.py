@@ -1,4 +1,4 @@
-"""The names of Qwen2-VL's config.json; its tower is in logits: test_decoder.py."""
+"""Test the names in Qwen2-VL's config.json; test_decoder.py tests the model."""
 
 import pytest
 

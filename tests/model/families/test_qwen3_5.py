@@ -1,4 +1,4 @@
-"""Qwen3.5 against transformers 5.23: packed groups through recurrent layers, decoding, config, templates."""
+"""Compare Qwen3.5 with transformers 5.23: packed groups, decoding and saved files."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 
 
 @pytest.mark.parametrize("size", QWEN35_SIZES)
-def test_the_hubs_sizes_have_the_tensors_of_transformers(size, tmp_path):
+def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(real_config(size)))
     with torch.device("meta"):
         model = FAMILIES["qwen3_5"].model(ModelConfig.from_dict(real_config(size)))
@@ -47,9 +47,11 @@ def test_the_hubs_sizes_have_the_tensors_of_transformers(size, tmp_path):
 
 
 @pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
-def test_tensors_that_predict_two_tokens_ahead_are_carried(tmp_path, most):
-    """Bit for bit, also into the folder that they are from, and by merge; they are not computed with, as in
-    transformers. Of other families, and by another name, they are refused."""
+def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
+    """Tensors named mtp. are copied bit for bit when saving, also by merge.
+
+    Like transformers, we do not use these tensors in the model. Other unknown tensors are refused.
+    """
     base, out = tmp_path / "base", tmp_path / "out"
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
     model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 0)
@@ -83,7 +85,7 @@ def test_tensors_that_predict_two_tokens_ahead_are_carried(tmp_path, most):
 
 
 def mixed_group():
-    """Prompts of text, an image, two images and a film, and completions."""
+    """Return prompts with one image, two images, no image and a video, and completions."""
     generator = torch.Generator().manual_seed(1)
     rows = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in ([(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], [])]
     film, _ = film_prompt(generator, (1, 2, 2), (3, 4, 6), (2, 4, 2))
@@ -93,7 +95,7 @@ def mixed_group():
 
 
 def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
-    """By gradients, through the convolution too: what attention's mask says."""
+    """The nonzero gradients, also through the convolution, are those of the attention mask."""
     layout = GroupLayout([4, 3, 4], [[4, 3], [3], []])
     layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -101,8 +103,8 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
     assert torch.equal((moved != 0).any(2), visible(layout))
 
 
-def drawn(model, rows, tokens):
-    """Completions, drawn by key; their log-probabilities are in the dtype of the model."""
+def sample_completions(model, rows, tokens):
+    """Sample completions by key; their log-probabilities have the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
     original = make_token_sampler(1.0, STOP, sample_by_uniforms(numbers))
 
@@ -113,11 +115,11 @@ def drawn(model, rows, tokens):
     return generate(model, rows, 3, tokens, choose)
 
 
-def test_sampler_and_trainer_agree_about_every_token():
-    """Rows end one after the other; whoever ends leaves, and the others keep their memory."""
+def test_sampler_and_trainer_agree_on_every_token():
+    """When a row ends, it is removed, and the other rows keep their recurrent states."""
     model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
     rows, _ = mixed_group()
-    found = drawn(model, rows, 40)
+    found = sample_completions(model, rows, 40)
     ids = [[completion.ids for completion in group] for group in found]
     assert len({len(own) for group in ids for own in group}) > 4
     with torch.no_grad():
@@ -125,8 +127,8 @@ def test_sampler_and_trainer_agree_about_every_token():
     assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= 1e-12
 
 
-def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
-    """A prompt once and each completion, whatever they are long."""
+def test_recurrent_states_take_the_estimated_memory():
+    """Each prompt and each completion has one state, which does not depend on its length."""
     config = tiny.config(model_type="qwen3_5")
     costs, sizes = MemoryEstimator(config), []
     for work in (BatchShape(2, 3, 10, 4, 5), BatchShape(2, 3, 10, 4, 50)):
@@ -144,12 +146,12 @@ def test_a_recurrent_layer_holds_as_much_as_plan_says_and_no_keys():
         assert costs.keys_and_values(torch.float32, work) == sizes[-1]
         assert len(attention.row_kv) == 1 and len(attention.recurrent_state) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
-    assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # of the one layer that attends
+    assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values of the only attention layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_are_float32_or_wider(dtype):
-    """Sampler and trainer differ by bfloat16's rounding alone."""
+    """Sampler and trainer differ only by the rounding of bfloat16."""
     model = tiny.model(model_type="qwen3_5", dtype=dtype)
     inject_adapters(model, LoRAOptions(r=2))
     init_adapters(model, 0)
@@ -159,7 +161,7 @@ def test_states_are_float32_or_wider(dtype):
     with torch.no_grad():
         model(packing, attention)
     assert {x.dtype for x in attention.recurrent_state[0]} == {dtype, torch.float32}
-    [found] = drawn(model, rows[:1], 12)
+    [found] = sample_completions(model, rows[:1], 12)
     with torch.no_grad():
         logps, _ = per_token_logps(model, pack(rows[:1], [[c.ids for c in found]], model.config))
     difference = (logps - torch.cat([c.logps for c in found])).abs().max()
@@ -168,20 +170,22 @@ def test_states_are_float32_or_wider(dtype):
 
 @pytest.mark.slow
 def test_in_bfloat16_sampler_and_trainer_differ_by_the_order_of_float32_sums(monkeypatch):
-    """One goes token by token, one in chunks: now and then a result is rounded to another bfloat16, far less often with
-    states in float64. docs/recurrent.md has the numbers."""
+    """The sampler computes token by token, the trainer in chunks, so roundings can differ.
+
+    With states in float64, this is much rarer. docs/recurrent.md has the numbers.
+    """
     model, processor = random_model(Path("recipes/shapes_qwen3_5_model.json"), shapes.tokenizer(), 0)
-    model.lm_head.weight.data *= 3  # or all tokens are as likely as each other
+    model.lm_head.weight.data *= 3  # otherwise all tokens would be about equally likely
     model = model.bfloat16()
     prompts = [row.prompt(processor) for row in shapes.Shapes(16, "bfloat16")]
     sampler = Sampler(model, processor, SamplingOptions(max_new_tokens=20, stop_token_ids=[]))
 
     def mismatch():
         groups = sampler(prompts, 8, [str(index) for index in range(16)])
-        drawn = torch.stack([completion.logps for group in groups for completion in group])
+        logps_sampled = torch.stack([completion.logps for group in groups for completion in group])
         with torch.no_grad():
             logps, _ = per_token_logps(model, packing.pack(prompts, groups, model.config, "cpu"))
-        return (logps.view_as(drawn) - drawn).square().mean().sqrt().item()
+        return (logps.view_as(logps_sampled) - logps_sampled).square().mean().sqrt().item()
 
     in_float32 = mismatch()
     empty = GatedDeltaNet.initial_state

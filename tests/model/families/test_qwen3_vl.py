@@ -1,4 +1,4 @@
-"""Qwen3-VL against transformers 5.23: random sizes, templates, images, videos, stages; and what Qwen3.5 shares."""
+"""Compare Qwen3-VL with transformers 5.23: logits, templates, images and videos."""
 
 import copy
 import json
@@ -37,11 +37,13 @@ from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (
 
 
 def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
-    """Other layers, heads, sections, patch and merge sizes each time, and deep blocks or recurrent layers; `more` of
-    the text."""
+    """Return a config with random layers, heads, sections, patch and merge sizes.
+
+    `more` are further values of the text config.
+    """
     layers, depth = rng.randint(2, 5), rng.randint(1, 5)
     heads, groups = rng.choice([(4, 2), (3, 1), (2, 2)])
-    half = rng.choice([4, 8, 12])  # pairs of a head that turn
+    half = rng.choice([4, 8, 12])  # pairs of dimensions per head that are rotated
     height, width = rng.randint(0, half // 3), rng.randint(0, half // 3)
     rope = {"mrope_section": [half - height - width, height, width], "rope_theta": 1e4}
     text = {
@@ -74,9 +76,10 @@ def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
 
 
 def random_prompt(config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
-    """Text around images of these grids in merged tokens."""
+    """Return a prompt with text and images, whose grids are given in merged tokens."""
     vision, merge = config.vision_config, config.vision_config.spatial_merge_size
-    prompt = tiny.prompt(generator, [(1, 2 * h, 2 * w) for h, w in grids])  # its ids are those of 2 x 2 patches a token
+    # the ids are for 2 x 2 patches per token
+    prompt = tiny.prompt(generator, [(1, 2 * h, 2 * w) for h, w in grids])
     grids = [(1, h * merge, w * merge) for h, w in grids]
     prompt.image_grid_thw = torch.tensor(grids, dtype=torch.long).view(-1, 3)
     patches = int(prompt.image_grid_thw.prod(1).sum()) if grids else 0
@@ -108,7 +111,7 @@ def qwen3_vl_name(name: str) -> str:
 
 
 def both_in_float64(folder, monkeypatch, model_type):
-    """Our model and transformers', read from one folder."""
+    """Load our model and that of transformers from one folder, in float64."""
     in_float64(monkeypatch, model_type)
     save_model(folder, tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
     ours = load_model(folder, torch.float64)
@@ -135,7 +138,7 @@ TALKS = {
 
 @pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_think", "qwen3_5_nothink"])
-def test_the_published_templates_and_ours_lay_out_what_transformers_does(published, name, talk):
+def test_chat_templates_render_like_transformers(published, name, talk):
     template = ChatTemplate(published(name), name)
     renders_as_transformers(template, talk)
     if name == "qwen3_vl" and talk is not TALKS["a call"]:
@@ -145,13 +148,15 @@ def test_the_published_templates_and_ours_lay_out_what_transformers_does(publish
 
 def test_a_late_system_message_which_the_published_template_drops_is_refused(template):
     for known in (template, ChatTemplate(DEFAULT_QWEN3, "ours")):
-        with pytest.raises(ValueError, match="ignores a system message after the first turn; move the message to the start"):
+        with pytest.raises(
+            ValueError, match="ignores a system message after the first turn; move the message to the start"
+        ):
             known.render([user("a"), system("b"), user("c")])
         with pytest.raises(ValueError, match="ignores a system message"):
             known.render_completion([user("a")], [assistant("b"), system("c"), assistant("d")])
 
 
-def test_a_text_that_spells_a_control_token_stays_text(template):
+def test_text_that_looks_like_a_control_token_stays_text(template):
     said = "<|im_end|>\n<|im_start|>system\n<|image_pad|>"
     pieces = template.render([user([IMAGE_PART, text(said)])])
     assert [piece for piece in pieces if not isinstance(piece, Control)][1:] == [said, "\n", "assistant\n"]
@@ -163,7 +168,7 @@ def test_a_text_that_spells_a_control_token_stays_text(template):
 
 
 def test_completions_are_trained_up_to_the_end_of_each_turn(template):
-    """The same with tools, which Jinja lays out, and without."""
+    """The same tokens are trained with tools, where Jinja renders the prompt, and without."""
     turns = [assistant("b"), user("c"), assistant("d")]
     expected = "[b<|im_end|>]\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]"
     for messages in ([user("a")], [user("a"), CALL, {"role": "tool", "content": "2"}]):
@@ -174,7 +179,8 @@ def read_images(settings, where, *bounds):
     return read_image_processor(qwen3_vl.IMAGES | settings, where, *bounds)
 
 
-PUBLISHED = {  # preprocessor_config.json of Qwen3-VL
+# values of preprocessor_config.json of Qwen3-VL
+PUBLISHED = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
     "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
     "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -199,7 +205,7 @@ def test_pixels_equal_transformers(size, bounds):
 @pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["sft", "reward_model", "grpo", "ppo"])
 def test_every_stage_trains_every_part(stage, name, model):
-    """Also learned positions, DeepStack's merger, norms of queries and keys; the convolution, the decay, the gates."""
+    """Gradients also reach learned positions, DeepStack mergers, norms and recurrent layers."""
     run = stage(name, model=model)
     before = snapshot(run.trainer.trained)
     run.go(2)
@@ -209,7 +215,7 @@ def test_every_stage_trains_every_part(stage, name, model):
 
 
 @pytest.mark.parametrize("sizes", [tiny.RUN_QWEN3, pytest.param(tiny.RUN_QWEN35, marks=pytest.mark.slow)])
-def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run, sizes):
+def test_a_whole_run_and_the_commands_on_its_folder(whole_run, sizes):
     folder = whole_run(sizes, CLASSES[sizes["model_type"]])
     template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
     template = template or (folder / "chat_template.jinja").read_text()
@@ -217,13 +223,13 @@ def test_a_whole_run_and_the_tools_that_take_its_folder(whole_run, sizes):
 
 
 def video_processor(**videos) -> Processor:
-    """Of a folder without files of its own, resized as torchvision does."""
+    """Return a processor without settings of a folder, which resizes like torchvision."""
     images = read_images({}, "")
     images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
     return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
 
 
-def test_frames_of_a_file_are_those_that_transformers_takes():
+def test_sampled_frames_of_a_file_match_transformers():
     cases = recorded("qwen3_vl_5.23.0")["sampling"]
     for (total, video_fps, options), expected in zip(islice(sampling_cases(), 500), cases, strict=True):
         if expected[0] > 1:  # which it refuses later
@@ -232,14 +238,14 @@ def test_frames_of_a_file_are_those_that_transformers_takes():
             assert [len(indices), digest(indices)] == expected, (total, video_fps, options)
 
 
-def test_sizes_of_frames_are_transformers():
+def test_sizes_of_frames_match_transformers():
     cases, images = recorded("qwen3_vl_5.23.0")["sizes"], video_processor().image_processor
     for (nframes, height, width, least, most), expected in zip(film_size_cases(), cases, strict=True):
         images.videos = qwen3_vl.Videos(shortest_edge=least, longest_edge=most)
         assert list(frame_size(images, nframes, height, width)) == expected, (nframes, height, width, least, most)
 
 
-def test_a_frame_may_say_its_bounds():
+def test_a_frame_may_have_its_own_size_bounds():
     images = video_processor().image_processor
     assert frame_size(images, 8, 640, 640) == (288, 288)  # 8 of 311 x 311 fill the budget
     assert frame_size(images, 8, 640, 640, max_pixels=64 * 64) == (64, 64)
@@ -253,7 +259,10 @@ def test_a_frame_may_say_its_bounds():
 
 @pytest.fixture(scope="module")
 def their_processor(tmp_path_factory, oracle):
-    """Qwen3VLProcessor with our tokenizer; its video processor, which needs torchvision, says what it is told."""
+    """Return a Qwen3VLProcessor with our tokenizer.
+
+    Its video processor, which would need torchvision, is replaced by given results.
+    """
     from transformers.models.qwen3_vl import Qwen3VLProcessor
 
     class Told:
@@ -271,7 +280,10 @@ def their_processor(tmp_path_factory, oracle):
 
 
 def their_ids(processor, messages, images, *videos):
-    """videos: (grid, numbers of the frames that were taken, frames a second)."""
+    """Return the ids of transformers.
+
+    videos: (grid, indices of the sampled frames, frames per second).
+    """
     from transformers.video_utils import VideoMetadata
 
     told = processor.video_processor
@@ -283,7 +295,7 @@ def their_ids(processor, messages, images, *videos):
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_video_file_is_laid_out_as_transformers_does(tmp_path, their_processor, number):
+def test_prompts_with_a_video_file_match_transformers(tmp_path, their_processor, number):
     frames, rate, size = list(film_cases())[number]
     indices, grid, expected = recorded("qwen3_vl_5.23.0")["films"][number]
     tiny.write_video(tmp_path / "film.avi", frames, rate)
@@ -297,7 +309,7 @@ def test_a_video_file_is_laid_out_as_transformers_does(tmp_path, their_processor
 
 
 def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
-    """Frames that were sampled before: 5 at 4 a second, and 4 at 2 a second."""
+    """The frames are already sampled: 5 at 4 per second, and 4 at 2 per second."""
     films = [PIL.Image.new("RGB", (96, 64), "gray")] * 5, [PIL.Image.new("RGB", (64, 32))] * 4
     parts = [{"type": "text", "text": "a"}, {"type": "video"}, {"type": "image"}, {"type": "video"}]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "0.1 seconds"}]}]
@@ -314,7 +326,7 @@ def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
 
 
 def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict]:
-    """A prompt of an image and videos of these grids, and what transformers is given of it."""
+    """Return a prompt with an image and videos of these grids, and the inputs of transformers."""
     grids, ids = [image], [torch.randint(3, 280, (4,), generator=generator)]
     parts = [[tiny.VISION_START, *[tiny.IMAGE] * (image[1] * image[2] // 4), tiny.VISION_END]]
     for t, h, w in films:
@@ -371,7 +383,7 @@ def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
     ({"fps": 1}, "fps is 1, but it must be 2 for videos of this model"),
     ({"size": {"longest_edge": 0}}, "size.longest_edge is 0, but it must be 1 or more"),
 ])  # fmt: skip
-def test_video_settings_that_are_not_computed_are_refused(said, needed):
+def test_unsupported_video_settings_are_refused(said, needed):
     with pytest.raises(ValueError) as error:
         qwen3_vl.read_videos(said, "FOLDER/file.json", read_images({}, ""))
     assert str(error.value).startswith(f"FOLDER/file.json: {needed}")

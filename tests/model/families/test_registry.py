@@ -1,4 +1,4 @@
-"""The record of a model family answers what hub, plan and sharding ask."""
+"""Test the registry of model families."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ import tiny
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_blocks_of_a_model_are_its_towers_and_nothing_twice(model_type):
+def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
     model = tiny.model(model_type=model_type)
     family = family_of(model)
     assert family is FAMILIES[model_type] and type(model) is Qwen2_5_VL
@@ -33,7 +33,7 @@ print(*sys.modules)
 """
 
 
-def test_a_model_is_built_without_other_families_adapters_and_ranks(monkeypatch):
+def test_building_a_model_imports_no_unused_modules(monkeypatch):
     monkeypatch.chdir(ROOT)
     command = [sys.executable, "-c", LOADED]
     loaded = subprocess.run(

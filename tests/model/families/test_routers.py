@@ -1,4 +1,4 @@
-"""Balance of experts: transformers' loss, what it adds to a step's gradient, and whose tokens are counted."""
+"""Test the load-balancing loss against transformers, its gradient in a step, and token counts."""
 
 import sys
 
@@ -17,8 +17,11 @@ MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 
 
 @pytest.mark.parametrize("model_type", MOE)
-def test_the_balance_loss_is_that_of_transformers(model_type, monkeypatch):
-    """Value and gradients, of layers with different numbers of tokens; k where experts are chosen alike."""
+def test_the_balance_loss_matches_transformers(model_type, monkeypatch):
+    """Compare value and gradients for layers with different numbers of tokens.
+
+    If each expert has equally many tokens, the loss is k.
+    """
     oracle = pytest.importorskip("oracle", reason="oracle missing: pip install transformers==5.23.0")
     oracle.in_float64(monkeypatch, model_type)
     theirs = sys.modules[oracle.CLASSES[model_type].__module__].load_balancing_loss_func
@@ -37,8 +40,11 @@ def test_the_balance_loss_is_that_of_transformers(model_type, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "reward_model"])
-def test_the_coefficient_adds_the_mean_balance_loss_of_micro_batches(stage, name):
-    """To the loss and to the gradient of every weight; 0 is off. reward_model trains a copy of the policy."""
+def test_the_mean_balance_loss_of_micro_batches_is_added(stage, name):
+    """The loss and all gradients include the balance loss. A coefficient of 0 disables it.
+
+    The stage reward_model trains a copy of the policy.
+    """
     found = {}
     for coefficient in (0.0, 0.5):
         run = stage(name, f"--{name}.router_aux_loss_coef={coefficient}", model="qwen3_vl_moe")
@@ -75,7 +81,10 @@ def test_a_coefficient_without_experts_is_refused_before_the_first_step(run):
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_tokens_of_text_and_images_are_counted_by_expert(model_type):
-    """By hand; the last layer computes only what predicts. Ranks are added up."""
+    """Count the tokens by hand.
+
+    The last layer computes only tokens that predict. Ranks are summed.
+    """
     model = tiny.model(model_type=model_type)
     config = model.config
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Routes: the same experts in training as in sampling."""
+"""Test that training selects the same experts as sampling."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ WAYS = {
 
 
 def many_tokens(stage, monkeypatch, model, way, completions, *more):
-    """A stage in float32 whose completions have 50 tokens, and many calls if there are tools."""
+    """Return a float32 stage with completions of 50 tokens, and with many calls if it has tools."""
     monkeypatch.setattr(tool_sampler, "find_calls", eager)
     monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda self, searched_from: True)
     options = ["--sampling.max_new_tokens=50", "--sampling.stop_token_ids=[]", f"--grpo.num_generations={completions}"]
@@ -29,12 +29,13 @@ def many_tokens(stage, monkeypatch, model, way, completions, *more):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MOE)
-def test_no_token_has_other_experts_in_training_than_in_sampling(stage, monkeypatch, model, way):
+def test_every_token_has_the_same_experts_in_training_and_sampling(stage, monkeypatch, model, way):
     run = many_tokens(stage, monkeypatch, model, way, 3, "--sampling.max_new_tokens=30")
     [line] = run.go()
     assert line["rollout/route_mismatch"] == 0 and line["rollout/logp_mismatch"] < 1e-3
     run.next()
-    for layer in run.model.model.layers:  # another router: some tokens change
+    # change the routers, so that some tokens get other experts
+    for layer in run.model.model.layers:
         if hasattr(layer.mlp, "gate"):
             layer.mlp.gate.weight.data += 0.02 * torch.randn_like(layer.mlp.gate.weight)
     assert 0 < run.update()["rollout/route_mismatch"] < 1
@@ -49,7 +50,7 @@ def test_0_of_100000_tokens_have_other_experts(stage, monkeypatch, model):
     for number in range(4):
         batches = run.next()
         drawn += int(batches[0].normalizer.tokens)
-        if number == 0:  # the other rollouts are by the weights after this step
+        if number == 0:  # the other rollouts use the weights after this step
             assert run.update()["rollout/route_mismatch"] == 0
             continue
         with torch.no_grad():
@@ -58,14 +59,14 @@ def test_0_of_100000_tokens_have_other_experts(stage, monkeypatch, model):
     assert drawn > 100_000
 
 
-def test_a_model_without_experts_says_nothing_of_routes(stage):
+def test_a_model_without_experts_logs_no_routes(stage):
     [line] = stage("grpo").go()
     assert not any("route" in name for name in line)
 
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_a_route_is_the_set_of_experts_of_a_token_in_all_layers(model_type):
-    """Whatever their order; the last layer computes only what predicts."""
+    """The order of experts does not matter. The last layer computes only tokens that predict."""
     model = tiny.model(model_type=model_type)
     generator = torch.Generator().manual_seed(0)
     rows = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [])]
