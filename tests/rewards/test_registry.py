@@ -242,7 +242,8 @@ def test_values_that_are_not_finite_numbers_are_refused():
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    (None, "returned None, but it must return a list of 2 numbers"), ([1.0], r"returned \[1.0\], but it must return a list of 2"),
+    (None, "returned None, but it must return a list of 2 numbers"),
+    ([1.0], r"returned \[1.0\], but it must return a list of 2"),
     (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
 ])  # fmt: skip
 def test_a_wrong_number_of_values_is_refused(values, says):

@@ -37,7 +37,7 @@ def ended(monkeypatch, tmp_path, capfd):
     (["shape.yaml"], "shape.yaml: this recipe does not exist; did you mean shapes.yaml?"),
     (["shapes_kto.yaml", "--kto.prompts_per_step=1"], "kto.prompts_per_step is 1, but must be"),  # of recipes/kto.py
     (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
-    (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (while parsing a flow node expected"),
+    (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (while parsing"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
     code, printed, summary = ended(train_recipe, *arguments)
