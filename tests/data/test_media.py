@@ -132,7 +132,7 @@ def test_an_option_beside_the_image_is_refused(folder, row, name):
 @pytest.mark.parametrize("columns, says", [
     ({"image": "long.png"}, "image has 3000 x 10 pixels, but its aspect ratio must be at most 200; crop or remove"),
     ({"image": {"image": "red.png", "max_pixels": 783}}, "max_pixels is 783, but it must be at least .* 784,"),
-    ({"video": {"video": FRAMES, "max_pixels": 20000}}, "max_pixels is 20000, but it must be at least .* 25088, .*both"),
+    ({"video": {"video": FRAMES, "max_pixels": 20000}}, "max_pixels is 20000, but it must be at least .* 25088,.*both"),
 ])  # fmt: skip
 def test_images_without_a_valid_size_are_reported_with_their_row(folder, columns, says):
     """Such errors only occur when the image is resized with the bounds of the processor."""
