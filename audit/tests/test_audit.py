@@ -259,6 +259,25 @@ def test_a_loss_that_has_such_a_mistake_is_named(name):
     assert name in [cause.name for cause in explain("loss", wrong) if cause.parts == 1]
 
 
+@pytest.mark.parametrize("k3, names", [
+    (lambda d: d.exp() - d - 1, ["k3 loses its digits"]), (torch.expm1, None), (lambda d: d.expm1() - d, []),
+])  # fmt: skip
+def test_a_k3_that_loses_its_digits_is_named(k3, names):
+    """Of advantages of 0 and a policy near its reference only the KL remains, which is computed in float32."""
+    d, g = step(), torch.Generator().manual_seed(1)
+    lp, mask = d["per_token_logps"].float().requires_grad_(), d["completion_mask"].float()
+    r = lp.detach() + 1e-4 * torch.randn(6, 5, generator=g)
+    loss = 0.5 * (k3(r - lp) * mask).view(2, 3, 5).sum((1, 2)) / mask.sum()
+    [slope] = torch.autograd.grad(loss.sum(), lp)
+    given = {"ref_per_token_logps": r, "advantages": torch.zeros(6), "loss": loss.detach(), "logps_gradient": slope}
+    given |= {name: x for name, x in d.items() if name not in {*given, "old_per_token_logps", "per_token_logps"}}
+    about = {"kind": "grpo", "loss": {"loss_type": "dapo", "beta": 0.5}}
+    [finding] = audit(Dump(about, given | {"per_token_logps": lp.detach()}))
+    assert finding.ok == (names == [])
+    if names is not None:
+        assert [cause.name for cause in finding.explained] == names
+
+
 ONE = torch.ones(1, 1)
 ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -ONE}
 

@@ -193,6 +193,16 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
     assert is_named(bug, wrong[0]), report(wrong, d)
 
 
+def test_a_k3_that_keeps_its_digits_agrees(folder, tmp_path, monkeypatch):
+    """The same step as k3_by_exp's, with expm1."""
+    right = "torch.expm1(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps)"
+    bugs.loss("", bugs.K3, right).patch(monkeypatch.setattr, None)
+    d = dumped(folder, tmp_path, "grpo", at=1, **BUGS["k3_by_exp"].options)
+    findings = audit(d)
+    assert all(finding.ok for finding in findings), report(findings, d)
+    assert not d["advantages"].any() and d["ref_per_token_logps"].ne(d["per_token_logps"]).any()
+
+
 def is_named(bug, finding):
     said = [f"{cause.name} {cause.says}" for cause in finding.explained[:4]]
     return any(all(part in one for part in bug.cause.split(", ")) for one in said)
