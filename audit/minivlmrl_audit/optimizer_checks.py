@@ -178,7 +178,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     value = torch.zeros_like(d[name])
     for step in steps[rows].unique():  # the weights differ between rollout steps
         of_step = rows[steps[rows] == step]
-        outputs, _ = forward(d, change, weights_folder.format(step), of_step)
+        outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), of_step)
         value += outputs[int(name == "entropies")]
     unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
     counted_mask = d["completion_mask"] * ~of_unattended(d)

@@ -61,7 +61,7 @@ def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
     d = step()
     said = report(audit(d), d)
     assert "DIFFERS" not in said and "in averages," not in said and "in clipping, which" not in said
-    assert "cannot reveal: 18 of 18 mistakes in KLs, which need beta and a reference" in said
+    assert "cannot reveal: 19 of 19 mistakes in KLs, which need beta and a reference" in said
     d = step(lengths=(4,) * 6)
     assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
 
@@ -295,7 +295,22 @@ def test_pieces_of_formulas():
     ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
     ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 rows"),
     ({}, {"kind": "trajectories"}, "kind is 'trajectories'. .* trajectories are not supported"),
-    ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"),
+    ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
+    ({}, {"temperature": "x"}, "step.json: temperature is 'x', but it must be of type float"),
+    ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be over 0 and finite"),
+    ({}, {"image_token_id": "x"}, "step.json: image_token_id is 'x', but it must be of type int"),
+    ({}, {"loss": 3}, "step.json: loss is 3, but it must be of type dict"),
+    ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
+    ({}, {"loss": {"beta": 1.0}}, "step.json: a name in loss is 'beta', but it must be one of loss_type"),
+    ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
+    ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
+    ({}, {"schedule": 3}, "step.json: schedule is 3, but it must be an object"),
+    ({"row": torch.zeros(1)}, {}, "the dtype of the tensor row is torch.float32, but it must be an integer dtype"),
+    ({"row": torch.ones(1).long(), "group": torch.zeros(1).long()}, {},
+     "element 0 of the tensor row is 1, but it must be a number from 0 to 0, because the rollout has 1 completions"),
+    ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
+    ({}, {"old_model": "../{}/../../x"}, "step.json: old_model is '../{}/../../x', but it must be a folder inside"),
+    ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
 ])  # fmt: skip
 def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
     write(tmp_path, {"kind": "sft"}, ONE_ROW)
@@ -309,13 +324,19 @@ def test_a_folder_that_is_no_step_is_named(tensors, about, says, tmp_path):
         read(tmp_path)
 
 
-def test_a_field_of_another_type_is_named(tmp_path):
-    """Not a traceback: the page has the types."""
-    write(tmp_path, {"kind": "sft", "schedule": 3, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
+def test_a_field_that_a_stage_lacks_is_named(tmp_path):
+    """Not a traceback: the page has the fields."""
+    write(tmp_path, {"kind": "sft", "schedule": {"step": 1}, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
     with pytest.raises(
-        ValueError, match=r"the stage 'schedule' cannot be recomputed \(TypeError: .* with docs/audit.md"
+        ValueError, match=r"the stage 'schedule' cannot be recomputed \(KeyError: 'type'\).* with docs/audit.md"
     ):
         main([str(tmp_path)])
+
+
+def test_a_folder_of_weights_outside_of_the_step_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"step\.json: model is '/x', but it must be a folder inside the step"):
+        write(tmp_path / "step", {"kind": "sft", "model": "/x"}, ONE_ROW)
+    assert not (tmp_path / "step").exists()
 
 
 @pytest.mark.parametrize("kind, step, change, rate", [
