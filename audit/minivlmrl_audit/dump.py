@@ -80,6 +80,10 @@ class Dump(dict):
         prompt_tokens = self.get("prompt_mask", other_tokens)
         # (n, S) mask of all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
+        # (n, S) mask of the columns that may hold sampled tokens; all columns after them are padding,
+        # whose id may be that of a stop token
+        longest = about.get("max_completion_length") or self.width
+        self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self.add_row_numbers()
 
     # orders and sets of rows, tokens, images and parameters for composed causes, see perturbations.py
@@ -111,7 +115,7 @@ class Dump(dict):
         if "entropies" in self:
             self["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
         if self.about.get("stop_token_ids"):
-            self["ended"] = (self.is_stop(ids) & self.completion).any(1)
+            self["ended"] = (self.is_stop(ids) & self.within_limit).any(1)
 
     def is_stop(self, ids: Tensor) -> Tensor:
         """Return a bool mask, shaped like ids, of the stop tokens that end a turn."""
@@ -137,7 +141,7 @@ class Dump(dict):
             ids, drawn_flags = sampled[..., : self.width]
             return ids, drawn_flags == 1, drawn_flags == 0
         tool_mask = self["tool_mask"].bool()
-        return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
+        return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
         """Return the sampler's tokens after the prompt, changed by a deviation of `ids`.

@@ -196,6 +196,20 @@ def test_the_mask_that_is_compared_is_no_unit_for_itself(seed):
     assert not [cause.name for cause in explain("mask", d)]
 
 
+def test_padding_after_a_truncated_completion_is_no_end_token():
+    """Rows of 3 columns, padded to 5 with the id of a stop token: the second row was truncated."""
+    ids = torch.tensor([[5, 7, 7, 7, 7], [5, 6, 5, 7, 7]])
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
+    tensors = {"input_ids": ids, "completion_mask": mask, "attention_mask": mask, "per_token_logps": -mask.double()}
+    about = {"kind": "grpo", "stop_token_ids": [7], "pad_token_id": 7, "max_completion_length": 3}
+    for drop in (False, True):
+        if drop:
+            tensors["completion_mask"] = mask * torch.tensor([[1], [0]])
+        d = Dump(about | {"mask_truncated_completions": drop}, tensors | {"prompt_mask": 0 * mask})
+        assert d["ended"].tolist() == [True, False]
+        assert error(computed("mask", d, {})) == 0
+
+
 @pytest.mark.parametrize("tensors, why", [
     ({}, "each stage lacks a tensor or a field"),
     ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token is in the loss"),

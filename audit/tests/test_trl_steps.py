@@ -291,6 +291,9 @@ HEALTHY = {  # tests/parity has every loss
         {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "rows": 8, "scale_rewards": "batch"},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "beta": 0.1, "learning_rate": 1e-2},
         {"steps_per_generation": 1, "num_iterations": 2, "loss_type": "grpo"},
+        # the padding after a truncated completion has the id of a stop token
+        {"pad_to_multiple_of": 8, "max_completion_length": 4},
+        {"pad_to_multiple_of": 8, "max_completion_length": 4, "mask_truncated_completions": True},
     ],
     "dpo": [
         {"loss_type": ["ipo"]}, {"loss_type": ["robust"], "label_smoothing": 0.1}, {"use_weighting": True},
