@@ -592,11 +592,26 @@ def report(findings: list[Finding], d: Dump) -> str:
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             for about, is_unseen in unseen(finding.stage, d):
                 topics[about].append(is_unseen)
+    lines += [f"note: {note}" for note in notes(d)]
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
     for about, flags in topics.items():
         if 2 * sum(flags) >= len(flags):
             lines.append(f"cannot reveal: {sum(flags)} of {len(flags)} mistakes in {about}")
     return "\n".join(lines)
+
+
+def notes(d: Dump) -> list[str]:
+    """Return sentences about what agreement does not say of this step."""
+    filters = []
+    for name, off in TABLE["filters"].items():
+        if d.about.get(name) not in off:
+            filters.append(f"{name} = {d.about[name]}")
+    if not filters:
+        return []
+    return [
+        f"tokens were sampled with {' and '.join(filters)}, but the audit normalises log-probabilities "
+        "over the whole vocabulary, as TRL does; they are not the sampler's (TRL #6789)"
+    ]
 
 
 def finding_lines(finding: Finding) -> list[str]:
@@ -646,13 +661,14 @@ def checked(folder) -> tuple[list[Finding], Dump]:
     return findings, d
 
 
-def as_json(findings: list[Finding]) -> dict:
+def as_json(findings: list[Finding], d: Dump) -> dict:
     """Return the findings as a JSON object of schema 1. Later versions may only add fields."""
     return {
         "schema": 1,
         "agrees": all(finding.ok for finding in findings),
         "stages": [stage_json(finding) for finding in findings],
         "not_in_this_step": not_in_step(findings),
+        "notes": notes(d),
     }
 
 
@@ -683,6 +699,6 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = p.parse_args(arguments)
     findings, d = checked(options.step)
-    result = as_json(findings)
+    result = as_json(findings, d)
     print(json.dumps(result, indent=1) if options.json else report(findings, d))
     return int(not result["agrees"])

@@ -43,6 +43,9 @@ class StepFields:
     reward_weights: list[Finite] | None = None
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = None
     temperature: Annotated[float, "(0, inf)"] = 1.0
+    top_k: int | None = None
+    top_p: Finite | None = None
+    min_p: Finite | None = None
     max_completion_length: Count | None = None
     mask_truncated_completions: bool | None = None
     stop_token_ids: list[int] | None = None

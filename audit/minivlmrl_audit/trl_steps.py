@@ -94,6 +94,7 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 def grpo_options(trainer) -> dict:
     """Return the options of a GRPOTrainer in the format of a dumped step."""
     config = dict(vars(trainer.args))
+    sampling = config | (config.get("generation_kwargs") or {})
     config["epsilon_low"] = config["epsilon"]
     if config["epsilon_high"] is None:
         config["epsilon_high"] = config["epsilon"]
@@ -107,6 +108,7 @@ def grpo_options(trainer) -> dict:
         "pad_token_id": trainer._tokenizer.pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
         **{name: config.get(name) for name in dump.NAMES["options of a rollout"]},
+        **{name: sampling.get(name) for name in dump.NAMES["filters"]},
     }
 
 

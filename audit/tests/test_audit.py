@@ -66,6 +66,21 @@ def test_a_healthy_step_agrees_and_says_what_it_cannot_show():
     assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
 
 
+@pytest.mark.parametrize("options, says", [
+    ({"top_k": 5, "top_p": 1.0, "min_p": None}, "top_k = 5, but"),
+    ({"top_p": 0.9, "min_p": 0.1}, "top_p = 0.9 and min_p = 0.1, but"),
+    ({"top_k": 0, "top_p": 1, "min_p": 0}, ""), ({"top_k": -1, "top_p": None}, ""), ({}, ""),
+])  # fmt: skip
+def test_a_step_with_filters_does_not_agree_without_a_note(options, says, tmp_path, capsys):
+    d = step()
+    write(tmp_path, d.about | options, dict(d))
+    assert main([str(tmp_path)]) == 0
+    assert (f"note: tokens were sampled with {says}" if says else "loss") in (out := capsys.readouterr().out)
+    assert ("note: " in out) == bool(says)
+    assert main([str(tmp_path), "--json"]) == 0
+    assert [says in note for note in json.loads(capsys.readouterr().out)["notes"]] == [True] * bool(says)
+
+
 ORDERS = [
     # by the rollout: rows 1, 3, 5 and 0, 2, 4
     ("advantages", lambda x: x[[2, 3, 4, 5, 0, 1]], "a row has the advantage of the next row in its group"),

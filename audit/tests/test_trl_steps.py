@@ -264,9 +264,12 @@ def test_what_has_no_definition_is_refused_and_the_sampler_is_compared(folder, t
     bugs.around(None, "_generate_and_score_completions", lambda score, inputs: (
         (rows := score(inputs)) | {"sampling_per_token_logps": -torch.ones(rows["completion_ids"].shape)}
     ))(monkeypatch.setattr, trainer)  # fmt: skip
+    trainer.args.generation_kwargs = {"top_k": 7}
     with STEPS_OF["grpo"](trainer, tmp_path):
         trainer.train()
-    findings = audit(read(tmp_path / "0"))
+    d = read(tmp_path / "0")
+    assert (d.about["top_k"], d.about["top_p"]) == (7, 1.0)
+    findings = audit(d)
     assert [finding.stage for finding in findings if not finding.ok] == ["logps of sampler"]
 
 
