@@ -606,12 +606,20 @@ def notes(d: Dump) -> list[str]:
     for name, off in TABLE["filters"].items():
         if d.about.get(name) not in off:
             filters.append(f"{name} = {d.about[name]}")
-    if not filters:
-        return []
-    return [
-        f"tokens were sampled with {' and '.join(filters)}, but the audit normalises log-probabilities "
-        "over the whole vocabulary, as TRL does; they are not the sampler's (TRL #6789)"
-    ]
+    result = []
+    if filters:
+        result.append(
+            f"tokens were sampled with {' and '.join(filters)}, but the audit normalises "
+            "log-probabilities over the whole vocabulary, as TRL does; they are not the sampler's "
+            "(TRL #6789)"
+        )
+    if d.about.get("autocast"):
+        allowed = TOLERANCE * optimizer_checks.THROUGH_A_MODEL * optimizer_checks.HALF
+        result.append(
+            f"the model ran in {d.about['autocast']} (autocast), so log-probabilities agree if they "
+            f"differ by less than {allowed:g} nats, and gradients by less than {allowed:.0%} of the largest"
+        )
+    return result
 
 
 def finding_lines(finding: Finding) -> list[str]:

@@ -121,6 +121,10 @@ class Dump(dict):
         """Return a bool mask, shaped like ids, of the stop tokens that end a turn."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
+    def model_dtype(self) -> str | None:
+        """Return the name of the dtype in which the trainer's model ran."""
+        return self.about.get("autocast") or self.about.get("dtype")
+
     def has(self, *names: str) -> bool:
         return all(name in self for name in names)
 

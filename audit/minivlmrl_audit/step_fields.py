@@ -62,6 +62,7 @@ class StepFields:
     old_model: str | None = None
     ref_model: str | None = None
     dtype: Dtype = "float64"
+    autocast: Literal["bfloat16", "float16"] | None = None
     some: bool = False
     training: list[str] = field(default_factory=list)
 

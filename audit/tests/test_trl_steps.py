@@ -257,10 +257,25 @@ def test_every_cause_has_an_answer_on_some_step(folder, tmp_path, monkeypatch):
     assert len(never) > 1000 and not any(never.values()), [of for of, empty in never.items() if empty]
 
 
+def test_under_autocast_a_bug_is_named_and_the_tolerance_noted(folder, tmp_path, monkeypatch):
+    """TRL's default is bf16. What went through the model is compared with less accuracy, all else as before."""
+    BUGS["divided_twice"].patch(monkeypatch.setattr, None)
+    d = dumped(folder, tmp_path, "grpo", bf16=True)
+    findings = audit(d)
+    assert [finding.stage for finding in findings if not finding.ok] == ["loss"], report(findings, d)
+    assert {"logps", "entropies", "gradients"} < {finding.stage for finding in findings}
+    assert is_named(BUGS["divided_twice"], next(finding for finding in findings if not finding.ok))
+    assert "note: the model ran in bfloat16 (autocast), so log-probabilities agree if" in report(findings, d)
+
+
 def test_what_has_no_definition_is_refused_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the audit does not support label smoothing"):
         STEPS_OF["sft"](trl_fixtures.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
     trainer = trl_fixtures.grpo(folder, tmp_path / "grpo")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
+        with pytest.raises(ValueError, match="mixed precision is fp16, but it must be no or bf16"):
+            STEPS_OF["grpo"](trainer, tmp_path)
     bugs.around(None, "_generate_and_score_completions", lambda score, inputs: (
         (rows := score(inputs)) | {"sampling_per_token_logps": -torch.ones(rows["completion_ids"].shape)}
     ))(monkeypatch.setattr, trainer)  # fmt: skip
@@ -294,6 +309,7 @@ HEALTHY = {  # tests/parity has every loss
         {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "rows": 8, "scale_rewards": "batch"},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "beta": 0.1, "learning_rate": 1e-2},
         {"steps_per_generation": 1, "num_iterations": 2, "loss_type": "grpo"},
+        {"bf16": True, "beta": 0.1, **OFF},
         # the padding after a truncated completion has the id of a stop token
         {"pad_to_multiple_of": 8, "max_completion_length": 4},
         {"pad_to_multiple_of": 8, "max_completion_length": 4, "mask_truncated_completions": True},
@@ -302,6 +318,7 @@ HEALTHY = {  # tests/parity has every loss
         {"loss_type": ["ipo"]}, {"loss_type": ["robust"], "label_smoothing": 0.1}, {"use_weighting": True},
         {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5},
         {"f_divergence_type": "js_divergence"}, SYNCED, {"gradient_accumulation_steps": 3, "rows": 12},
+        {"bf16": True},
     ],
     "sft": [
         {}, {"loss_type": "dft", "weight_decay": 0.1, "gradient_accumulation_steps": 1},
