@@ -415,6 +415,21 @@ def test_what_no_cause_computes_gets_no_name(name):
     assert not audit(d)[0].ok and not explain("advantages", d)
 
 
+def test_a_bound_that_only_one_group_shows_is_not_named():
+    """One reward is lower, which a bound explains whatever the reason is."""
+    rewards, d = torch.tensor([[0.1, 0.9, 0.2, 0.3], [0.05, 0.4, 0.15, 0.35]]).double(), rollout(standard)
+    d |= {"rewards": rewards.flatten(), "advantages": standard(rewards.clamp(max=0.55)).flatten()}
+    assert not audit(d)[0].ok and not explain("advantages", d)
+
+
+def test_a_bound_that_only_one_row_shows_is_not_named():
+    """Its gradient is smaller, as if its advantage, or anything else of this row, had a bound."""
+    rows = torch.tensor([1.0, 1.0, 0.37, 1.0, 1.0, 1.0])[:, None]
+    d = step(gradient=lambda x: x * rows)
+    del d["loss"]
+    assert not audit(d)[0].ok and not explain("loss", d)
+
+
 KNOWN = {
     "weights: all rewards have weight 1, only in the divisor": lambda r: (
         (r - r.mean(1, keepdim=True)) / 2 / (r.std(1, keepdim=True) + 1e-4)
@@ -443,6 +458,28 @@ def test_a_factor_says_each_count_that_it_may_be():
     d["group"] = torch.arange(8) // 4
     [cause] = explain("advantages", d)
     assert cause.says == "all values are 0.5 times as large: 1 over the 2 completions of a group or rewards"
+
+
+def test_a_factor_says_each_ratio_of_counts_that_it_may_be():
+    """4 / 3 is 16 / 12 counted and padded tokens, and 12 counted tokens over 9 columns of something else."""
+    d = step(lengths=(5, 3, 4, 2, 1, 1), gradient=lambda x: x * 16 / 12)
+    d["loss"] = d["loss"] * 16 / 12
+    d.about |= {"max_completion_length": 12, "num_generations": 9}
+    says = explain("loss", d)[-1].says
+    assert "the 16 counted tokens over the 12 max_completion_length" in says
+    assert "or the 12 max_completion_length over the 9 completions of a group" in says
+
+
+def test_a_factor_is_named_only_where_it_can_act():
+    """A learning rate is no factor of a loss, nor the temperature; of an update and of log-probabilities they are."""
+    d = step(gradient=lambda x: x * 0.7)
+    d["loss"] = d["loss"] * 0.7
+    schedule = {"learning_rate": 0.7, "rates": [0.7]}
+    d.about |= {"temperature": 0.7, "optimizer": {"learning_rate": 1.0}, "schedule": schedule}
+    assert explain("loss", d)[-1].says == "all values are 0.7 times as large"
+    rates = "the learning rate of the previous step divided by the current one or the largest learning rate divided by"
+    assert rates in module.known_numbers(d, "after.weight")[0.7]
+    assert module.known_numbers(d, "per_token_logps")[0.7] == ": the temperature"
 
 
 def test_a_factor_is_one_count_rather_than_two_over_another():
