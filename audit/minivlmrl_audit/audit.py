@@ -490,10 +490,12 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
     for index, place in enumerate(suspects):
         nearest = min(distances, key=lambda number: distances[number][index])
         is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base_answer)
-        num_wrong = count_wrong(seen(base_answer, place.inside))
-        # A fitted number always matches a single value, and a fitted factor always matches two
-        # opposite advantages. Such fits are ignored unless the number is a known one.
-        is_met = num_wrong < (3 if cause is FACTOR else 2) and nearest not in sources
+        wrong = seen(base_answer, place.inside)
+        # A fitted number always matches the values of a single group, such as the advantages that
+        # one reward changes, and a fitted factor always matches two opposite advantages. Such fits
+        # are ignored unless the number is a known one.
+        is_few = count_wrong(wrong) < 3 if cause is FACTOR else count_groups(name, wrong, d) < 2
+        is_met = is_few and nearest not in sources
         if not is_nearer or is_met:
             continue
         for number in numbers_near(nearest, partial(distance_with, place)):
@@ -533,6 +535,25 @@ def count_wrong(answer: dict) -> int:
     return int((all_gaps(answer) > TOLERANCE).sum())
 
 
+def count_groups(name: str, answer: dict, d: Dump) -> int:
+    """Count the independent groups of numbers of a stage in which a number differs.
+
+    Groups are groups of completions for advantages, and rows, pairs and micro-batches for losses. In
+    other stages, each number is a group of its own.
+    """
+    if name not in ("advantages", "loss"):
+        return count_wrong(answer)
+    labels = d["group"] if name == "advantages" else d.all_rows
+    if name == "loss" and "pair" in d:  # numbered within each micro-batch
+        labels = d["pair"] + len(labels) * d["micro_batch"]
+    counts = []
+    for theirs, ours, unit in answer.values():
+        is_wrong = (gaps(theirs, ours, unit) > TOLERANCE).view(len(theirs), -1).any(1)
+        is_by_row = len(is_wrong) == len(labels)
+        counts.append(len(labels[is_wrong].unique()) if is_by_row else int(is_wrong.sum()))
+    return max(counts)
+
+
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
     """Return {number: description} of known values that a fitted number may equal.
 
@@ -540,9 +561,11 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
 
     key: name of the explained tensor, which selects the counts that apply.
     """
-    named_numbers = [
-        (formula(text, about=d.about), says) for says, text in TABLE["factors"].items()
-    ]
+    named_numbers = [(0.0, "exactly zero")]
+    for says, (text, keys) in TABLE["factors"].items():
+        number = formula(text, about=d.about)
+        if number not in (None, 0, 1) and re.match(keys, key):
+            named_numbers.append((number, says))
     units = defaultdict(list)  # for each count, the names of the quantities that have it
     for unit, (text, keys) in TABLE["counts"].items():
         count = formula(text, step=d, about=d.about)
@@ -552,12 +575,27 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     for count, says in counts.items():
         named_numbers.append((count, says))
         named_numbers.append((1 / count, f"1 over {says}"))
+    ratios = []
+    trusted = set()  # ratios of large counts; ratios of only small counts match by chance
     for count, other in permutations(counts, 2):
-        if min(count, other) > 10:  # ratios of small counts match by chance
-            named_numbers.append((count / other, f"{counts[count]} over {counts[other]}"))
-    return {
-        number: f": {says}" for number, says in reversed(named_numbers)
-    }  # reversed, so that the first description of a number is kept
+        ratios.append((count / other, f"{counts[count]} over {counts[other]}"))
+        if min(count, other) > 10:
+            trusted.add(rounded_key(count / other))
+    ratios = {number: says for number, says in joined_texts(ratios).items() if number in trusted}
+    return ratios | joined_texts(named_numbers)  # a single count is simpler than a ratio
+
+
+def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
+    """Return {number: ": description or description"}, because each of them may be the right one."""
+    texts = defaultdict(list)
+    for number, says in named_numbers:
+        texts[rounded_key(number)].append(says)
+    return {number: f": {' or '.join(dict.fromkeys(says))}" for number, says in texts.items()}
+
+
+def rounded_key(number: float) -> float:
+    """Round a number to 12 digits, so that equal ratios such as 16 / 12 and 12 / 9 are one key."""
+    return float(f"{number:.12g}")
 
 
 def where(answer: dict) -> list[str]:
@@ -592,11 +630,34 @@ def report(findings: list[Finding], d: Dump) -> str:
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             for about, is_unseen in unseen(finding.stage, d):
                 topics[about].append(is_unseen)
+    lines += [f"note: {note}" for note in notes(d)]
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
     for about, flags in topics.items():
         if 2 * sum(flags) >= len(flags):
             lines.append(f"cannot reveal: {sum(flags)} of {len(flags)} mistakes in {about}")
     return "\n".join(lines)
+
+
+def notes(d: Dump) -> list[str]:
+    """Return sentences about what agreement does not say of this step."""
+    filters = []
+    for name, off in TABLE["filters"].items():
+        if d.about.get(name) not in off:
+            filters.append(f"{name} = {d.about[name]}")
+    result = []
+    if filters:
+        result.append(
+            f"tokens were sampled with {' and '.join(filters)}, but the audit normalises "
+            "log-probabilities over the whole vocabulary, as TRL does; they are not the sampler's "
+            "(TRL #6789)"
+        )
+    if d.about.get("autocast"):
+        allowed = TOLERANCE * optimizer_checks.THROUGH_A_MODEL * optimizer_checks.HALF
+        result.append(
+            f"the model ran in {d.about['autocast']} (autocast), so log-probabilities agree if they "
+            f"differ by less than {allowed:g} nats, and gradients by less than {allowed:.0%} of the largest"
+        )
+    return result
 
 
 def finding_lines(finding: Finding) -> list[str]:
@@ -646,13 +707,14 @@ def checked(folder) -> tuple[list[Finding], Dump]:
     return findings, d
 
 
-def as_json(findings: list[Finding]) -> dict:
+def as_json(findings: list[Finding], d: Dump) -> dict:
     """Return the findings as a JSON object of schema 1. Later versions may only add fields."""
     return {
         "schema": 1,
         "agrees": all(finding.ok for finding in findings),
         "stages": [stage_json(finding) for finding in findings],
         "not_in_this_step": not_in_step(findings),
+        "notes": notes(d),
     }
 
 
@@ -683,6 +745,6 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = p.parse_args(arguments)
     findings, d = checked(options.step)
-    result = as_json(findings)
+    result = as_json(findings, d)
     print(json.dumps(result, indent=1) if options.json else report(findings, d))
     return int(not result["agrees"])

@@ -6,7 +6,7 @@ NEEDED and the field `kind` are required.
 """
 
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from safetensors import SafetensorError
@@ -16,8 +16,16 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl_audit import perturbations
-from minivlmrl_audit.minivlmrl_api import load_tokenizer, read_json, save_tensors, write_json
+from minivlmrl_audit.minivlmrl_api import (
+    check_field,
+    error_context,
+    load_tokenizer,
+    read_json,
+    save_tensors,
+    write_json,
+)
 from minivlmrl_audit.options import OPTIONS
+from minivlmrl_audit.step_fields import check_fields
 
 # exceptions that a field or tensor with a wrong type or shape can cause
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
@@ -25,6 +33,9 @@ NAMES = perturbations.TABLE
 NEEDED = NAMES["needed"]
 BY_TOKEN = NEEDED + NAMES["by token"]
 BY_ROW = BY_TOKEN + NAMES["by row"]
+INDICES = {*NAMES["indices"]}
+MODELS = "model", "old_model", "ref_model"  # fields with folders of weights
+OF_ROLLOUT = "../{}/"  # folder of the step that sampled a row, beside the folder of this step
 
 
 class Dump(dict):
@@ -69,6 +80,10 @@ class Dump(dict):
         prompt_tokens = self.get("prompt_mask", other_tokens)
         # (n, S) mask of all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
+        # (n, S) mask of the columns that may hold sampled tokens; all columns after them are padding,
+        # whose id may be that of a stop token
+        longest = about.get("max_completion_length") or self.width
+        self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self.add_row_numbers()
 
     # orders and sets of rows, tokens, images and parameters for composed causes, see perturbations.py
@@ -100,11 +115,15 @@ class Dump(dict):
         if "entropies" in self:
             self["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
         if self.about.get("stop_token_ids"):
-            self["ended"] = (self.is_stop(ids) & self.completion).any(1)
+            self["ended"] = (self.is_stop(ids) & self.within_limit).any(1)
 
     def is_stop(self, ids: Tensor) -> Tensor:
         """Return a bool mask, shaped like ids, of the stop tokens that end a turn."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
+
+    def model_dtype(self) -> str | None:
+        """Return the name of the dtype in which the trainer's model ran."""
+        return self.about.get("autocast") or self.about.get("dtype")
 
     def has(self, *names: str) -> bool:
         return all(name in self for name in names)
@@ -126,7 +145,7 @@ class Dump(dict):
             ids, drawn_flags = sampled[..., : self.width]
             return ids, drawn_flags == 1, drawn_flags == 0
         tool_mask = self["tool_mask"].bool()
-        return self["input_ids"], self.completion & tool_mask, self.completion & ~tool_mask
+        return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
         """Return the sampler's tokens after the prompt, changed by a deviation of `ids`.
@@ -169,20 +188,26 @@ class Dump(dict):
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):
-    """Check that a step has all required tensors, with consistent shapes.
+    """Check the fields of a step, and that it has all required tensors, with consistent shapes.
 
-    Raises ValueError if a required tensor is missing, if the kind is not supported, or if a tensor's
-    shape does not fit input_ids.
+    Raises ValueError if a required tensor is missing, if the kind is not supported, if a field has a
+    wrong type, if a tensor of indices is not of integers, or if a tensor's shape does not fit
+    input_ids.
     """
     missing = [f"the tensor {name} is missing" for name in NEEDED if name not in tensors]
-    if about.get("kind") not in OPTIONS:
+    if about.get("kind") not in (*OPTIONS,):
         missing.append(f"the field kind is {about.get('kind')!r}")
     if missing:
         raise ValueError(
             f"{missing[0]}. A step needs the tensors {', '.join(NEEDED)} and the field kind, which "
             "must be grpo, dpo or sft. Steps of KTO, distillation and trajectories are not supported."
         )
+    check_fields(about)
     n, width = tensors["input_ids"].shape
+    for name in INDICES & tensors.keys():
+        dtype = tensors[name].dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        check_field(is_integer, f"the dtype of the tensor {name}", dtype, "an integer dtype")
     for name in tensors.keys() & BY_ROW:
         shape = tuple(tensors[name].shape)
         by_token = len(shape) == 2 and shape[1] <= width
@@ -191,6 +216,29 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
                 f"the tensor {name} has shape {shape}, but input_ids has shape {(n, width)}. It must "
                 f"have {n} rows, and at most {width} columns if it has one value for each token."
             )
+    check_row_numbers(tensors)
+
+
+def check_row_numbers(tensors: dict[str, Tensor]):
+    """Raise ValueError if `row` does not hold indices of the completions in the rollout."""
+    row = tensors.get("row")
+    count = next((len(tensors[name]) for name in NAMES["of rollout"] if name in tensors), None)
+    if row is None or count is None:
+        return
+    for i, number in enumerate(row.flatten().tolist()):
+        expected = f"a number from 0 to {count - 1}, because the rollout has {count} completions"
+        check_field(0 <= number < count, f"element {i} of the tensor row", number, expected)
+
+
+def check_model_folders(about: dict):
+    """Raise ValueError if a field names a folder of weights outside of the folders of steps."""
+    for name in MODELS:
+        text = about.get(name) or ""
+        inside = PurePosixPath(text.removeprefix(OF_ROLLOUT))
+        is_inside = not inside.is_absolute() and ".." not in inside.parts
+        expected = f"a folder inside the step, such as {name}, or one inside {OF_ROLLOUT}"
+        with error_context("step.json"):
+            check_field(is_inside, name, text, expected)
 
 
 def read(folder: str | Path) -> Dump:
@@ -207,10 +255,10 @@ def read(folder: str | Path) -> Dump:
     try:
         about = read_json(folder / "step.json")
         tensors = load_file(folder / "step.safetensors")
-        for name, model_folder in about.items():
-            if name.endswith("model") and model_folder:
-                about[name] = str(folder / model_folder)
-        return Dump(about, tensors)
+        d = Dump(about, tensors)
+        check_model_folders(about)
+        about |= {name: str(folder / about[name]) for name in MODELS if about.get(name)}
+        return d
     except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
         raise ValueError(f"{folder} is not a valid step: {error}") from error
 
@@ -235,6 +283,7 @@ def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
     """
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)
+    check_model_folders(about)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(copies, folder / "step.safetensors")

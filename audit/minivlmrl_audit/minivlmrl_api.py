@@ -43,6 +43,7 @@ from minivlmrl.run.trainer_state import RUN
 
 # Strict readers and atomic writers of JSON, YAML and safetensors, with errors that name the file.
 from minivlmrl.config.parsing import (
+    Reader,
     json_text,
     error_context,
     parse_json,
@@ -50,4 +51,5 @@ from minivlmrl.config.parsing import (
     read_json,
     check_field,
 )
+from minivlmrl.config.types import Count, Dtype, Finite
 from minivlmrl.files import digest, read_lines, save_tensors, write_json

@@ -22,6 +22,7 @@ from minivlmrl_audit.step_checks import Answer, shown
 # tolerated error of a number that went through a model in float32, as a multiple of the tolerance
 # of all other stages
 THROUGH_A_MODEL = 50.0
+HALF = 100.0  # factor of this tolerance for a model that runs in bfloat16 or float16
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
@@ -178,9 +179,9 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     value = torch.zeros_like(d[name])
     for step in steps[rows].unique():  # the weights differ between rollout steps
         of_step = rows[steps[rows] == step]
-        outputs, _ = forward(d, change, weights_folder.format(step), of_step)
+        outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), of_step)
         value += outputs[int(name == "entropies")]
-    unit = THROUGH_A_MODEL * (1 if d.about.get("dtype") == "float32" else 100)
+    unit = THROUGH_A_MODEL * (1 if d.model_dtype() == "float32" else HALF)
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = (d[name].nan_to_num() * counted_mask)[part]
     ours = (value * counted_mask)[part]
@@ -197,7 +198,8 @@ def gradients(d: Dump, change: Change) -> Answer:
         return None
     ours = accumulate(d, change)
     largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
-    unit = largest_gradient * THROUGH_A_MODEL + 1e-30
+    in_half = d.model_dtype() in ("bfloat16", "float16")
+    unit = largest_gradient * THROUGH_A_MODEL * (HALF if in_half else 1) + 1e-30
     answer = {}
     for name, x in sorted((theirs if d.about.get("some") else ours | theirs).items()):
         their_gradient = theirs.get(name, x * 0)

@@ -279,7 +279,9 @@ def loss(d: Dump, change: Change) -> Answer:
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    rounding = 1e-3 / d["completion_mask"].sum().clamp(min=1)  # for a gradient whose terms cancel
+    # for a gradient whose terms cancel; the gradient of k3 is beta * (1 - d.exp()) in float32
+    beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
+    rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
     for name, slope in zip(("logps_gradient", "entropies_gradient"), slopes, strict=True):
         if d.has(name):
@@ -442,8 +444,10 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
         estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
         kl = correct_kl(estimate, pieces.ratio, options)
     kl = change("KL", kl, selection=(pieces.part,), **names)
-    # the KL subtracts larger log-probabilities, so its rounding error is as large as theirs
-    return averaged(pieces.part, kl, change, rounding=0.01)
+    # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the difference of two
+    # log-probabilities; a larger error is a mistake, such as d.exp() - d - 1
+    d = pieces.per_token_logps - pieces.ref_per_token_logps
+    return averaged(pieces.part, kl, change, rounding=0.02 * d.detach().abs())
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
@@ -467,9 +471,13 @@ ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 def averaged(
-    part: Tensor, terms: Tensor, change: Change, rounding: float = 0.0
+    part: Tensor, terms: Tensor, change: Change, rounding: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Average per-token losses as the loss_type prescribes, and average their absolute values."""
+    """Average per-token losses as the loss_type prescribes, and average their absolute values.
+
+    rounding: (rows, S) size that is added to each absolute value, because `terms` are differences of
+        larger numbers.
+    """
     mask = mask_in(change, "the sum")
     divided = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)

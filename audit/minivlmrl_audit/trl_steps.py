@@ -31,6 +31,11 @@ from minivlmrl_audit.step_checks import here_or_later
 # names of parameters without weight decay, as transformers.Trainer documents
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
+AUTOCASTS = {
+    "no": None,
+    "bf16": "bfloat16",
+}  # accelerate's mixed_precision and our field `autocast`
+
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
     """Return a context manager that dumps the first steps of an SFTTrainer.
@@ -94,6 +99,7 @@ def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 def grpo_options(trainer) -> dict:
     """Return the options of a GRPOTrainer in the format of a dumped step."""
     config = dict(vars(trainer.args))
+    sampling = config | (config.get("generation_kwargs") or {})
     config["epsilon_low"] = config["epsilon"]
     if config["epsilon_high"] is None:
         config["epsilon_high"] = config["epsilon"]
@@ -107,6 +113,7 @@ def grpo_options(trainer) -> dict:
         "pad_token_id": trainer._tokenizer.pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
         **{name: config.get(name) for name in dump.NAMES["options of a rollout"]},
+        **{name: sampling.get(name) for name in dump.NAMES["filters"]},
     }
 
 
@@ -140,6 +147,12 @@ class Steps(ExitStack, TrainerCallback):
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
         super().__init__()
+        precision = trainer.accelerator.mixed_precision
+        if precision not in AUTOCASTS:
+            raise ValueError(
+                f"the trainer's mixed precision is {precision}, but it must be no or bf16, because the "
+                "audit does not support scaled gradients. Set bf16 to True, or fp16 to False."
+            )
         self.trainer = trainer
         self.folder = Path(folder)
         self.steps = steps
@@ -152,7 +165,8 @@ class Steps(ExitStack, TrainerCallback):
             self.models["ref_model"] = trainer.ref_model
         image_token_id = getattr(trainer.model.config, "image_token_id", None)
         names = {name: name for name in self.models}
-        self.about = {"image_token_id": image_token_id, **names, **about}
+        autocast = AUTOCASTS[precision]
+        self.about = {"image_token_id": image_token_id, "autocast": autocast, **names, **about}
         for model in self.models.values():
             self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
         trainer.add_callback(self)

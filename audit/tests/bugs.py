@@ -237,6 +237,27 @@ def rolled_images(self, model, options):
     return model, options | {"pixel_values": patches.roll(-len(patches) // len(options["image_grid_thw"]), 0)}
 
 
+ENDS_WITH_PICTURES = (
+    "{% for message in messages %}{% for part in message.content | reverse %}"
+    "{{ part.text if part.type == 'text' else '<|image_pad|>' }}{% endfor %}{% endfor %}"
+)
+
+
+def axes_apart(put, trainer):
+    """Each axis of a completion's positions continues from its own maximum; prompts end with a picture's tokens."""
+
+    def change(rope_index, input_ids, mm_token_type_ids, **named):
+        positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
+        for i, kinds in enumerate(mm_token_type_ids):
+            begin = int(kinds.nonzero().max()) + 1
+            following = torch.arange(1, len(kinds) - begin + 1)
+            positions[:, i, begin:] = positions[:, i, :begin].amax(1, keepdim=True) + following
+        return positions, deltas
+
+    put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
+    around(trainer.model.model, "get_rope_index", change)(put)
+
+
 def drop_gradients(training_step, model, *arguments, **options):
     model.zero_grad()
     return training_step(model, *arguments, **options)
@@ -353,6 +374,11 @@ def unlabel_end(collate, examples):
     return batch
 
 
+def equal_later(completions, trainer_state, **_):
+    """Rewards that are equal from the second step on, so that all advantages are 0."""
+    return [float(len(chat[0]["content"])) if trainer_state.global_step == 0 else 1.0 for chat in completions]
+
+
 def two_missing_rewards(completions, **_):
     """Return a reward per completion, and None for two of them."""
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
@@ -365,6 +391,7 @@ STD = "std_rewards = std_rewards.repeat_interleave(num_generations, dim=0)"
 PARTS = "self.current_gradient_accumulation_steps"
 SUM = "loss = (per_token_loss * mask).sum()"
 KL_TERM = "per_token_loss + self.beta * per_token_kl"
+K3 = "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1"
 SUM_OF_RATIOS = "log_importance_weights = (log_ratio * mask).sum(-1)"
 DELTA = "delta_score = chosen_scores - rejected_scores"
 CLIPS = {"max_grad_norm": 0.01}
@@ -520,6 +547,9 @@ BUGS = {
         trl=InTRL("logps", "positions are 1-D", forward(lambda _, model, options: (
             model, options | {"mm_token_type_ids": None}))),
     ),
+    "positions_by_axis": Bug("InternLM/xtuner/pull/2097", trl=InTRL(
+        "logps", "largest position of each axis", axes_apart, late=True,
+    )),
     "wrong_positions_in_decoding": Bug(
         "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
     ),
@@ -565,10 +595,14 @@ BUGS = {
         {"loss_type": "dr_grpo", "max_completion_length": 30},
     )),
     "kl_reversed": Bug("volcengine/verl", trl=loss(
-        "KL reversed",
-        "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1",
+        "KL reversed", K3,
         "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1",
         {**KL, "use_bias_correction_kl": False}, at=1,
+    )),
+    # TRL 1.16 itself computes it like this, so nothing is replaced
+    "k3_by_exp": Bug("google/tunix/issues/2315", trl=loss(
+        "k3 loses its digits", K3, K3,
+        {"beta": 0.5, "rewards": (equal_later,), "rows": 4, "learning_rate": 1e-5}, at=1,
     )),
     "kl_without_ratio": Bug("TRL up to 1.9", trl=loss(
         "KL corrected the other way", "per_token_kl * coef_1", "per_token_kl", KL, at=1,

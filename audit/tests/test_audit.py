@@ -69,9 +69,24 @@ def test_a_correct_step_agrees_and_the_report_lists_what_it_cannot_reveal():
     shown = report(audit(d), d)
     assert "DIFFERS" not in shown
     assert "in averages," not in shown and "in clipping, which" not in shown
-    assert "cannot reveal: 18 of 18 mistakes in KLs, which need beta and a reference" in shown
+    assert "cannot reveal: 19 of 19 mistakes in KLs, which need beta and a reference" in shown
     d = step(lengths=(4,) * 6)
     assert "mistakes in averages, which need completions of different lengths" in report(audit(d), d)
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"top_k": 5, "top_p": 1.0, "min_p": None}, "top_k = 5, but"),
+    ({"top_p": 0.9, "min_p": 0.1}, "top_p = 0.9 and min_p = 0.1, but"),
+    ({"top_k": 0, "top_p": 1, "min_p": 0}, ""), ({"top_k": -1, "top_p": None}, ""), ({}, ""),
+])  # fmt: skip
+def test_a_step_with_filters_does_not_agree_without_a_note(options, says, tmp_path, capsys):
+    d = step()
+    write(tmp_path, d.about | options, dict(d))
+    assert main([str(tmp_path)]) == 0
+    assert (f"note: tokens were sampled with {says}" if says else "loss") in (out := capsys.readouterr().out)
+    assert ("note: " in out) == bool(says)
+    assert main([str(tmp_path), "--json"]) == 0
+    assert [says in note for note in json.loads(capsys.readouterr().out)["notes"]] == [True] * bool(says)
 
 
 ORDERS = [
@@ -212,6 +227,20 @@ def test_a_mask_is_not_explained_by_itself(seed):
     assert not [cause.name for cause in explain("mask", d)]
 
 
+def test_padding_after_a_truncated_completion_is_no_end_token():
+    """Rows of 3 columns, padded to 5 with the id of a stop token: the second row was truncated."""
+    ids = torch.tensor([[5, 7, 7, 7, 7], [5, 6, 5, 7, 7]])
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
+    tensors = {"input_ids": ids, "completion_mask": mask, "attention_mask": mask, "per_token_logps": -mask.double()}
+    about = {"kind": "grpo", "stop_token_ids": [7], "pad_token_id": 7, "max_completion_length": 3}
+    for drop in (False, True):
+        if drop:
+            tensors["completion_mask"] = mask * torch.tensor([[1], [0]])
+        d = Dump(about | {"mask_truncated_completions": drop}, tensors | {"prompt_mask": 0 * mask})
+        assert d["ended"].tolist() == [True, False]
+        assert error(computed("mask", d, {})) == 0
+
+
 @pytest.mark.parametrize("tensors, why", [
     ({}, "each stage lacks a tensor or a field"),
     ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token is in the loss"),
@@ -278,6 +307,25 @@ def test_a_mistake_in_the_loss_is_named(name):
     assert name in [cause.name for cause in explain("loss", wrong) if cause.parts == 1]
 
 
+@pytest.mark.parametrize("k3, names", [
+    (lambda d: d.exp() - d - 1, ["k3 loses its digits"]), (torch.expm1, None), (lambda d: d.expm1() - d, []),
+])  # fmt: skip
+def test_a_k3_that_loses_its_digits_is_named(k3, names):
+    """Of advantages of 0 and a policy near its reference only the KL remains, which is computed in float32."""
+    d, g = step(), torch.Generator().manual_seed(1)
+    lp, mask = d["per_token_logps"].float().requires_grad_(), d["completion_mask"].float()
+    r = lp.detach() + 1e-4 * torch.randn(6, 5, generator=g)
+    loss = 0.5 * (k3(r - lp) * mask).view(2, 3, 5).sum((1, 2)) / mask.sum()
+    [slope] = torch.autograd.grad(loss.sum(), lp)
+    given = {"ref_per_token_logps": r, "advantages": torch.zeros(6), "loss": loss.detach(), "logps_gradient": slope}
+    given |= {name: x for name, x in d.items() if name not in {*given, "old_per_token_logps", "per_token_logps"}}
+    about = {"kind": "grpo", "loss": {"loss_type": "dapo", "beta": 0.5}}
+    [finding] = audit(Dump(about, given | {"per_token_logps": lp.detach()}))
+    assert finding.ok == (names == [])
+    if names is not None:
+        assert [cause.name for cause in finding.explained] == names
+
+
 ONE = torch.ones(1, 1)
 ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -ONE}
 
@@ -295,7 +343,22 @@ def test_helpers_of_formulas():
     ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
     ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 rows"),
     ({}, {"kind": "trajectories"}, "kind is 'trajectories'. .* trajectories are not supported"),
-    ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"),
+    ({}, {"kind": None}, "kind is None"), (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
+    ({}, {"temperature": "x"}, "step.json: temperature is 'x', but it must be of type float"),
+    ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be over 0 and finite"),
+    ({}, {"image_token_id": "x"}, "step.json: image_token_id is 'x', but it must be of type int"),
+    ({}, {"loss": 3}, "step.json: loss is 3, but it must be of type dict"),
+    ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
+    ({}, {"loss": {"beta": 1.0}}, "step.json: a name in loss is 'beta', but it must be one of loss_type"),
+    ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
+    ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
+    ({}, {"schedule": 3}, "step.json: schedule is 3, but it must be an object"),
+    ({"row": torch.zeros(1)}, {}, "the dtype of the tensor row is torch.float32, but it must be an integer dtype"),
+    ({"row": torch.ones(1).long(), "group": torch.zeros(1).long()}, {},
+     "element 0 of the tensor row is 1, but it must be a number from 0 to 0, because the rollout has 1 completions"),
+    ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
+    ({}, {"old_model": "../{}/../../x"}, "step.json: old_model is '../{}/../../x', but it must be a folder inside"),
+    ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
 ])  # fmt: skip
 def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
     write(tmp_path, {"kind": "sft"}, ONE_ROW)
@@ -311,11 +374,17 @@ def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
 
 def test_a_field_with_a_wrong_type_is_an_error(tmp_path):
     """The error for a field with a wrong type refers to docs/audit.md, which lists the types."""
-    write(tmp_path, {"kind": "sft", "schedule": 3, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
+    write(tmp_path, {"kind": "sft", "schedule": {"step": 1}, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
     with pytest.raises(
-        ValueError, match=r"the stage 'schedule' cannot be recomputed \(TypeError: .* with docs/audit.md"
+        ValueError, match=r"the stage 'schedule' cannot be recomputed \(KeyError: 'type'\).* with docs/audit.md"
     ):
         main([str(tmp_path)])
+
+
+def test_a_folder_of_weights_outside_of_the_step_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"step\.json: model is '/x', but it must be a folder inside the step"):
+        write(tmp_path / "step", {"kind": "sft", "model": "/x"}, ONE_ROW)
+    assert not (tmp_path / "step").exists()
 
 
 @pytest.mark.parametrize("kind, step, change, rate", [
@@ -369,6 +438,21 @@ def test_unknown_advantages_are_not_explained(name):
     assert not audit(d)[0].ok and not explain("advantages", d)
 
 
+def test_a_bound_that_only_one_group_shows_is_not_named():
+    """One reward is lower, which a bound explains whatever the reason is."""
+    rewards, d = torch.tensor([[0.1, 0.9, 0.2, 0.3], [0.05, 0.4, 0.15, 0.35]]).double(), rollout(standard)
+    d |= {"rewards": rewards.flatten(), "advantages": standard(rewards.clamp(max=0.55)).flatten()}
+    assert not audit(d)[0].ok and not explain("advantages", d)
+
+
+def test_a_bound_that_only_one_row_shows_is_not_named():
+    """Its gradient is smaller, as if its advantage, or anything else of this row, had a bound."""
+    rows = torch.tensor([1.0, 1.0, 0.37, 1.0, 1.0, 1.0])[:, None]
+    d = step(gradient=lambda x: x * rows)
+    del d["loss"]
+    assert not audit(d)[0].ok and not explain("loss", d)
+
+
 KNOWN = {
     "weights: all rewards have weight 1, only in the divisor": lambda r: (
         (r - r.mean(1, keepdim=True)) / 2 / (r.std(1, keepdim=True) + 1e-4)
@@ -397,6 +481,28 @@ def test_a_factor_lists_each_count_that_explains_it():
     d["group"] = torch.arange(8) // 4
     [cause] = explain("advantages", d)
     assert cause.says == "all values are 0.5 times as large: 1 over the 2 completions of a group or rewards"
+
+
+def test_a_factor_says_each_ratio_of_counts_that_it_may_be():
+    """4 / 3 is 16 / 12 counted and padded tokens, and 12 counted tokens over 9 columns of something else."""
+    d = step(lengths=(5, 3, 4, 2, 1, 1), gradient=lambda x: x * 16 / 12)
+    d["loss"] = d["loss"] * 16 / 12
+    d.about |= {"max_completion_length": 12, "num_generations": 9}
+    says = explain("loss", d)[-1].says
+    assert "the 16 counted tokens over the 12 max_completion_length" in says
+    assert "or the 12 max_completion_length over the 9 completions of a group" in says
+
+
+def test_a_factor_is_named_only_where_it_can_act():
+    """A learning rate is no factor of a loss, nor the temperature; of an update and of log-probabilities they are."""
+    d = step(gradient=lambda x: x * 0.7)
+    d["loss"] = d["loss"] * 0.7
+    schedule = {"learning_rate": 0.7, "rates": [0.7]}
+    d.about |= {"temperature": 0.7, "optimizer": {"learning_rate": 1.0}, "schedule": schedule}
+    assert explain("loss", d)[-1].says == "all values are 0.7 times as large"
+    rates = "the learning rate of the previous step divided by the current one or the largest learning rate divided by"
+    assert rates in module.known_numbers(d, "after.weight")[0.7]
+    assert module.known_numbers(d, "per_token_logps")[0.7] == ": the temperature"
 
 
 def test_a_factor_is_one_count_rather_than_two_over_another():

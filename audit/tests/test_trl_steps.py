@@ -205,6 +205,16 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
     assert is_named(bug, wrong[0]), report(wrong, d)
 
 
+def test_a_k3_that_keeps_its_digits_agrees(folder, tmp_path, monkeypatch):
+    """The same step as k3_by_exp's, with expm1."""
+    right = "torch.expm1(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps)"
+    bugs.loss("", bugs.K3, right).patch(monkeypatch.setattr, None)
+    d = dumped(folder, tmp_path, "grpo", at=1, **BUGS["k3_by_exp"].options)
+    findings = audit(d)
+    assert all(finding.ok for finding in findings), report(findings, d)
+    assert not d["advantages"].any() and d["ref_per_token_logps"].ne(d["per_token_logps"]).any()
+
+
 def is_named(bug, finding):
     texts = [f"{cause.name} {cause.says}" for cause in finding.explained[:4]]
     return any(all(part in text for part in bug.cause.split(", ")) for text in texts)
@@ -260,16 +270,34 @@ def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch)
     assert len(never) > 1000 and not any(never.values()), [of for of, empty in never.items() if empty]
 
 
+def test_under_autocast_a_bug_is_named_and_the_tolerance_noted(folder, tmp_path, monkeypatch):
+    """TRL's default is bf16. What went through the model is compared with less accuracy, all else as before."""
+    BUGS["divided_twice"].patch(monkeypatch.setattr, None)
+    d = dumped(folder, tmp_path, "grpo", bf16=True)
+    findings = audit(d)
+    assert [finding.stage for finding in findings if not finding.ok] == ["loss"], report(findings, d)
+    assert {"logps", "entropies", "gradients"} < {finding.stage for finding in findings}
+    assert is_named(BUGS["divided_twice"], next(finding for finding in findings if not finding.ok))
+    assert "note: the model ran in bfloat16 (autocast), so log-probabilities agree if" in report(findings, d)
+
+
 def test_label_smoothing_is_rejected_and_the_sampler_is_compared(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="the audit does not support label smoothing"):
         STEPS_OF["sft"](trl_fixtures.sft(folder, tmp_path / "sft", label_smoothing_factor=0.1), tmp_path)
     trainer = trl_fixtures.grpo(folder, tmp_path / "grpo")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
+        with pytest.raises(ValueError, match="mixed precision is fp16, but it must be no or bf16"):
+            STEPS_OF["grpo"](trainer, tmp_path)
     bugs.around(None, "_generate_and_score_completions", lambda score, inputs: (
         (rows := score(inputs)) | {"sampling_per_token_logps": -torch.ones(rows["completion_ids"].shape)}
     ))(monkeypatch.setattr, trainer)  # fmt: skip
+    trainer.args.generation_kwargs = {"top_k": 7}
     with STEPS_OF["grpo"](trainer, tmp_path):
         trainer.train()
-    findings = audit(read(tmp_path / "0"))
+    d = read(tmp_path / "0")
+    assert (d.about["top_k"], d.about["top_p"]) == (7, 1.0)
+    findings = audit(d)
     assert [finding.stage for finding in findings if not finding.ok] == ["logps of sampler"]
 
 
@@ -295,11 +323,16 @@ HEALTHY = {  # tests/parity compares all loss types
         {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "rows": 8, "scale_rewards": "batch"},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "beta": 0.1, "learning_rate": 1e-2},
         {"steps_per_generation": 1, "num_iterations": 2, "loss_type": "grpo"},
+        {"bf16": True, "beta": 0.1, **OFF},
+        # the padding after a truncated completion has the id of a stop token
+        {"pad_to_multiple_of": 8, "max_completion_length": 4},
+        {"pad_to_multiple_of": 8, "max_completion_length": 4, "mask_truncated_completions": True},
     ],
     "dpo": [
         {"loss_type": ["ipo"]}, {"loss_type": ["robust"], "label_smoothing": 0.1}, {"use_weighting": True},
         {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5},
         {"f_divergence_type": "js_divergence"}, SYNCED, {"gradient_accumulation_steps": 3, "rows": 12},
+        {"bf16": True},
     ],
     "sft": [
         {}, {"loss_type": "dft", "weight_decay": 0.1, "gradient_accumulation_steps": 1},
