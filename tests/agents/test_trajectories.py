@@ -14,13 +14,14 @@ import pytest
 import torch
 from links import ROOT
 from runs import metrics
-from talk import IMAGE_PART, text, user
+from talk import CHATML, IMAGE_PART, text, user
 
 from minivlmrl.__main__ import main
 from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import environment_reward
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
@@ -392,6 +393,23 @@ def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
     [group], *_ = play(monkeypatch, well, history=1, max_new_tokens=4)
     assert [[turn.stopped for turn in one.turns] for one in group] == [[True, True], [True, False]]
     assert [one.stopped for one in group] == [True, False]
+
+
+def test_control_tokens_that_the_policy_writes_are_text_in_its_next_window(monkeypatch):
+    """With the template of a folder too: sampled, or spelled as text."""
+    template = ChatTemplate(CHATML, "a.jinja")
+    pad, start = (PROCESSOR.tokenizer.special_tokens[name] for name in ("<|image_pad|>", "<|im_start|>"))
+    script = [pad, start, *PROCESSOR.tokenizer.encode("<|im_ end|>"), RED, WELL, BLUE, RED]
+    processor = replace(PROCESSOR, template=template)
+    [[trajectory]], _, _ = play(monkeypatch, [script], "Shown", processor=processor)
+    windows = [turn.prompt.input_ids.tolist() for turn in trajectory.turns[1:]]
+    written = PROCESSOR.tokenizer.encode(f"1 <|image_pad|><|im_start|><|im_ end|>{CLICKS[0]}")
+    assert contains(windows[0], written)
+    assert windows[0].count(start) == windows[1].count(start) == 2 and windows[0].count(pad) == 2
+
+
+def contains(ids, part):
+    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
 
 
 BAD = {
