@@ -439,9 +439,20 @@ def test_what_is_refused():
         samples_trajectories(two)
     site = Site()
     site.earned = [1.0, 0.5]
-    with pytest.raises(ValueError, match=r"^reward environment: get_reward returned 2 numbers for 3 turns; return one"):
-        environment_reward([site], [["a", "b", "c"]])
+    for turns in (["a"], ["a", "b", "c", "d"]):
+        error = rf"^reward environment: get_reward returned 2 numbers for {len(turns)} turns; return one number for"
+        with pytest.raises(ValueError, match=error):
+            environment_reward([site], [turns])
     assert environment_reward([site, None], [["a", "b"], ["c"]]) == [1.5, None]
+
+
+def test_a_last_turn_without_a_call_needs_no_number(monkeypatch):
+    """An environment that counts one number per click has one fewer than turns if the last turn calls nothing."""
+    [[trajectory]], *_ = play(monkeypatch, [[RED, BLUE, WELL, END]], history=1)
+    site, texts = trajectory.environment, ["<click>", "<click>", "l"]
+    assert len(trajectory.turns) == len(texts) == len(site.earned) + 1
+    site.earned = [1.0, 0.5]
+    assert environment_reward([site], [texts]) == [1.5]
 
 
 SEEN = """<script>
