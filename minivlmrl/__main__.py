@@ -8,7 +8,7 @@ import re
 import sys
 
 from minivlmrl import WORKING_FOLDER
-from minivlmrl.config.parsing import did_you_mean, shortened
+from minivlmrl.config.parsing import did_you_mean, out_of_memory, shortened
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as torchrun train.py does"),
@@ -55,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, FloatingPointError, OSError) as error:  # mistakes that the user can correct
         line = shortened(" ".join(str(error).split()))
         print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"python -m minivlmrl {name}: {out_of_memory(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

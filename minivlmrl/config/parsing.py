@@ -132,6 +132,12 @@ def shortened(error: str | Exception) -> str:
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
+def out_of_memory(error: MemoryError) -> str:
+    """Describe a MemoryError in one sentence; that of NumPy has the size of the array."""
+    size = f" ({error})" if str(error) else ""
+    return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
+
+
 def check_field(valid: bool, name: str, value: Any, expected: str):
     """Raise ValueError with the name, the value and the expected value unless `valid` is true.
 

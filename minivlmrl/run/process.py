@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.parsing import shortened
+from minivlmrl.config.parsing import out_of_memory, shortened
 from minivlmrl.files import write_json
 
 
@@ -59,7 +59,7 @@ def report_mistake(message: str):
 def run_rank(work: Callable[[], int]):
     """Call `work` as one rank, and exit with its return code.
 
-    The exit code is 2 after a user's mistake or a disk error, and 1 after a bug.
+    The exit code is 2 after a user's mistake, a disk error or a MemoryError, and 1 after a bug.
     """
 
     @record
@@ -69,6 +69,9 @@ def run_rank(work: Callable[[], int]):
         except (ValueError, OSError) as error:
             if not show_mistake(error):
                 raise
+            return 2
+        except MemoryError as error:
+            report_mistake(out_of_memory(error))
             return 2
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):

@@ -64,6 +64,19 @@ def test_a_mistake_is_one_line(capsys):
     assert capsys.readouterr().err.startswith(says)
 
 
+def test_too_little_memory_is_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(start.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
+    assert start.main(["report"]) == 2
+    said = (
+        "python -m minivlmrl report: not enough memory; decrease the sizes in the recipe or in the files of the model\n"
+    )
+    assert capsys.readouterr().err == said
+
+
+def fill(_arguments):
+    return bytearray(2**60)
+
+
 def test_a_log_that_is_a_folder_is_one_line(tmp_path, capsys):
     (tmp_path / "run" / "warnings.jsonl").mkdir(parents=True)
     with pytest.raises(SystemExit) as ended:
