@@ -8,13 +8,13 @@ API = AUDIT / "minivlmrl_audit" / "minivlmrl_api.py"
 
 
 def imported(path: Path) -> list[tuple[str, list[str]]]:
-    """List the modules that a file imports, at any depth, and the names that it takes from each."""
+    """List the modules that a file imports, at any depth, and the names that it gives to their objects."""
     modules = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules += [(alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            modules.append((node.module or "", [alias.name for alias in node.names]))
+            modules.append((node.module or "", [alias.asname or alias.name for alias in node.names]))
     return modules
 
 
