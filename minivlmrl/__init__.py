@@ -4,8 +4,22 @@ This file sets environment variables that torch reads when torch is imported, or
 change variables that the user has set.
 """
 
-import ctypes
 import os
+import sys
+
+# `python -m minivlmrl` searches modules in the working folder first, where a folder of unknown origin
+# could have a yaml.py or a torch.py. So the working folder is removed from sys.path, and __main__.py
+# inserts it again for commands that may run code of the user. In a clone that is not installed, the
+# working folder is the clone itself. sys.argv[0] is "-m" while Python locates a module.
+WORKING_FOLDER = None
+if (
+    sys.argv[:1] == ["-m"]
+    and {"minivlmrl", "-mminivlmrl"} & {*sys.orig_argv}
+    and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+):
+    WORKING_FOLDER = sys.path.pop(0)
+
+import ctypes  # noqa: E402
 
 # Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training
 # took up to fifteen times as long when other processes used the same cores.

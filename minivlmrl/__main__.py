@@ -4,9 +4,11 @@ import importlib
 import importlib.util
 import io
 import os
+import re
 import sys
 
-from minivlmrl.config.parsing import did_you_mean, shortened
+from minivlmrl import WORKING_FOLDER
+from minivlmrl.config.parsing import did_you_mean, out_of_memory, shortened
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
@@ -54,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         line = shortened(" ".join(str(error).split()))
         print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"python -m minivlmrl {name}: {out_of_memory(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print()
         return 130  # as in shells
@@ -73,5 +78,24 @@ def print_usage(name: str) -> int:
     return 2
 
 
+def names_own_code(arguments: list[str]) -> bool:
+    """Return True if a command line names a recipe, which the user chose, or code such as rewards:f.
+
+    Args:
+        arguments: name of the command, then its own arguments.
+    """
+    name = arguments[0] if arguments else ""
+    if name in ("train", "check"):
+        return True
+    for argument in arguments[1:]:
+        is_recipe = name in ("memory", "replay") and argument.endswith((".yaml", ".yml"))
+        is_code = name not in ("chat", "merge", "report") and re.search(r"^--.*\w:\w", argument)
+        if is_recipe or is_code or argument.startswith("--recipe"):
+            return True
+    return False
+
+
 if __name__ == "__main__":
+    if WORKING_FOLDER is not None and names_own_code(sys.argv[1:]):
+        sys.path.insert(0, WORKING_FOLDER)
     sys.exit(main())

@@ -38,8 +38,10 @@ from minivlmrl.run.process import is_first
 from minivlmrl.run.checkpoint_files import find_pieces, read_rows
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS, TIMINGS
+from minivlmrl.run.results import BEST
 from minivlmrl.run.rollout_log import COMPLETIONS, LogLine
 from minivlmrl.run.trainer_state import RUN
+from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 # Strict readers and atomic writers of JSON, YAML and safetensors, with errors that name the file.
 from minivlmrl.config.parsing import (

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from minivlmrl_audit.difference import DAMAGED, content, difference, distance
 from minivlmrl_audit.minivlmrl_api import (
+    BEST,
     COMPLETIONS,
     METRICS,
+    REWARD_MODEL,
     RUN,
     Callback,
     LogLine,
@@ -54,7 +56,7 @@ def main(arguments: list[str]) -> int:
     )
     options, overrides = p.parse_known_args(arguments)
     folder = Path(options.run).resolve()
-    check_links(folder)
+    check_files(folder)
     again_folder = Path(f"{folder}.again")
     state = options.state and folder / "states" / options.state
     first_step = int(options.state or 0)
@@ -95,10 +97,11 @@ def main(arguments: list[str]) -> int:
     return verdict(folder, again_folder, differences, first_step)
 
 
-def check_links(folder: Path):
-    """Raise ValueError if a run's folder contains a symbolic link.
+def check_files(folder: Path):
+    """Raise ValueError if a run's folder contains a symbolic link, a pipe, a socket or a device.
 
-    A link could lead into the repeated run, which would then be compared with itself.
+    A link could lead into the repeated run, which would then be compared with itself, and reading
+    a pipe could wait forever.
     """
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -106,15 +109,22 @@ def check_links(folder: Path):
                 f"{path} is a symbolic link, which could lead into the repeated run. "
                 "Replace the link by a copy of its target."
             )
+        if not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"{path} is a pipe, a socket or a device. Remove it; runs write only files."
+            )
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
     """Print the files of a run that were not compared, and return the ones that count as differences.
 
     A file counts as a difference if it lies in a folder in which the repeated run wrote files, because
-    then the repeated run should have written this file, too.
+    then the repeated run should have written this file, too. The same holds for best/ and
+    reward_model/, unless they may come from the steps that --state trusts.
     """
     written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
+    if first_step == 0:
+        written_folders |= {BEST, REWARD_MODEL}
     faults = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)

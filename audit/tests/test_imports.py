@@ -14,7 +14,7 @@ def imported(path: Path) -> list[tuple[str, list[str]]]:
         if isinstance(node, ast.Import):
             modules += [(alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            modules.append((node.module or "", [alias.name for alias in node.names]))
+            modules.append((node.module or "", [alias.asname or alias.name for alias in node.names]))
     return modules
 
 

@@ -162,7 +162,7 @@ def text(name, pattern, replacement):
 
 def copy_of(source, name):
     def forge(run):
-        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (run / source).is_dir() else shutil.copy)(run / source, run / name)
 
     return forge
@@ -210,6 +210,11 @@ FORGERIES = {
         copy_of("checkpoint/model.safetensors", "checkpoint/other.safetensors"),
         ["checkpoint/other.safetensors"],
     ),
+    "weights that nothing wrote": (
+        copy_of("checkpoint/config.json", "best/checkpoint/a.json"),
+        ["best/checkpoint/a.json"],
+    ),
+    "a reward model that nothing wrote": (copy_of("checkpoint/config.json", "reward_model/a"), ["reward_model/a"]),
     "a folder of weights": (copy_of("checkpoint/config.json", "checkpoint/x/a.json"), ["checkpoint/x/a.json"]),
     "weights of a state": (in_state(weights(f"states/000004/{WEIGHTS}")), ["states/000004"]),
     "a file in a state": (copy_of("summary.json", "states/000004/more.json"), ["states/000004"]),
@@ -272,6 +277,15 @@ def test_symbolic_links_are_rejected(name, copy, verify, instant):
     (copy / name).symlink_to(copy.parent / "run.again" / name)
     code, [line] = verify(copy)
     assert code == 2 and f"{copy / name} is a symbolic link" in line
+
+
+@pytest.mark.parametrize("name", ["warnings.jsonl", "checkpoint/pipe"])
+def test_pipes_are_refused(name, copy, verify, instant):
+    """Reading one waited forever."""
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    code, [line] = verify(copy)
+    assert code == 2 and f"{copy / name} is a pipe, a socket or a device" in line
 
 
 def test_a_run_can_be_given_by_different_paths(copy, verify, instant, monkeypatch):

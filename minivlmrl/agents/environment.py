@@ -26,6 +26,7 @@ class RewardingEnvironment(Environment, Protocol):
     def get_reward(self) -> float | list[float] | None:
         """Return the reward of the completion, or a list with one reward for each turn.
 
+        The list may have no reward for the last turn, which is then 0.
         None means that the completion cannot be scored.
         """
 
@@ -123,14 +124,15 @@ def environment_reward(
     """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
 
     If get_reward returns a list with one number for each turn of a trajectory, the reward is the
-    sum of the list. The reward of a completion without an environment is None.
+    sum of the list. The last turn may have no number, because it may call no tool; its reward is 0.
+    The reward of a completion without an environment is None.
 
     Args:
         environments: the environment of each completion, or None.
         turn_texts: the texts of all turns of each completion.
         columns: the columns of the data set, which are ignored.
     Raises:
-        ValueError: if the length of a list differs from the number of turns.
+        ValueError: if a list has another length.
     """
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
@@ -139,10 +141,10 @@ def environment_reward(
             if environment is not None:
                 reward = call_user_code("get_reward", environment.get_reward)
             if isinstance(reward, list):
-                if len(reward) != len(texts):
+                if len(texts) - len(reward) not in (0, 1):
                     raise ValueError(
-                        f"get_reward returned {len(reward)} numbers for {len(texts)} turns; "
-                        "return one number for each turn, or a single number"
+                        f"get_reward returned {len(reward)} numbers for {len(texts)} turns; return "
+                        "one number for each turn (the last turn may have none), or a single number"
                     )
                 reward = sum(reward)
         rewards.append(reward)

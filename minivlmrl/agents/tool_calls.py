@@ -23,7 +23,8 @@ from minivlmrl.agents.environment import (
     get_environment,
     settings_of,
 )
-from minivlmrl.config.import_utils import call_user_code
+from minivlmrl.config import import_utils
+from minivlmrl.config.import_utils import call_user_code, unchanged_process
 from minivlmrl.config.parsing import build, check_field, error_context, read_value
 from minivlmrl.data.chat_template import END, join_text, layout_turn, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
@@ -50,6 +51,8 @@ class Overtime(BaseException):
 
 # interval in seconds at which Overtime is raised again in a tool that catches it
 REPEATED = 0.01
+# number of times that a tool may catch Overtime before the process ends
+MAX_CAUGHT = 200
 # exceptions in a tool that are turned into an error message for the model
 FAILURES = Exception, SystemExit, Overtime
 
@@ -99,29 +102,44 @@ def answer_call(
         The message parts, the images with their grids, and whether the call succeeded.
 
     Raises:
-        ValueError: if the tool raised KeyboardInterrupt, which ends the run.
+        ValueError: if the tool raised KeyboardInterrupt or another exception that is not an
+            `Exception`, or changed the process, see unchanged_process. This ends the run.
     """
-    try:
-        with time_limit(settings.max_tool_seconds):
-            result = call(tools, name, inside)
-            results = result if isinstance(result, list) else [result]
-            parts = [part(item) for item in results]
-        images = [shown["image"] for shown in parts if "image" in shown]
-        sizes = {
-            "characters": sum(len(shown.get("text", "")) for shown in parts),
-            "pixels": sum(image.width * image.height for image in images),
-        }
-        for unit, size in sizes.items():
-            limit = getattr(settings, f"max_tool_{unit}")
-            check_field(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
-        return parts, [(image, grid_of(image, processor.image_processor)) for image in images], True
-    except KeyboardInterrupt as error:
-        raise ValueError(
-            f"the tool call {name or inside:.80} raised KeyboardInterrupt, so the run ends"
-        ) from error
-    except FAILURES as error:  # the error message becomes the result, which the model reads
-        text = f"error: {str(error) or type(error).__name__}"
-        return [part(text[: settings.max_tool_characters])], [], False
+    called = f"the tool call {name or inside:.80}"
+    with unchanged_process(called):
+        try:
+            with time_limit(settings.max_tool_seconds, called):
+                result = call(tools, name, inside)
+                results = result if isinstance(result, list) else [result]
+                parts = [part(item) for item in results]
+            images = [shown["image"] for shown in parts if "image" in shown]
+            check_limits(parts, images, settings)
+            pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
+            return parts, pictures, True
+        except FAILURES as error:  # the error message becomes the result, which the model reads
+            text = f"error: {str(error) or type(error).__name__}"
+            return [part(text[: settings.max_tool_characters])], [], False
+        except BaseException as error:
+            raise ValueError(
+                f"{called} raised {shown_error(error)}, so the run ends; raise an Exception, whose "
+                "message the model reads"
+            ) from error
+
+
+def check_limits(parts: list[dict], images: list[Image], settings: Settings):
+    """Raise ValueError if the result of a tool exceeds max_tool_characters or max_tool_pixels."""
+    sizes = {
+        "characters": sum(len(shown.get("text", "")) for shown in parts),
+        "pixels": sum(image.width * image.height for image in images),
+    }
+    for unit, size in sizes.items():
+        limit = getattr(settings, f"max_tool_{unit}")
+        check_field(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
+
+
+def shown_error(error: BaseException) -> str:
+    """Return the type of an exception and its message, if it has one."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
@@ -141,19 +159,35 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float, called: str = "the call") -> Iterator[None]:
     """Raise Overtime inside a `with` block that runs longer than `seconds`.
 
-    Overtime is raised repeatedly, because the block may catch it. The limit has no effect outside
-    the main thread, on Windows, or while C code runs. If a SIGALRM timer was set before, it is
-    restored afterwards.
+    Overtime is raised repeatedly, because the block may catch it. After MAX_CAUGHT times the
+    process ends, because no exception can stop the block, see import_utils.on_hang. The limit has
+    no effect outside the main thread, on Windows, or while C code runs. If a SIGALRM timer was set
+    before, it is restored afterwards.
+
+    Args:
+        seconds: time limit.
+        called: what the block calls, for the message at the end of the process.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):
         yield
         return
 
+    num_raised = 0
+
     def stop(*_):
+        nonlocal num_raised
+        num_raised += 1
+        if num_raised > MAX_CAUGHT:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            import_utils.on_hang(
+                f"{called} took more than {seconds:g} seconds and cannot be stopped, because it "
+                f"caught the exception for this {MAX_CAUGHT} times; catch Exception instead of "
+                "BaseException"
+            )
         raise Overtime(f"the call took more than {seconds:g} seconds")
 
     start = time.monotonic()
@@ -208,10 +242,13 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
         ValueError: if the method raised an exception or exceeded max_tool_seconds.
     """
     try:
-        with time_limit(settings_of(environment).max_tool_seconds):
+        with time_limit(settings_of(environment).max_tool_seconds, name):
             return call_user_code(name, getattr(environment, name), *arguments, **columns)
-    except (Overtime, KeyboardInterrupt) as error:
-        raise ValueError(f"{name}: {str(error) or 'KeyboardInterrupt'}") from error
+    except Exception:
+        raise
+    except BaseException as error:
+        text = str(error) if isinstance(error, Overtime) else shown_error(error)
+        raise ValueError(f"{name}: {text}") from error
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):

@@ -2,6 +2,7 @@
 
 Options may follow a name: "name(option=1)" is the object `name` with this option bound.
 `call_user_code` calls the loaded function and reports the line at which the function fails.
+`unchanged_process` checks that the code of a user does not change the process.
 """
 
 import ast
@@ -14,11 +15,13 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
+
+import torch
 
 from minivlmrl.config.parsing import check_field, did_you_mean, error_context, read_value
 
@@ -205,7 +208,84 @@ def call_user_code(name: str, function: Callable, /, *arguments, **options):
     Raises:
         ValueError: the call raised any error. The message begins with `name` and contains the line.
     """
+    with unchanged_process(name):
+        try:
+            return function(*arguments, **options)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{name} {raised(function, error, options)}") from error
+
+
+@contextmanager
+def unchanged_process(name: str) -> Iterator[None]:
+    """Check that the `with` block leaves the process unchanged, and undo its changes.
+
+    A child process that the block has forked ends with the block, because two processes must not
+    train the same run.
+
+    Args:
+        name: what the block calls, for the error.
+
+    Raises:
+        ValueError: the block changed torch's default dtype, or closed stdout or stderr.
+    """
+    process = os.getpid()
+    dtype = torch.get_default_dtype()
+    streams = [stream for stream in ("stdout", "stderr") if _is_open(stream)]
     try:
-        return function(*arguments, **options)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{name} {raised(function, error, options)}") from error
+        yield
+    finally:
+        if os.getpid() != process:
+            with suppress(OSError):  # the block may have closed stderr
+                text = f"{name} forked, so its child process {os.getpid()} ends here\n"
+                os.write(2, text.encode())
+            os._exit(1)
+    changes = []
+    if torch.get_default_dtype() != dtype:
+        changes.append(f"changed torch's default dtype from {dtype} to {torch.get_default_dtype()}")
+        torch.set_default_dtype(dtype)
+    for stream in streams:
+        if not _is_open(stream):
+            changes.append(f"closed {stream}")
+            _reopen(stream)
+    if changes:
+        raise ValueError(
+            f"{name} {' and '.join(changes)}, which affects the rest of the run; remove the code "
+            "that does this"
+        )
+
+
+def _is_open(name: str) -> bool:
+    """Return True if sys.stdout or sys.stderr is open, and its file descriptor as well."""
+    stream = getattr(sys, name)
+    if stream is None or getattr(stream, "closed", False):
+        return False
+    try:
+        os.fstat(1 if name == "stdout" else 2)
+    except OSError:
+        return False
+    return True
+
+
+def _reopen(name: str):
+    """Open sys.stdout or sys.stderr again; if its file descriptor is closed, discard the output."""
+    descriptor = 1 if name == "stdout" else 2
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere != descriptor:
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+    stream = os.fdopen(descriptor, "w", buffering=1, errors="replace", closefd=False)
+    setattr(sys, name, stream)
+
+
+def end_process(message: str):
+    """Print a message and end the process without leaving the code of a user."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+# The function that is called if the code of a user can neither continue nor be interrupted. During
+# a run, StopSignals replaces it with a function that also saves a checkpoint.
+on_hang: Callable[[str], None] = end_process

@@ -227,7 +227,7 @@ class SamplingOptions:
     temperature: Annotated[float, "[0, inf)"] = (
         1.0  # divides the logits; 0 takes the most likely token
     )
-    max_new_tokens: Annotated[int, ">= 1"] = 256  # longest completion, in tokens
+    max_new_tokens: Annotated[int, "[1, 1048576]"] = 256  # longest completion, in tokens
     # ids of tokens that end a completion; None means <|im_end|> and <|endoftext|>
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
     # keep only the k most likely tokens, and tokens that are as likely as the k-th; 0 keeps all

@@ -60,7 +60,17 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML like yaml.safe_load, and rejects duplicate keys."""
+    """Reads YAML like yaml.safe_load, and rejects duplicate keys and aliases.
+
+    With aliases, a short text can describe a list with more values than a computer can read.
+    """
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            problem = f"the alias *{event.anchor} is not supported; write its value instead"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         keys = set()
@@ -75,7 +85,7 @@ class Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; raise ValueError for invalid YAML, duplicate keys and too deep nesting."""
+    """Parse YAML; raise ValueError for invalid YAML, duplicate keys, aliases and deep nesting."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -131,6 +141,12 @@ def shortened(error: str | Exception) -> str:
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
+def out_of_memory(error: MemoryError) -> str:
+    """Describe a MemoryError in one sentence; that of NumPy has the size of the array."""
+    size = f" ({error})" if str(error) else ""
+    return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
+
+
 def check_field(valid: bool, name: str, value: Any, expected: str):
     """Raise ValueError with the name, the value and the expected value unless `valid` is true.
 
@@ -141,7 +157,7 @@ def check_field(valid: bool, name: str, value: Any, expected: str):
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib, because YAML aliases can make an endless list
+    # reprlib, because repr is slow for a long list
     shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
 

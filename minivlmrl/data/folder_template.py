@@ -9,6 +9,7 @@ with tools.
 import hashlib
 import json
 import re
+import sys
 from copy import copy
 from functools import cached_property, partial
 from itertools import takewhile
@@ -66,10 +67,7 @@ DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags
 
 
 class ChatTemplate:
-    """A Jinja chat template.
-
-    Rendering raises ValueError if a text of the conversation contains a control token, because the
-    rendered text does not show which control tokens the template wrote.
+    """A Jinja chat template. Text that spells a control token is rendered as ordinary text.
 
     Args:
         text: text of the template.
@@ -92,6 +90,7 @@ class ChatTemplate:
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
+        self.spelled = re.compile("|".join(map(_spelled, control_names)))
         try:
             self.template = environment().from_string(text)
         except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
@@ -133,7 +132,8 @@ class ChatTemplate:
         if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
             return join_text([*turns, START, "assistant\n"])
-        pieces = join_text(self._cut(self._lay_out(self._checked(messages), True)))
+        conversation, mark = self._checked(messages)
+        pieces = join_text(self._cut(self._lay_out(conversation, True), mark))
         shown_kinds = []
         for piece in pieces:
             if piece is IMAGE or piece is VIDEO:
@@ -164,7 +164,7 @@ class ChatTemplate:
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
-        conversation = self._checked([*messages, *turns])
+        conversation, mark = self._checked([*messages, *turns])
         text = self._lay_out(conversation, False)
         flagged = []
         end = None  # end of the previous assistant turn
@@ -173,7 +173,7 @@ class ChatTemplate:
                 continue
             start = self._length(text, conversation[:turn_number], True)
             if end is not None:
-                flagged += [(piece, False) for piece in self._cut(text[end:start])]
+                flagged += [(piece, False) for piece in self._cut(text[end:start], mark)]
             turn_end = self._length(text, conversation[: turn_number + 1], False)
             if not text[start:turn_end].endswith(f"{END}\n"):
                 raise self._error(
@@ -181,8 +181,8 @@ class ChatTemplate:
                     f"{END} and a line break; replace the template with the chat_template.jinja of "
                     "the original Qwen model"
                 )
-            end = turn_end - 1  # without the line break, which the model does not write
-            flagged += [(piece, True) for piece in self._cut(text[start:end])]
+            end = turn_end - 1  # the model does not write the line break
+            flagged += [(piece, True) for piece in self._cut(text[start:end], mark)]
         return join_flagged(flagged)
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
@@ -229,8 +229,15 @@ class ChatTemplate:
         template.tools = tools
         return template
 
-    def _checked(self, messages: list[dict]) -> list[dict]:
-        """Convert messages to plain data; raise ValueError if the template cannot render them."""
+    def _checked(self, messages: list[dict]) -> tuple[list[dict], str]:
+        """Convert messages to plain data, in which a mark breaks up the names of control tokens.
+
+        Returns:
+            The messages and the mark, a character that `_cut` removes after rendering.
+
+        Raises:
+            ValueError: the template cannot render the messages.
+        """
         check_messages(messages)
         used_kinds = {part_kind(part) for part in parts_of(messages)}
         if any(message.get("tool_calls") for message in messages):
@@ -244,17 +251,48 @@ class ChatTemplate:
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
             _parse_arguments(messages)
-        # The joined texts are searched too, because a template may join and strip the texts, so
-        # that a control token can arise from several texts.
-        joined = "".join(map(text_of, messages))
-        for text in (json.dumps(messages, ensure_ascii=False), joined, "".join(joined.split())):
-            control = self.control.search(text)
-            if control:
-                raise self._error(
-                    f"a text of the conversation contains the control token {control[0]}; remove "
-                    "the token, or use Qwen's template, which renders the token as ordinary text"
-                )
-        return messages
+        all_text = json.dumps(messages, ensure_ascii=False) + self.text
+        # rare Chinese characters, because templates, JSON and repr leave letters as they are
+        letters = map(chr, range(0x20000, sys.maxunicode))
+        mark = next(letter for letter in letters if letter not in all_text)
+        return [self._break_up(message, mark) for message in messages], mark
+
+    def _break_up(self, value: Plain, mark: str, is_text: bool = False) -> Plain:
+        """Insert a mark into all names of control tokens in a message.
+
+        So every control token of the rendered conversation was written by the template. A name may
+        contain whitespace or continue in the next text, because a template may remove whitespace
+        and join texts.
+
+        Args:
+            value: message, or a value in it.
+            mark: character that is inserted.
+            is_text: whether the value is a text, which another text may continue.
+        """
+        if isinstance(value, dict):
+            broken = {}
+            for key, item in value.items():
+                is_text = key in ("text", "content", "reasoning_content")
+                broken[self._break_up(key, mark)] = self._break_up(item, mark, is_text)
+            return broken
+        if isinstance(value, list):
+            return [self._break_up(item, mark) for item in value]
+        if not isinstance(value, str):
+            return value
+        value = self.spelled.sub(rf"\g<0>{mark}", value)
+        if is_text and self._ends_within_control(value):
+            end = len(value.rstrip())
+            value = f"{value[:end]}{mark}{value[end:]}"
+        return value
+
+    def _ends_within_control(self, text: str) -> bool:
+        """Return True if a text without its whitespace ends with the beginning of a control token."""
+        text = "".join(text.split())
+        for name in self.controls:
+            for length in range(1, min(len(name), len(text) + 1)):
+                if text.endswith(name[:length]):
+                    return True
+        return False
 
     def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
         try:
@@ -276,9 +314,10 @@ class ChatTemplate:
                 ) from error
             raise self._error(error) from error
 
-    def _cut(self, text: str) -> list[str]:
-        """Split a text at control tokens."""
-        return [self.controls.get(piece, piece) for piece in self.control.split(text)]
+    def _cut(self, text: str, mark: str) -> list[str]:
+        """Split a text at control tokens, and remove the mark of `_break_up` from the pieces."""
+        pieces = self.control.split(text)
+        return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
 
     def _error(self, reason: str | Exception) -> ValueError:
         if isinstance(reason, Exception):
@@ -338,6 +377,16 @@ def _needs_jinja(messages: list[dict]) -> bool:
         if message["role"] == "system" and shown_parts_of([message]):
             return True
     return False
+
+
+def _spelled(name: str) -> str:
+    """Return a regular expression for the first character of a control token before the others.
+
+    Whitespace may separate the characters, unless the name itself contains whitespace.
+    """
+    separator = "" if re.search(r"\s", name) else r"\s*"
+    others = separator.join(map(re.escape, name[1:]))
+    return f"{re.escape(name[0])}(?={separator}{others})"
 
 
 def _with_thought_apart(message: dict) -> dict:

@@ -1,11 +1,13 @@
 """Load a tokenizer from tokenizer.json, or train a tiny one on the texts of an embedded task."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from minivlmrl.config.parsing import read_json
+from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import Control
 
 # Qwen2's control tokens in the order of their ids, which are 151643 to 151656 in published
@@ -31,6 +33,16 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Components of tokenizer.json that do not make a text longer, or only once. Others, such as a chain
+# of 40 replacements of "a" by "aa", could need more memory than a computer has; the library then
+# aborts the process.
+COMPONENTS = {
+    "normalizer": ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"),
+    "pre_tokenizer": ("Split", "ByteLevel", "Digits"),
+    "decoder": ("ByteLevel", "Fuse"),
+    "post_processor": ("ByteLevel", "TemplateProcessing"),
+}
+LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # lists of a "Sequence"
 # text that a tokenizer must reproduce after encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
@@ -98,6 +110,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     try:
+        content = read_json(Path(path))
+        for part, allowed in COMPONENTS.items():
+            check_components(part, list_components(content.get(part)), allowed)
         tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
         vocabulary = tokenizer.backend.get_vocab()
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
@@ -116,6 +131,29 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "the model's original checkpoint"
         ) from error
     return tokenizer
+
+
+def list_components(component: Plain) -> list[str]:
+    """Return the types of a component of tokenizer.json and of the components in it."""
+    if component is None:
+        return []
+    kind = component.get("type") if isinstance(component, dict) else None
+    if kind != "Sequence":
+        return [str(kind)]
+    inner = [item for name in LISTS for item in component.get(name, [])]
+    return [kind for item in inner for kind in list_components(item)]
+
+
+def check_components(part: str, kinds: list[str], allowed: Sequence[str]):
+    """Raise ValueError if a part of tokenizer.json has a component that it may not have."""
+    for kind in kinds:
+        if kind not in allowed:
+            raise ValueError(
+                f"its {part} contains {kind!r:.40}, but it may contain only {', '.join(allowed)}"
+            )
+    for kind in ("ByteLevel", "TemplateProcessing"):
+        if kinds.count(kind) > 1:
+            raise ValueError(f"its {part} contains {kind} {kinds.count(kind)} times; keep one")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -120,10 +120,19 @@ class Sampler:
         """Make the function that samples one token per row, with filters and stop strings.
 
         Raises:
-            ValueError: if a stop token is outside the vocabulary of the model.
+            ValueError: if a stop token is outside the vocabulary of the model, or the longest
+                completion of a prompt exceeds the positions of the model.
         """
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
+        longest = max(map(len, ids), default=0)
+        max_positions = self.model.config.max_position_embeddings
+        if longest + sampling.max_new_tokens > max_positions:
+            raise ValueError(
+                f"a prompt of {longest} tokens and sampling.max_new_tokens, which is "
+                f"{sampling.max_new_tokens}, exceed the model's {max_positions} positions "
+                "(max_position_embeddings); shorten the prompt, or decrease max_new_tokens"
+            )
         if sampling.filtered:
             from minivlmrl.generation.filters import Filters
 

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain, compress
 from typing import Protocol, runtime_checkable
 
-from minivlmrl.config.import_utils import raised, resolve_object, with_options
+from minivlmrl.config.import_utils import raised, resolve_object, unchanged_process, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import did_you_mean, error_context
 from minivlmrl.data.boxes import box_columns
@@ -315,9 +315,10 @@ def log_extra(extras: list[dict], column: str, values: list):
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
-    values = function(**columns)
-    if inspect.iscoroutine(values):
-        # run in a separate thread, because a notebook already runs an event loop in this thread
-        with ThreadPoolExecutor(1) as pool:
-            values = pool.submit(asyncio.run, values).result()
-    return values
+    with unchanged_process("the function"):
+        values = function(**columns)
+        if inspect.iscoroutine(values):
+            # in a separate thread, because a notebook already runs an event loop in this one
+            with ThreadPoolExecutor(1) as pool:
+                values = pool.submit(asyncio.run, values).result()
+        return values

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.parsing import shortened
+from minivlmrl.config.parsing import out_of_memory, shortened
 from minivlmrl.files import write_json
 
 
@@ -25,7 +25,7 @@ def show_mistake(error: Exception) -> bool:
     """Print a user's mistake or a disk error as one line, without a traceback.
 
     An error counts as a user's mistake if a `raise` statement in this package or in a file of
-    recipes/ raised it. The line is also written to the error file that torchrun reads.
+    recipes/ raised it.
 
     Returns:
         True if the error was printed. False means that the error is a bug, which needs a traceback.
@@ -42,19 +42,24 @@ def show_mistake(error: Exception) -> bool:
         message += ": raise the limit of file sizes (ulimit -f) and continue with --resume=auto"
     elif not names_a_file and not (is_ours and (last.line or "").startswith("raise ")):
         return False
+    report_mistake(message)
+    return True
+
+
+def report_mistake(message: str):
+    """Print a message, and write it to the error file that torchrun reads."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
     if not error_file or is_first():  # so that the line is printed once, not by every rank
-        print(message, file=sys.stderr)
-    return True
+        print(message, file=sys.stderr, flush=True)
 
 
 def run_rank(work: Callable[[], int]):
     """Call `work` as one rank, and exit with its return code.
 
-    The exit code is 2 after a user's mistake or a disk error, and 1 after a bug.
+    The exit code is 2 after a user's mistake, a disk error or a MemoryError, and 1 after a bug.
     """
 
     @record
@@ -64,6 +69,9 @@ def run_rank(work: Callable[[], int]):
         except (ValueError, OSError) as error:
             if not show_mistake(error):
                 raise
+            return 2
+        except MemoryError as error:
+            report_mistake(out_of_memory(error))
             return 2
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from minivlmrl.config import import_utils
 from minivlmrl.distributed.process_group import World
+from minivlmrl.run.process import report_mistake
 
 # exit code of a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
 PREEMPTED = 75
@@ -39,6 +41,7 @@ class StopSignals:
         self.save: Callable[[], object] = lambda: "the last checkpoint, if there is one"
 
     def __enter__(self) -> "StopSignals":
+        import_utils.on_hang = self.end_process
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.handlers = {}  # signal -> previous handler, which __exit__ restores
         # Python only allows the main thread to set signal handlers.
@@ -50,6 +53,7 @@ class StopSignals:
 
     def __exit__(self, _type, error, _traceback) -> bool:
         """Restore the signal handlers, and print the message of Preempted instead of raising it."""
+        import_utils.on_hang = import_utils.end_process
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):
@@ -96,3 +100,18 @@ class StopSignals:
         All ranks must call this method together, so that they stop after the same step.
         """
         return self.world.sum(self.first is not None)[0] > 0
+
+    def end_process(self, message: str):
+        """Save a checkpoint, print a message and end the process, inside the code of a user.
+
+        With several ranks no checkpoint is saved, because all ranks must save together.
+        """
+        try:
+            state = self.save() if self.world.size == 1 else "the last checkpoint, if there is one"
+            if state:
+                message += f"; --resume=auto continues from {state}"
+        except Exception as error:
+            message += f"; the checkpoint could not be saved ({type(error).__name__}: {error})"
+        finally:
+            report_mistake(message)
+            os._exit(2)

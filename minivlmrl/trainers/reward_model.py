@@ -5,7 +5,7 @@ stages and other runs can use it as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -115,6 +115,8 @@ class RewardModelScores:
         self.reads_texts = input_form(model.backbone, self.processor) != input_form(
             policy, processor
         )
+        if self.reads_texts:  # raises ValueError if the template cannot render any answer
+            encode_completion(self.processor, [{"role": "user", "content": "?"}], "!")
         if self.reads_texts and run.sampling.environment:
             raise ValueError(
                 f"{path}: this reward model has another tokenizer or model family than the policy, "
@@ -158,14 +160,15 @@ class RewardModelScores:
     def encode(self, row: Row, completion: Completion) -> Completion:
         """Encode a completion of the policy like the answers that the reward model was trained on.
 
-        If the completion is truncated, no end token is added. Texts that look like control tokens
-        are removed, because the reward model's chat template would turn them into such tokens.
+        If the completion is truncated, no end token is added. Control tokens that the policy
+        sampled are encoded as the text of their names. If the chat template cannot render the text,
+        for example a thought after a prompt without thoughts, the text is encoded as it is.
         """
         text = self.policy_processor.decode_assistant_turn(completion)
-        template = self.processor.template
-        if template is not None:
-            text = template.control.sub("", text)
-        answer = encode_completion(self.processor, row.messages, text)
+        try:
+            answer = encode_completion(self.processor, row.messages, text)
+        except ValueError:  # the policy can write any text, and no text may end the run
+            answer = encode_completion(replace(self.processor, template=None), [], text)
         # at least one token must remain, because the score is computed at the last token
         if completion.stopped or len(answer.ids) == 1:
             return answer

@@ -1,16 +1,21 @@
 """Tests of parsing tool calls and of tool results as text; test_tool_sampler.py tests results as tokens."""
 
 import json
+import os
 import random
 import signal
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Literal
 
 import PIL.Image
 import pytest
+import torch
+from children import exit_code, fork
 
+from minivlmrl.agents import tool_calls
 from minivlmrl.agents.environment import Settings
 from minivlmrl.agents.tool_calls import answer_call, begin, call, find_calls, part, render_answers, turn_opening
 from minivlmrl.data.chat_template import IMAGE
@@ -192,14 +197,92 @@ def test_an_existing_alarm_is_restored():
         signal.signal(signal.SIGALRM, handler)
 
 
-def test_a_tool_may_not_end_the_process():
-    def interrupt():
-        raise KeyboardInterrupt
+class Ending(BaseException):
+    """An exception that does not inherit from Exception."""
 
-    with pytest.raises(ValueError, match=r"^the tool call f raised KeyboardInterrupt"):
-        answer_call({"f": interrupt}, "f", "", PROCESSOR, Settings())
-    with pytest.raises(ValueError, match=r"^reset: KeyboardInterrupt$"):
-        begin(lambda: SimpleNamespace(reset=interrupt), {})
+
+@pytest.mark.parametrize(("error", "text"), [
+    (KeyboardInterrupt(), "KeyboardInterrupt"), (GeneratorExit("now"), "GeneratorExit: now"), (Ending(), "Ending"),
+])  # fmt: skip
+def test_a_tool_may_not_end_the_process(error, text):
+    def end():
+        raise error
+
+    with pytest.raises(ValueError, match=rf"^the tool call f raised {text}, so the run ends; raise an Exception"):
+        answer_call({"f": end}, "f", "", PROCESSOR, Settings())
+    with pytest.raises(ValueError, match=rf"^reset: {text}$"):
+        begin(lambda: SimpleNamespace(reset=end), {})
+
+
+def catch_everything():
+    for _ in range(50):  # so that the test fails, instead of hanging, if the process does not end
+        try:
+            time.sleep(2)
+        except:  # noqa: E722
+            continue
+
+
+def test_a_tool_that_cannot_be_stopped_ends_the_process(monkeypatch, capfd):
+    monkeypatch.setattr(tool_calls, "MAX_CAUGHT", 5)
+    limits = Settings(max_tool_seconds=0.05)
+    called = partial(answer_call, {"f": catch_everything}, "f", "", PROCESSOR, limits)
+    assert exit_code(fork(lambda: called() and 0)) == 2
+    sentence = (
+        "the tool call f took more than 0.05 seconds and cannot be stopped, because it caught the exception for this 5 "
+        "times; catch Exception instead of BaseException\n"
+    )
+    assert capfd.readouterr().err == sentence
+
+
+def change_dtype():
+    torch.set_default_dtype(torch.float64)
+
+
+CHANGES = {
+    "changed torch's default dtype from torch.float32 to torch.float64": change_dtype,
+    "closed stdout": lambda: sys.stdout.close(),
+    "closed stderr": lambda: os.close(2),
+    "closed stdout and closed stderr": lambda: (os.close(1), os.close(2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("called", ["the tool call f", "reset"])
+def test_a_tool_that_changes_the_process_is_refused_and_its_change_undone(change, called):
+    def work():
+        sys.stdout = os.fdopen(1, "w", closefd=False)  # as in a process without pytest
+        with pytest.raises(ValueError, match=f"^{called} {change}, which affects the rest of the run; remove the"):
+            if called == "reset":
+                begin(lambda: SimpleNamespace(reset=CHANGES[change]), {})
+            else:
+                answer_call({"f": CHANGES[change]}, "f", "", PROCESSOR, Settings())
+        assert torch.get_default_dtype() == torch.float32
+        with open(os.devnull) as file:
+            assert file.fileno() > 2  # a file must not get the number of stdout or stderr
+        print("still open", flush=True)
+        print("still open", file=sys.stderr, flush=True)
+
+    assert exit_code(fork(work)) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_child_process_of_a_tool_does_not_go_on(capfd, fails):
+    """Otherwise two processes would train and write the same run."""
+    children = []
+
+    def split():
+        children.append(os.fork())
+        if not children[0] and fails:
+            raise ValueError
+
+    main = os.getpid()
+    try:
+        answer_call({"f": split}, "f", "", PROCESSOR, Settings())
+    finally:
+        if os.getpid() != main:
+            os._exit(77)
+    assert exit_code(children[0]) == 1
+    assert capfd.readouterr().err == f"the tool call f forked, so its child process {children[0]} ends here\n"
 
 
 def test_image_results_are_not_yet_split_into_patches():

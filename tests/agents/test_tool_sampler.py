@@ -294,7 +294,7 @@ def test_conversations_with_tools_match_the_published_template(monkeypatch, publ
     given = {"chat_template": processor.template.text, "tools": processor.template.tools}
     (theirs,), _ = render_jinja_template([prompt.row.messages + turns], **given)
     grids = [*prompt.image_grid_thw.tolist(), *(grid for *_, grid in completion.pictures)]
-    ids = chain(*processor.encode(processor.template._cut(theirs.removesuffix("\n")), grids))
+    ids = chain(*processor.encode(processor.template._cut(theirs.removesuffix("\n"), ""), grids))
     assert [*prompt.input_ids.tolist(), *completion.ids.tolist()] == list(ids) and completion.calls == (2, 0, False)
     turns[0]["content"], [call] = None, turns[0]["tool_calls"]
     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])

@@ -14,13 +14,14 @@ import pytest
 import torch
 from links import ROOT
 from runs import metrics
-from talk import IMAGE_PART, text, user
+from talk import CHATML, IMAGE_PART, text, user
 
 from minivlmrl.__main__ import main
 from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import environment_reward
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
@@ -394,6 +395,23 @@ def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
     assert [one.stopped for one in group] == [True, False]
 
 
+def test_control_tokens_that_the_policy_writes_are_text_in_its_next_window(monkeypatch):
+    """With the template of a folder too: sampled, or spelled as text."""
+    template = ChatTemplate(CHATML, "a.jinja")
+    pad, start = (PROCESSOR.tokenizer.special_tokens[name] for name in ("<|image_pad|>", "<|im_start|>"))
+    script = [pad, start, *PROCESSOR.tokenizer.encode("<|im_ end|>"), RED, WELL, BLUE, RED]
+    processor = replace(PROCESSOR, template=template)
+    [[trajectory]], _, _ = play(monkeypatch, [script], "Shown", processor=processor)
+    windows = [turn.prompt.input_ids.tolist() for turn in trajectory.turns[1:]]
+    written = PROCESSOR.tokenizer.encode(f"1 <|image_pad|><|im_start|><|im_ end|>{CLICKS[0]}")
+    assert contains(windows[0], written)
+    assert windows[0].count(start) == windows[1].count(start) == 2 and windows[0].count(pad) == 2
+
+
+def contains(ids, part):
+    return any(ids[i : i + len(part)] == part for i in range(len(ids)))
+
+
 BAD = {
     "turn 1: observe must return a list of messages, but returned None": lambda self, rounds: None,
     r"turn 1: observe must return a list of messages, but returned \[\]": lambda self, rounds: [],
@@ -421,9 +439,20 @@ def test_what_is_refused():
         samples_trajectories(two)
     site = Site()
     site.earned = [1.0, 0.5]
-    with pytest.raises(ValueError, match=r"^reward environment: get_reward returned 2 numbers for 3 turns; return one"):
-        environment_reward([site], [["a", "b", "c"]])
+    for turns in (["a"], ["a", "b", "c", "d"]):
+        error = rf"^reward environment: get_reward returned 2 numbers for {len(turns)} turns; return one number for"
+        with pytest.raises(ValueError, match=error):
+            environment_reward([site], [turns])
     assert environment_reward([site, None], [["a", "b"], ["c"]]) == [1.5, None]
+
+
+def test_a_last_turn_without_a_call_needs_no_number(monkeypatch):
+    """An environment that counts one number per click has one fewer than turns if the last turn calls nothing."""
+    [[trajectory]], *_ = play(monkeypatch, [[RED, BLUE, WELL, END]], history=1)
+    site, texts = trajectory.environment, ["<click>", "<click>", "l"]
+    assert len(trajectory.turns) == len(texts) == len(site.earned) + 1
+    site.earned = [1.0, 0.5]
+    assert environment_reward([site], [texts]) == [1.5]
 
 
 SEEN = """<script>

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from links import ROOT
 
 from minivlmrl import __main__ as start
 
@@ -63,6 +64,19 @@ def test_a_mistake_is_one_line(capsys):
     assert capsys.readouterr().err.startswith(says)
 
 
+def test_too_little_memory_is_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(start.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
+    assert start.main(["report"]) == 2
+    said = (
+        "python -m minivlmrl report: not enough memory; decrease the sizes in the recipe or in the files of the model\n"
+    )
+    assert capsys.readouterr().err == said
+
+
+def fill(_arguments):
+    return bytearray(2**60)
+
+
 def test_a_log_that_is_a_folder_is_reported_in_one_line(tmp_path, capsys):
     (tmp_path / "run" / "warnings.jsonl").mkdir(parents=True)
     with pytest.raises(SystemExit) as ended:
@@ -75,3 +89,20 @@ def test_a_log_that_is_a_folder_is_reported_in_one_line(tmp_path, capsys):
 def test_a_closed_stdout_is_no_error():
     done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("arguments", "imports"), [
+    ("reproduce .", False), ("report .", False), ("memory --model .", False),
+    ("evaluate --model . --data x.json", False),
+    ("check config.yaml", True), ("reproduce . --recipe=config.yaml", True), ("memory config.yaml --model .", True),
+    ("evaluate --model . --data x.json --rewards={mine:f: 1}", True),
+])  # fmt: skip
+def test_modules_of_a_found_folder_are_not_imported(tmp_path, arguments, imports):
+    """Python puts the working folder first; it is searched only if the user names a recipe or code."""
+    for name in ("ctypes", "yaml", "torch", "numpy"):
+        (tmp_path / f"{name}.py").write_text(f"print('own {name}')\nraise SystemExit")
+    (tmp_path / "config.yaml").write_text("stages: [sft]")
+    command = [sys.executable, "-m", "minivlmrl", *arguments.split()]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "audit")])
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert ("own" in done.stdout) is imports and "usage" not in done.stderr

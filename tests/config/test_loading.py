@@ -193,6 +193,7 @@ ATTACKS = [  # the run's folder, where the command runs, the recipe
     ("run(1)", ".", {"stages": ["sft", "evil.py:f"]}),
     ("run(1)", ".", {"stages": "evil.py:f()", "evil": {}}),
     ("run(1)", "run(1)", {"stages": ["evil.py:f()"]}),
+    ("run", "run", {"report_to": "evil.py:f"}),
     ("evil.py:f()", ".", {"stages": ["evil.py:f()"]}),
     ("run", ".", {"stages": ["recipes/distill.py:Distill"]}),
     ("run", ".", {"rewards": {r"judge(url='http\x3a//127.0.0.1/v1')": 1.0}}),

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivlmrl.config.options import SamplingOptions
+from minivlmrl.config.parsing import build
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.weights import is_sharded
@@ -62,6 +64,14 @@ def test_samples_depend_only_on_keys(sampler, values):
         assert sample_pairs(own, keys) == [ids for key in keys for ids in each[key]]
     others = ids_of(own(prompts(5), 2, [f"{key}2" for key in KEYS]))
     assert others != sample_pairs(own)
+
+
+def test_completions_longer_than_the_positions_of_the_model_are_refused(sampler):
+    """A found recipe with max_new_tokens of 10**9 ended in a MemoryError."""
+    with pytest.raises(ValueError, match=r"exceed the model's 128000 positions .*; shorten the prompt, or decrease"):
+        sample_pairs(sampler(max_new_tokens=128_000))
+    with pytest.raises(ValueError, match=r"max_new_tokens is 1000000000, but it must be in \[1, 1048576\]"):
+        build(SamplingOptions, {"max_new_tokens": 10**9}, "recipe")
 
 
 @pytest.fixture

@@ -72,9 +72,10 @@ def recipe(stage: dict, **sections) -> dict:
     """
     base = {
         "num_threads": 1, "checkpoint_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
-        "sampling": {"max_new_tokens": 6}, **dict.fromkeys(("sft", "dpo", "reward_model"), stage),
+        "sampling": {"max_new_tokens": 6}, "sft": stage, "dpo": stage, "reward_model": stage,
         "grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2},
     }  # fmt: skip
+    base = json.loads(json.dumps(base))  # copies, so that YAML of the recipe has no aliases
     for name, value in sections.items():
         base[name] = base.get(name, {}) | value if isinstance(value, dict) else value
     return base

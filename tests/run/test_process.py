@@ -85,3 +85,8 @@ def test_file_system_errors_are_one_line(ended, error, says):
 
     code, printed, _ = ended(main)
     assert code == 2 and printed.startswith(says) and printed.count("\n") == 1
+
+
+def test_too_little_memory_is_one_line(ended):
+    code, printed, _ = ended(lambda _: bytearray(2**60) and 0)
+    assert (code, printed) == (2, "not enough memory; decrease the sizes in the recipe or in the files of the model\n")

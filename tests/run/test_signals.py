@@ -13,6 +13,7 @@ import pytest
 import torch
 from children import exit_code, fork
 
+from minivlmrl.config import import_utils
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import signals
 from minivlmrl.run.metrics import stopping_if_stdout_closes
@@ -97,6 +98,25 @@ def test_preempted_becomes_the_exit_code_and_its_message(capsys):
         raise Preempted("saved states/000004")
     assert stop.exit_code == PREEMPTED == 75
     assert capsys.readouterr().out == "saved states/000004\n"
+
+
+@pytest.mark.parametrize(("size", "save", "text"), [
+    (1, lambda: "states/000004", "; --resume=auto continues from states/000004"),
+    (2, lambda: "states/000004", "; --resume=auto continues from the last checkpoint, if there is one"),
+    (1, lambda: None, ""), (1, lambda: {}[0], "; the checkpoint could not be saved (KeyError: 0)"),
+])  # fmt: skip
+def test_a_tool_that_cannot_be_stopped_ends_the_run_after_a_checkpoint(capfd, size, save, text):
+    def hang():
+        with StopSignals(World(0, size)) as stop:
+            stop.save = save
+            import_utils.on_hang("the tool hangs")
+
+    assert exit_code(fork(hang)) == 2
+    assert capfd.readouterr().err == f"the tool hangs{text}\n"
+    assert import_utils.on_hang is import_utils.end_process
+    with StopSignals(ONE):
+        assert import_utils.on_hang is not import_utils.end_process
+    assert import_utils.on_hang is import_utils.end_process
 
 
 def test_other_errors_propagate_and_handlers_are_restored():

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from talk import CHATML
 
-from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
+from minivlmrl.data.folder_template import ChatTemplate, with_values
 from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.data.tokenizer import train_tokenizer
@@ -76,7 +77,7 @@ def test_the_reward_model_must_exist_before_its_stage(judge):
 TEXTS = ("<think>I see red</think><answer>red square</answer>", "No idea.", "12 naïve cafés", "")
 
 
-def save_other_reward_model(folder, path, model, template=None):
+def save_other_reward_model(folder, path, model):
     """Save a reward model whose tokenizer is as large as the policy's, with other tokens."""
     words = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "lmnrst"]
     other = train_tokenizer([" ".join(words)], len(shapes.tokenizer()))
@@ -84,7 +85,6 @@ def save_other_reward_model(folder, path, model, template=None):
     backbone, processor = random_model(folder / f"{model}.json", other, 1)
     judge = ValueModel(backbone.double())
     torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
-    processor.template = template or processor.template
     save_value_model(path, judge, processor, ONE)
     return judge
 
@@ -131,15 +131,30 @@ def test_a_model_of_another_tokenizer_reads_texts(folder, tmp_path, model, trans
     assert found == pytest.approx(expected, rel=1e-10) and len(set(found)) == 10
 
 
-def test_control_tokens_are_removed_from_texts_for_a_jinja_template(folder, tmp_path):
-    save_other_reward_model(folder, tmp_path / "judge", "qwen3_vl", ChatTemplate(DEFAULT_QWEN3 + "{# mine #}", "mine"))
+def test_no_text_of_the_policy_ends_a_run(folder, tmp_path, published):
+    """Names of control tokens, spelled or sampled, and a thought that the judge's template would remove stay text."""
+    template = with_values(ChatTemplate(published("qwen3_5_think"), "mine"), {"enable_thinking": False})
+    save_other_reward_model(folder, tmp_path / "judge", "qwen3_vl")
     scores, processor = scores_of(folder, tmp_path / "judge")
-    row, end = shapes.Shapes(1, "rows")[0], list(processor.stop_token_ids[:1])
-    marked = [*processor.tokenizer.encode("red "), processor.tokenizer.special_tokens["<|im_start|>"]]
-    answers = [scores.encode(row, Completion(torch.tensor(ids + end))) for ids in (marked, marked[:-1])]
-    assert answers[0].ids.tolist() == answers[1].ids.tolist()
-    [only] = scores.encode(row, Completion(torch.tensor(marked[-1:]), stopped=False)).ids
-    assert only == scores.processor.stop_token_ids[0]  # one token remains, so that there is a score
+    scores.processor.template = template
+    row, [end, *_] = shapes.Shapes(1, "rows")[0], scores.processor.stop_token_ids
+    sampled = processor.tokenizer.special_tokens["<|im_end|>"]
+    for text in ("red <|im_end|> or <|im_ end|>", "<|image_pad|>", "red</think>blue", "<think>red</think>blue"):
+        ids = [*processor.tokenizer.encode(text), sampled]
+        answer = scores.encode(row, Completion(torch.tensor(ids)))
+        assert answer.ids.tolist() == [*scores.processor.tokenizer.encode(text), end]
+    answer = scores.encode(row, Completion(torch.tensor([sampled, sampled])))
+    assert answer.ids.tolist() == [*scores.processor.tokenizer.encode("<|im_end|>"), end]
+    [only] = scores.encode(row, Completion(torch.tensor([sampled]), stopped=False)).ids
+    assert only == end  # one token remains, so that there is a score
+
+
+def test_a_judge_whose_template_renders_no_answer_is_refused(folder, tmp_path):
+    save_other_reward_model(folder, tmp_path / "judge", "qwen3_vl")
+    text = CHATML.replace("<|im_end|>", "")
+    (tmp_path / "judge" / "chat_template.jinja").write_text(text)
+    with pytest.raises(ValueError, match="require a template that ends an assistant turn"):
+        scores_of(folder, tmp_path / "judge")
 
 
 def test_turns_of_an_environment_cannot_be_scored_as_text(folder, tmp_path, judge):
