@@ -181,10 +181,9 @@ class DataOptions(RowOptions):
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # part of a completion that is the answer: inside <answer> tags, all of it, or its last line
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards of the evaluation; the first one decides which weights are best
-    eval_rewards: list[RewardName] = field(
-        default_factory=lambda: [RewardName("accuracy"), RewardName("format")]
-    )
+    # rewards of the evaluation, of which the first one is reported in most detail; None evaluates
+    # with the rewards of the recipe, see RunConfig.eval_rewards
+    eval_rewards: list[RewardName] | None = None
 
     def __post_init__(self):
         if "{problem}" not in self.prompt_template and self.task:
@@ -192,11 +191,11 @@ class DataOptions(RowOptions):
                 f"prompt_template is {self.prompt_template!r:.80}, but it must be "
                 "a text that contains {problem}, which is replaced by the question of the task"
             )
-        if not self.eval_rewards:
+        if self.eval_rewards == []:
             raise ValueError(
                 "eval_rewards is [], but it must be a list with the name of at least one reward"
             )
-        if "reward_model" in self.eval_rewards:
+        if "reward_model" in (self.eval_rewards or ()):
             raise ValueError(
                 "eval_rewards: reward_model can only score training rows; remove it from the list"
             )
@@ -534,6 +533,20 @@ class RunConfig:
     def stage_names(self) -> list[str]:
         """Names of the stages as in their sections, such as kto for recipes/kto.py:KTO."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
+
+    @property
+    def eval_rewards(self) -> list[RewardName]:
+        """Rewards of the evaluation: data.eval_rewards, or else the rewards of the recipe.
+
+        The rewards of the recipe are ordered by weight, the largest first, and formats come last.
+        The reward model is left out, because it can only score training rows. If no reward is left,
+        answers are evaluated with accuracy and format.
+        """
+        if self.data.eval_rewards is not None:
+            return self.data.eval_rewards
+        names = [name for name in self.rewards if name != "reward_model"]
+        names.sort(key=lambda name: (name.endswith("format"), -self.rewards[name]))
+        return names or [RewardName("accuracy"), RewardName("format")]
 
     @property
     def uses_fsdp(self) -> bool:

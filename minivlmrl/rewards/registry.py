@@ -219,8 +219,8 @@ def training_rewards(run: RunConfig) -> list[Reward]:
 
 
 def held_out_rewards(run: RunConfig) -> list[Reward]:
-    """Return the rewards that a recipe's `data.eval_rewards` lists."""
-    return [get_reward(name) for name in run.data.eval_rewards]
+    """Return the rewards with which a recipe evaluates, see RunConfig.eval_rewards."""
+    return [get_reward(name) for name in run.eval_rewards]
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:
