@@ -475,7 +475,8 @@ class RunConfig:
     # stages to run, in order; also file.py:Class, whose section has the name Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
-    num_threads: Annotated[int, "[1, 4096]"] | None = None  # CPU threads per rank
+    # CPU threads per rank; None is the environment variable OMP_NUM_THREADS, or a share of the cores
+    num_threads: Annotated[int, "[1, 4096]"] | None = None
     # minutes between saved training states, from which `resume` continues; one more is saved after
     # each stage
     checkpoint_minutes: Annotated[float, ">= 0"] = 10.0
