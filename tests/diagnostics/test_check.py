@@ -98,6 +98,26 @@ def test_one_long_demonstration_in_forty_is_found(tmp_path):
     assert not list(check_rows.check_answers(config, ["completion"], rows, PROCESSOR))
 
 
+@pytest.mark.parametrize(
+    ("options", "rate", "said"),
+    [
+        ([], 1e-3, "a rate above 0.0001 ruins"),
+        (["--adapter.r=4"], 1e-3, ""),
+        (["--adapter.r=4"], 1e-6, "hardly change"),
+        (["--adapter.r=4"], 1e-5, ""),
+        (["--model.freeze=[language, embeddings]"], 1e-3, ""),
+        (["--model.freeze=[language, embeddings]"], 1e-2, "a rate above 0.001 ruins"),
+        (["--model.freeze=[language]"], 1e-3, "a rate above 0.0001 ruins"),
+    ],
+)
+def test_a_learning_rate_is_judged_by_what_it_trains(options, rate, said):
+    own = ["--model.path=folder", f"--grpo.learning_rate={rate}", "--grpo.warmup_steps=0"]
+    config = load_config(RECIPES / "own_data.yaml", [*own, *options])
+    big = SimpleNamespace(parameters=lambda: [SimpleNamespace(numel=lambda: 10**9)])
+    sentences = list(check_recipe.check_training(config, "grpo", big, num_rows=1000))
+    assert [said in sentence for sentence in sentences] == [True] * bool(said), sentences
+
+
 @pytest.mark.parametrize(("opened", "said"), [("<think>\n", False), ("<reasoning>\n", True), ("a < b > ", False)])
 def test_a_template_that_opens_another_tag_than_think(opened, said):
     template = ChatTemplate(f"{DEFAULT}{opened}", "t")

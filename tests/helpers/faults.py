@@ -163,6 +163,10 @@ FAULTS = {
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
         check=("updates of weights over 0.0005 are lost", "use model.dtype=float32"),
     ),
+    "a learning rate too small for adapters": Fault(
+        ["--adapter.r=4", "--grpo.learning_rate=1e-6"],
+        check=("grpo.learning_rate is 1e-06, at which adapters (adapter.r is 4) hardly change", "from 1e-5 to 1e-4"),
+    ),
     "a warmup without an end": Fault(
         ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100, so all 3 steps", "Lower it"),
     ),
