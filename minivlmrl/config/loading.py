@@ -53,13 +53,15 @@ def load_config(
     """Load a recipe: a YAML file with the fields of RunConfig and the sections of custom stages.
 
     Args:
-        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; values are parsed as YAML.
+        overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or an option and its value as
+            two texts, "--seed", "1"; values are parsed as YAML.
         asked_for: for a recipe of unknown origin, the overrides that the user typed: code runs only
             if one of them names it. None means that the user chose the recipe and all of its code
             may run.
     Raises:
         ValueError: the recipe is not valid, or names code that may not run; no code has run then.
     """
+    overrides = _join_values(overrides)
     path = _find_recipe(recipe)
     with error_context(recipe):
         values = parse_yaml(path.read_bytes()) or {}
@@ -226,6 +228,20 @@ class Resolver:
             folders = [Path(), self.beside]
         existing = [x for x in (*folders, recipes_folder().parent) if os.path.exists(x / file)]
         return os.path.abspath((existing or folders)[0] / file)
+
+
+def _join_values(arguments: Sequence[str]) -> list[str]:
+    """Join an option and its value: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
+    joined = []
+    takes_value = False  # whether the last option has no value yet
+    for argument in arguments:
+        is_option = argument.startswith("--")
+        if takes_value and not is_option:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+        takes_value = is_option and "=" not in argument
+    return joined
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:

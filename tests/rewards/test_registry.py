@@ -194,7 +194,7 @@ def test_the_state_that_trl_hands_to_rewards_and_what_they_log(run, monkeypatch)
 
 @pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
 def test_keys_and_letters_are_no_rewards(monkeypatch, values):
-    with pytest.raises(ValueError, match="it must be a list of 2 numbers, one per completion"):
+    with pytest.raises(ValueError, match="it must be a list with one number per completion, here 2"):
         ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
 
 
@@ -240,7 +240,8 @@ def test_what_is_no_finite_number_is_named_with_its_reward_and_completion():
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    (None, "returned None; it must be a list of 2 numbers"), ([1.0], r"returned \[1.0\]; it must be a list of 2"),
+    (None, "returned None; it must be a list with one number"),
+    ([1.0], r"returned \[1.0\]; it must be a list with one number per completion, here 2"),
     (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
 ])  # fmt: skip
 def test_another_number_of_values_is_refused(values, says):
@@ -267,7 +268,7 @@ def test_options_of_a_name_are_parameters_and_no_columns(monkeypatch, name, tole
     ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
     ("exit(0)", r"cannot be loaded \(SystemExit: 0\)$"),
     ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
-    ("def f(completions):\n    return []", r"must end with \*\*columns$"),
+    ("def f(completions):\n    return []", r"must end with \*\*columns, because it is called .* completions"),
 ])  # fmt: skip
 def test_a_file_of_ones_own_that_is_wrong_is_one_line(tmp_path, text, says):
     (tmp_path / "mine.py").write_text(text)
