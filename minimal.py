@@ -164,7 +164,8 @@ def main(seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160) -> tuple[Qwe
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_threads", type=int, default=len(os.sched_getaffinity(0)))
+    num_threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    parser.add_argument("--num_threads", type=int, default=num_threads)
     parser.add_argument("--output_dir", default="runs/minimal")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)

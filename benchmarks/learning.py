@@ -161,7 +161,7 @@ def judge(entry: Entry, summary: dict) -> dict:
     """Return the numbers of a row, and the requirements that the run missed."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
     # the stage of a reward model does not change the policy, so `before` is the start of the last stage
-    # the first reward of data.eval_rewards is the first metric of an evaluation
+    # the first reward of an evaluation is its first metric of an evaluation
     names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]
     sampled, greedy = ([summary[x][f"{names[0]}_{way}"] for x in (before, after)] for way in ("sampled", "greedy"))
     stages = [stage for stage in summary.values() if isinstance(stage, dict)]

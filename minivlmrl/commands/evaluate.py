@@ -6,7 +6,7 @@ python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.json
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
 The recipe sets the prompt template, the size of images, the stopping rules, data.answer_format and
-data.eval_rewards; --section.name=value changes any of its options. By default the recipe is
+the rewards of evaluations; --section.name=value changes any of its options. By default the recipe is
 config.yaml of the run that trained the model. If there is none, it is minivlmrl.yaml beside the
 weights, or else recipes/own_data.yaml with {problem} as the prompt template. The recipe's adapter
 is not loaded, because the checkpoint of a run already contains its adapter.
@@ -138,10 +138,14 @@ def evaluation_config(
     }
     if not with_rewards:
         fields["data.eval_rewards"] = ["accuracy", "format"]
-    overridden = ["--adapter={}", "--rewards={}", *overrides, *as_overrides(fields)]
-    config = load_config(recipe, overridden, None if options.recipe else overrides)
+    overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
+    asked_for = None if options.recipe else overrides
+    # first without the rewards of the recipe, whose code must not be named if it does not run
+    config = load_config(recipe, ["--rewards={}", *overridden], asked_for)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
+    elif config.data.eval_rewards is None:
+        config = load_config(recipe, overridden, asked_for)
     return config
 
 

@@ -55,7 +55,8 @@ def load_config(
 
     Args:
         recipe: path of the recipe, or the name of a recipe in the folder `recipes`.
-        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4"; values are parsed as YAML.
+        overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as
+            two texts, "--seed", "1". Values are parsed as YAML.
         asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the
             recipe runs only if one of these overrides names the code. None means that the user
             chose the recipe, so that all of its code may run.
@@ -63,6 +64,7 @@ def load_config(
         ValueError: the recipe is not valid, or names code that may not run. In the second case no
             code has been run.
     """
+    overrides = _join_values(overrides)
     path = _find_recipe(recipe)
     with error_context(recipe):
         values = parse_yaml(path.read_bytes()) or {}
@@ -243,6 +245,20 @@ class Resolver:
             folders = [Path(), self.beside]
         existing = [x for x in (*folders, recipes_folder().parent) if os.path.exists(x / file)]
         return os.path.abspath((existing or folders)[0] / file)
+
+
+def _join_values(arguments: Sequence[str]) -> list[str]:
+    """Join an option and its value: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
+    joined = []
+    takes_value = False  # whether the last option has no value yet
+    for argument in arguments:
+        is_option = argument.startswith("--")
+        if takes_value and not is_option:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+        takes_value = is_option and "=" not in argument
+    return joined
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:

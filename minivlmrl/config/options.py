@@ -189,10 +189,9 @@ class DataOptions(RowOptions):
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the
     # last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards of the evaluation; the first reward determines which weights are best
-    eval_rewards: list[RewardName] = field(
-        default_factory=lambda: [RewardName("accuracy"), RewardName("format")]
-    )
+    # rewards of the evaluation, of which the first one is reported in most detail; None evaluates
+    # with the rewards of the recipe, see RunConfig.eval_rewards
+    eval_rewards: list[RewardName] | None = None
 
     def __post_init__(self):
         if "{problem}" not in self.prompt_template and self.task:
@@ -200,11 +199,11 @@ class DataOptions(RowOptions):
                 f"prompt_template is {self.prompt_template!r:.80}, but it must be "
                 "a text that contains {problem}, which is replaced by the question of the task"
             )
-        if not self.eval_rewards:
+        if self.eval_rewards == []:
             raise ValueError(
                 "eval_rewards is [], but it must be a list with the name of at least one reward"
             )
-        if "reward_model" in self.eval_rewards:
+        if "reward_model" in (self.eval_rewards or ()):
             raise ValueError(
                 "eval_rewards contains reward_model, which can only score training rows; remove "
                 "reward_model from the list"
@@ -490,9 +489,10 @@ class RunConfig:
     # stages to run, in order; also file.py:Class, whose section has the name Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None  # epochs after which a stage ends
-    num_threads: Annotated[int, "[1, 4096]"] | None = None  # CPU threads per rank
-    # minutes between saved training states, from which `resume` continues; a state is also saved
-    # after each stage
+    # CPU threads per rank; None is the environment variable OMP_NUM_THREADS, or a share of the cores
+    num_threads: Annotated[int, "[1, 4096]"] | None = None
+    # minutes between saved training states, from which `resume` continues; a state is also
+    # saved after each stage
     checkpoint_minutes: Annotated[float, ">= 0"] = 10.0
     # also save a state every N steps; if this and checkpoint_minutes are 0, a state is saved only
     # after a signal such as SIGTERM
@@ -549,6 +549,20 @@ class RunConfig:
     def stage_names(self) -> list[str]:
         """Names of the sections of the stages, such as kto for recipes/kto.py:KTO."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
+
+    @property
+    def eval_rewards(self) -> list[RewardName]:
+        """Rewards of the evaluation: data.eval_rewards, or else the rewards of the recipe.
+
+        The rewards of the recipe are ordered by weight, the largest first, and formats come last.
+        The reward model is left out, because it can only score training rows. If no reward is left,
+        answers are evaluated with accuracy and format.
+        """
+        if self.data.eval_rewards is not None:
+            return self.data.eval_rewards
+        names = [name for name in self.rewards if name != "reward_model"]
+        names.sort(key=lambda name: (name.endswith("format"), -self.rewards[name]))
+        return names or [RewardName("accuracy"), RewardName("format")]
 
     @property
     def uses_fsdp(self) -> bool:

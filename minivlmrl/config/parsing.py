@@ -47,10 +47,24 @@ TRL_ALIASES = {
     "model_name_or_path": "model.path",
     "gradient_checkpointing": "model.activation_checkpointing",
     "deepspeed": "sharding.enabled",
-    "epsilon": "grpo.epsilon_low",
+    "epsilon": "grpo.epsilon_low and grpo.epsilon_high",
     "per_device_train_batch_size": "STAGE.micro_batch_size, of prompts",
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
+}
+# options of other trainers that have no counterpart -> what to do instead, after "unknown key ...; "
+_DEVICE = (
+    "there is no such option: a run uses all GPUs that CUDA shows to it, one for each process of "
+    "torchrun, or else the CPU; choose them with the environment variable CUDA_VISIBLE_DEVICES "
+    "(-1 is the CPU)"
+)
+_ATTENTION = (
+    "there is no such option: minivlmrl has its own attention, which chooses the fastest kernel "
+    "for the device and needs no FlashAttention; remove the option"
+)
+NO_COUNTERPART = {
+    **dict.fromkeys(("device", "device_map", "use_cpu", "no_cuda"), _DEVICE),
+    **dict.fromkeys(("attn_implementation", "use_flash_attention_2", "flash_attn"), _ATTENTION),
 }
 # quoted texts of 80 characters or more (not apostrophes), and words of 500 characters or more
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
@@ -361,6 +375,8 @@ def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
     """
     if prefix + key in RENAMED_OPTIONS:
         return f"since 0.4.0 this option is called {RENAMED_OPTIONS[prefix + key]}"
+    if key in NO_COUNTERPART:
+        return NO_COUNTERPART[key]
     alias = TRL_ALIASES.get(key)
     if alias:
         return f"here this option is {alias}"

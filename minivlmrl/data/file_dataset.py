@@ -44,7 +44,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.row_summary import FileRows, count_words
-from minivlmrl.data.rows import Row
+from minivlmrl.data.rows import REWARD_ARGUMENTS, Row
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.files import digest
 
@@ -102,8 +102,8 @@ class FileDataset(FileRows):
         if missing_files:
             raise ValueError(
                 f"{path}: {len(missing_files)} image or video file(s) of the rows are missing in "
-                f"{self.folder}, for example {', '.join(missing_files[:5])}. Set data.image_root "
-                "to the folder that contains the files."
+                f"{self.folder.resolve()}, for example {', '.join(missing_files[:5])}. Set "
+                "data.image_root to the folder from which the paths of the rows start."
             )
         self.columns = sorted(column_names)
 
@@ -165,7 +165,7 @@ class FileDataset(FileRows):
     def __getitem__(self, index: int) -> Row:
         row, media = self.read(range(self.size)[index])
         with error_context(row.where):
-            row.images, row.videos = load_media(media, self.folder)
+            row.images, row.videos = load_media(media, self.folder, row.where)
             for part in answer_image_parts(row):
                 part["image"] = fetch_image(part["image"].image_source, self.folder)
         return row
@@ -187,13 +187,25 @@ class LazyImages(Sequence):
         return image
 
 
-def load_media(media: list[Media], folder: Path) -> tuple[Sequence, Sequence]:
+def fetch_row_image(where: str, source: str | bytes, folder: Path) -> PIL.Image.Image:
+    """Load an image of the row `where`; raise ValueError, with advice, if it cannot be read."""
+    with error_context(where):
+        try:
+            return fetch_image(source, folder)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; replace the file or remove the row, or leave out such rows in training "
+                "with data.skip_unreadable=true"
+            ) from error
+
+
+def load_media(media: list[Media], folder: Path, where: str) -> tuple[Sequence, Sequence]:
     """Return the images and videos of a row, which are decoded only when they are used."""
     images = []
     videos = []
     for item in media:
         if item.kind == "image":
-            images.append(partial(fetch_image, item.image_source, folder))
+            images.append(partial(fetch_row_image, where, item.image_source, folder))
         else:
             sampling = {n: value for n, value in item.options.items() if n in SAMPLING_OPTIONS}
             videos.append(VideoFile(partial(load_video, item.source, folder, **sampling)))
@@ -265,7 +277,7 @@ def read_row(
             raise ValueError(
                 f"column {name!r} is missing; the row has {existing_columns}. Rename a column with "
                 f"data.columns: {{YOURS: {name}}}"
-                f"{did_you_mean(name, existing_columns)}"
+                f"{did_you_mean(name, existing_columns)}{_reward_hint(name)}"
             )
     return Row(
         messages,
@@ -275,6 +287,16 @@ def read_row(
         chosen=answers.get("chosen"),
         rejected=answers.get("rejected"),
     ), media
+
+
+def _reward_hint(column: str) -> str:
+    """Return the end of the message that a column is missing, if only a reward can need it."""
+    if column in (*ANSWERS, "label", "solution"):
+        return ""
+    return (
+        f". A reward function has the argument {column!r}; besides columns of the rows, its "
+        f"arguments may be {', '.join(sorted(REWARD_ARGUMENTS))}"
+    )
 
 
 def read_conversation(

@@ -169,6 +169,13 @@ class Cells(Lines):
         dialect = csv.excel_tab if self.path.suffix == ".tsv" else csv.excel
         reader = csv.reader(io.StringIO(content, newline=""), dialect)
         self.names = [name.strip() for name in next(reader, ())]
+        separator, word = ("\t", "tabs") if self.path.suffix == ".tsv" else (",", "commas")
+        other = re.search(r"[;\t,|]", self.names[0]) if len(self.names) == 1 else None
+        if other and other[0] != separator:
+            raise ValueError(
+                f"{self.path}:1: the columns are separated by {other[0]!r}, but they must be "
+                f"separated by {word}; save the file with {word}"
+            )
         _check_names(self.path, self.names)
         numbered_rows = []
         for cells in reader:

@@ -15,6 +15,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.diagnostics.check_completions import check_completions
+from minivlmrl.diagnostics.check_evaluation import check_evaluation
 from minivlmrl.diagnostics.check_recipe import (
     check_duplicates,
     check_sampling_options,
@@ -24,7 +25,9 @@ from minivlmrl.diagnostics.check_recipe import (
 )
 from minivlmrl.diagnostics.check_rewards import (
     check_demonstrations,
+    check_label_names,
     check_rewards,
+    check_speed,
     make_trial,
     solutions_of,
 )
@@ -69,6 +72,7 @@ def check(config: RunConfig) -> Iterator[str]:
     for stage, trainer in stages.items():
         yield from check_training(config, stage, model, len(datasets[stage]))
         yield from check_rows(config, datasets[stage], trainer.answers, processor)
+    yield from check_evaluation(config, datasets, processor)
     yield from check_template(processor)
     yield from check_tools(config.sampling.environment)
     rows_of = {trainer.needs: datasets[stage] for stage, trainer in reversed(stages.items())}
@@ -80,6 +84,8 @@ def check(config: RunConfig) -> Iterator[str]:
         if (trial.weights > 0).any():
             solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
             yield from check_rewards(trial, solution_counts)
+            yield from check_label_names(trial, solution_counts)
+            yield from check_speed(trial, online[0], getattr(config, online[0]))
         # If the first stage does not sample (for example SFT), it changes the model before a later
         # stage samples from it. The completions of the untrained model are not checked then.
         samples_first = config.stage_names[0] in online

@@ -4,6 +4,7 @@ The checks find truncated completions, groups whose rewards are all equal, compl
 answer, and rewards that do not depend on the image.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.data.messages import text_of
+from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.diagnostics.check_rewards import Trial, unparsed_boxes
 from minivlmrl.diagnostics.warnings import FORMAT_ADVICE, RAISE_LIMIT_ADVICE
 from minivlmrl.generation.sampler import Sampler
@@ -19,6 +21,18 @@ from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.evaluate import IMAGE_ABLATIONS, generate_and_score
+
+# arguments of reward functions that depend only on the completion
+COMPLETION_ARGUMENTS = {
+    "completions",
+    "completion_ids",
+    "answer_texts",
+    "turn_texts",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+}
+ROUNDING = 1e-5  # means of float32 rewards of equal size differ by less
 
 
 def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
@@ -64,12 +78,25 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
     texts = [processor.decode_assistant_turn(completion) for completion in completions]
     yield from check_answers_found(texts, processor.answer_format)
     yield from unparsed_boxes(rewards, texts, processor)
-    if equal_groups < 1 and any(row.images for row in rows):
+    # a reward that reads only the completion does not depend on the image and should not
+    reads_only_text = torch.tensor([reads_only_completion(reward) for reward in rewards])
+    is_informative = equal_groups < 1 and not reads_only_text.all()
+    if is_informative and any(row.images for row in rows):
         grey_rows = [replace(row, images=IMAGE_ABLATIONS["gray_image"](row, rows)) for row in rows]
         grey_values, _ = generate_and_score(sample, grey_rows, num_generations, rewards)
-        yield from check_grey(totals, combine(grey_values, trial.weights))
+        kept = [
+            combine(scores.masked_fill(reads_only_text, torch.nan), trial.weights)
+            for scores in (values, grey_values)
+        ]
+        yield from check_grey(*kept)
     columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
     yield from check_labels(rewards, columns, num_generations)
+
+
+def reads_only_completion(reward: Reward) -> bool:
+    """Return whether a reward function reads nothing except the completion."""
+    arguments = inspect.signature(reward.function).parameters.keys() & REWARD_ARGUMENTS
+    return not (reward.columns or arguments - COMPLETION_ARGUMENTS)
 
 
 def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[str]:
@@ -118,6 +145,8 @@ def check_labels(
             this number, so that each completion is scored with the solution of another row.
     """
     for reward in rewards:
+        if "solution" not in reward.columns:
+            continue
         means = []
         for start in range(0, len(columns["completions"]), num_generations):
             shifted = {
@@ -127,7 +156,7 @@ def check_labels(
         shifted_means = torch.tensor(means[1:])
         mean = shifted_means.mean()
         std = shifted_means.std()
-        if std > 0 and means[0] <= mean + std:
+        if std > ROUNDING and means[0] <= mean + std:
             yield (
                 f"The mean of reward {reward.name} is {means[0]:.2f} with the solution of the "
                 f"same row, and {mean:.2f} with solutions of other rows. Check that the solutions "

@@ -9,6 +9,9 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.rewards.registry import Reward
 
+# With a lower learning rate, adapters hardly change within a few hundred steps.
+LOWEST_ADAPTER_RATE = 5e-6
+
 
 def check_sampling_options(sampling: SamplingOptions) -> Iterator[str]:
     """Check temperature, top_k and top_p for values that make all completions alike or random."""
@@ -34,13 +37,20 @@ def check_training(
         num_rows: number of rows in the dataset of the stage.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    keeps_language = {"language", "embeddings"} <= {*config.model.freeze}
     if num_parameters < 10**8 or not config.model.path:
         highest_rate = 1e-2
-    elif config.adapter.r:
+    elif config.adapter.r or keeps_language:  # keeps_language: a new vision tower or merger
         highest_rate = 1e-3
     else:
         highest_rate = 1e-4
     options = getattr(config, stage)
+    if config.adapter.r and options.learning_rate < LOWEST_ADAPTER_RATE:
+        yield (
+            f"{stage}.learning_rate is {options.learning_rate:g}, at which adapters (adapter.r is "
+            f"{config.adapter.r}) hardly change, because they start at 0. Set it to a value from "
+            "1e-5 to 1e-4."
+        )
     if options.learning_rate > highest_rate:
         yield (
             f"{stage}.learning_rate is {options.learning_rate:g}, but a rate above "

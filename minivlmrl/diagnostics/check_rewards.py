@@ -1,13 +1,15 @@
 """Check which rewards a recipe gives to right answers, demonstrations, empty texts and exploits."""
 
-from collections import Counter
+import re
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from minivlmrl.config.options import RunConfig
+from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.boxes import parse_boxes, says_none
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
@@ -16,7 +18,7 @@ from minivlmrl.diagnostics.check_rows import sample_rows
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns, required_columns, training_rewards
-from minivlmrl.rewards.text import find_answer
+from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
 # {description: text that is not an answer}. If a reward scores such a text highly, the policy would
@@ -31,6 +33,9 @@ REWARD_HACK_PROBES = {
 }
 
 
+SLOW_SECONDS = 10  # time of one reward for all completions of a step that is reported
+
+
 @dataclass
 class Trial:
     """K rewards with their weights (K,), and the n rows on which the rewards are tested."""
@@ -40,16 +45,18 @@ class Trial:
     rows: Sequence[Row]
     processor: Processor
 
-    def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) of one text per row, as if the model had generated it."""
+    def reward_arguments(self, texts: Iterable[str]) -> dict[str, list]:
+        """Collect the arguments of the rewards for one text per row, as if the model wrote it."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
             ids = [*self.processor.tokenizer.encode(text), self.processor.stop_token_ids[0]]
             groups.append([Completion(torch.tensor(ids), torch.zeros(len(ids)), True)])
-        return call_rewards(
-            self.rewards, recipe_columns(self.rows, prompts, groups, self.processor)
-        )
+        return recipe_columns(self.rows, prompts, groups, self.processor)
+
+    def score_texts(self, texts: Iterable[str]) -> Tensor:
+        """Compute the rewards (n, K) of one text per row, as if the model had generated it."""
+        return call_rewards(self.rewards, self.reward_arguments(texts))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
         """Compute the rewards (n, K) of one answer per row, in the format of data.answer_format."""
@@ -140,22 +147,77 @@ def check_rewards(trial: Trial, solution_counts: Counter) -> Iterator[str]:
             yield from check_hacks(reward, means)
 
 
-def check_empty(trial: Trial, solution_counts: Counter) -> Iterator[str]:
-    """Check for rows with an empty solution for which a reward returns NaN.
+def check_empty(trial: Trial, solution_counts: Counter, rows_name: str = "rows") -> Iterator[str]:
+    """Check for rows with an empty solution for which a reward returns NaN or 0.
 
     Box rewards do score an empty solution, because an image may contain no object.
+
+    Args:
+        rows_name: name of the rows for the message.
     """
     num_empty = sum(count for solution, count in solution_counts.items() if not solution.strip())
     if not num_empty:
         return
     empty = trial.rows[0].columns | {"solution": "", "row_rewards": None}
     values = replace(trial, rows=[replace(trial.rows[0], columns=empty)]).score_answers(["none"])[0]
-    for reward, is_unjudged in zip(trial.rewards, values.isnan(), strict=True):
-        if is_unjudged and "solution" in reward.columns:
+    for reward, value in zip(trial.rewards, values.tolist(), strict=True):
+        if not value > 0 and "solution" in reward.columns:  # 0 or NaN
             yield (
-                f"{num_empty} of {solution_counts.total()} rows have an empty solution, which "
-                f"reward {reward.name} does not score. Write a solution for these rows, or remove "
-                "the rows."
+                f"{num_empty} of {solution_counts.total()} {rows_name} have an empty solution, "
+                f"which reward {reward.name} does not score. Write a solution for these rows, or "
+                "remove the rows."
+            )
+
+
+def check_label_names(trial: Trial, solution_counts: Counter) -> Iterator[str]:
+    """Check for two names of one label, such as "ice cream" and "Ice-Cream".
+
+    Two names are reported only if a reward gives less for one name where the other is the solution.
+    Names with digits are skipped, because 1-5 and 15 are different answers.
+    """
+    names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
+    for solution, _ in solution_counts.most_common():
+        letters = re.sub(r"[\W_]", "", normalize(solution))
+        if letters.isalpha():
+            names[letters].append(solution)
+    for first, *others in names.values():
+        for other in others:
+            row = trial.rows[0]
+            row = replace(row, columns=row.columns | {"solution": first, "row_rewards": None})
+            pair = replace(trial, rows=[row, row])
+            right, wrong = pair.score_answers([first, other])
+            if (wrong < right).any():
+                yield (
+                    f"The solutions {first!r:.60} ({solution_counts[first]} rows) and "
+                    f"{other!r:.60} ({solution_counts[other]} rows) seem to be two names of one "
+                    "label, but an answer with one name is wrong where the other one is the "
+                    "solution. Use one name for each label."
+                )
+                return
+
+
+def check_speed(trial: Trial, stage: str, options: TrainingOptions) -> Iterator[str]:
+    """Check that each reward takes less than SLOW_SECONDS for the completions of a step.
+
+    The time of one call is measured, after the calls of the other checks have loaded what the
+    function needs. A reward that works in parallel may be faster than the estimate.
+
+    Args:
+        stage, options: name and options of the stage that samples.
+    """
+    num_completions = options.prompts_per_step * getattr(options, "num_generations", 1)
+    texts = [format_completion(answer, trial.processor) for answer in solutions_of(trial.rows)]
+    columns = trial.reward_arguments(texts)
+    for reward in trial.rewards:
+        begin = time.perf_counter()
+        reward(**columns)
+        seconds = (time.perf_counter() - begin) / len(texts)  # per completion
+        if seconds * num_completions > SLOW_SECONDS:
+            yield (
+                f"Reward {reward.name} takes {seconds:.2g} s per completion, so it may take "
+                f"{seconds * num_completions:.0f} s for the {num_completions} completions of a "
+                f"step of {stage}. Make the function faster, for example by scoring all "
+                "completions of a call in parallel."
             )
 
 

@@ -42,7 +42,7 @@ class TrainingWarnings(Callback):
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
         self.evaluations = Path(config.output_dir, EVALUATIONS)
-        self.eval_reward = config.data.eval_rewards[0]
+        self.eval_reward = config.eval_rewards[0]
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         self.rules = WarningRules(trainer, optimizer)

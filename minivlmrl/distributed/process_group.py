@@ -142,8 +142,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     The function also sets the number of CPU threads and disables cuDNN's attention.
 
     Args:
-        num_threads: CPU threads of this process. None takes an equal share of the cores, because
-            torchrun sets 1 thread if it starts several processes.
+        num_threads: CPU threads of this process; None is default_num_threads.
         timeout: seconds that a rank waits for another rank before the run ends with an error.
         sharded: True if weights are sharded; then a single process needs a process group too.
     """
@@ -151,10 +150,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    num_cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads or max(1, num_cores // local_size))
+    torch.set_num_threads(num_threads or default_num_threads(local_size))
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -175,6 +171,21 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
             backend, store=store, rank=rank, world_size=size, timeout=time_limit
         )
     return World(rank, size, device)
+
+
+def default_num_threads(local_size: int) -> int:
+    """Return OMP_NUM_THREADS, or an equal share of the cores for each process of this machine.
+
+    If several processes run and OMP_NUM_THREADS is 1, the variable is ignored, because torchrun
+    sets it to 1 unless the user has set it.
+    """
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if requested.isdecimal() and int(requested) > (local_size > 1):
+        return int(requested)
+    num_cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    return max(1, num_cores // local_size)
 
 
 def find_device(local_rank: int = 0) -> torch.device:

@@ -76,6 +76,13 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
     with safe_open(FIXTURES / "losses.safetensors", framework="pt") as file:
         tensor_names = list(file.keys())
         recorded = json.loads(file.metadata()["cases"])  # {case: options}
+        known = set().union(*recorded.values())
+        for name in sorted(only.keys() - known):
+            hint = "; TRL's epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
+            raise ValueError(
+                f"no recorded case has the option {name!r}; the options are "
+                f"{', '.join(sorted(known))}{hint}"
+            )
         chosen = {case: options for case, options in recorded.items() if has(options, only)}
         if not chosen:
             kind = [options for options in recorded.values() if options["kind"] == only["kind"]]
@@ -114,6 +121,14 @@ def known_mistakes(steps: list[tuple]) -> list[str]:
     if importlib.util.find_spec("minivlmrl_audit") is None:  # it is a separate distribution
         return ["To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"]
     return importlib.import_module("minivlmrl_audit.losses").mistakes(steps)
+
+
+def check_shape(name: str, tensor: Tensor, expected: str, dims: int, last: int | None = None):
+    """Raise ValueError unless a tensor has `dims` dimensions, the last one of size `last`."""
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
+    if shape is None or len(shape) != dims or last not in (None, shape[-1]):
+        found = f"of type {type(tensor).__name__}" if shape is None else f"of shape {shape}"
+        raise ValueError(f"{name} is {found}, but it must be a tensor of shape {expected}")
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
@@ -158,8 +173,18 @@ def check_images(
         A description of the fault with its size in nats; "" if all images are used correctly.
 
     Raises:
-        ValueError: the row has no image, or image_grid_thw has another number of images.
+        ValueError: a tensor has another shape, or the row has no image, or not as many as
+            image_grid_thw.
     """
+    check_shape("input_ids", input_ids, "(L,), the token ids of one row", dims=1)
+    check_shape("image_grid_thw", image_grid_thw, "(N, 3), a row for each image", dims=2, last=3)
+    check_shape("pixel_values", pixel_values, "(P, D), a row for each patch", dims=2)
+    num_patches = int(image_grid_thw.prod(1).sum())
+    if len(pixel_values) != num_patches:
+        raise ValueError(
+            f"pixel_values have {len(pixel_values)} patches, but image_grid_thw stands for "
+            f"{num_patches}; pass both as the processor returned them for the row"
+        )
     # index of each image's first placeholder
     starts = 1 + ((input_ids == image_token_id).int().diff() == 1).nonzero()
     N = len(image_grid_thw)

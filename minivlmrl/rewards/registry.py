@@ -209,7 +209,11 @@ def get_reward(name: str) -> Reward:
     with error_context(f"reward {name}"):
         function = with_options(function, options)
         if not inspect.getfullargspec(function).varkw:
-            raise ValueError("the arguments of a reward function must end with **columns")
+            raise ValueError(
+                "the arguments of a reward function must end with **columns, because it is called "
+                "with all columns of the rows and with completions, answer_texts, prompts and "
+                "others, each a list with one value per completion"
+            )
         return Reward(name, function)
 
 
@@ -219,8 +223,8 @@ def training_rewards(run: RunConfig) -> list[Reward]:
 
 
 def held_out_rewards(run: RunConfig) -> list[Reward]:
-    """Return the rewards that a recipe's `data.eval_rewards` lists."""
-    return [get_reward(name) for name in run.data.eval_rewards]
+    """Return the rewards with which a recipe evaluates, see RunConfig.eval_rewards."""
+    return [get_reward(name) for name in run.eval_rewards]
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:
@@ -265,7 +269,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward {name} returned {values!r:.80}, but "
-            f"it must return a list of {len(completions)} numbers, one per completion"
+            f"it must return a list with one number per completion, here {len(completions)}"
         ) from error
     checked = []
     for value, text, prefix in scored_rows:

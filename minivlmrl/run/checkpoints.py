@@ -60,7 +60,7 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
         del sections[name]
-    values = flat(sections)
+    values = flat(sections) | {"data.eval_rewards": config.eval_rewards}
     if config.adapter.r:  # a checkpoint with adapters does not contain the base weights
         model = config.model
         files = [Path(model.config)] if model.config else []

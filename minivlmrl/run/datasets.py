@@ -63,7 +63,24 @@ def load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = _file_rows(config, config.eval_file, eval_columns, config.eval_rows)
+    if stages:  # rows of another file, which are only evaluated, may have the new names already
+        _check_renamed(config.columns, datasets)
     return datasets
+
+
+def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
+    """Raise ValueError if data.columns renames a column that no file has."""
+    columns = set()
+    for rows in datasets.values():
+        for part in getattr(rows, "parts", [rows]):
+            columns.update(part.columns)
+    for name in renamed:
+        if name not in columns:
+            own = sorted(columns - {*renamed.values()})
+            raise ValueError(
+                f"data.columns renames {name!r}, but no row has this column; the columns are "
+                f"{', '.join(sorted(columns))}{did_you_mean(name, own)}"
+            )
 
 
 def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:

@@ -88,7 +88,7 @@ def metrics_by_name(
 
 def check_best_metric(config: RunConfig):
     """Raise ValueError if best_metric is not the name of an evaluation metric."""
-    rewards = config.data.eval_rewards
+    rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [metric_name(rewards[0], way) for way in ways]
     names += [metric_name(name, way) for name in rewards[1:] for way in ways[:2]]

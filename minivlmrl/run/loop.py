@@ -18,7 +18,7 @@ from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import CheckpointManager
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
-from minivlmrl.run.results import Results, check_outputs
+from minivlmrl.run.results import Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
 from minivlmrl.run.trainer_state import TrainerState
@@ -61,6 +61,7 @@ def train_stages(
     for callback in callbacks:
         callback.on_setup(config, world)
     model, processor, datasets = prepare(config, trainers, world)
+    check_output_dir(config)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
     state = checkpoints.to_resume()
     with MetricsLog(config, world, state) as log:

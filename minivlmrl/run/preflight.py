@@ -87,6 +87,7 @@ def check_positions(
     """Raise ValueError if a prompt and the tokens to generate exceed the limit of model or engine.
 
     The limit of the model is max_position_embeddings. A sampling engine may have a smaller limit.
+    If max_new_tokens alone reaches the limit, the error names that option instead of a row.
     """
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
@@ -100,10 +101,16 @@ def check_positions(
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
         limit = most_tokens - num_new
+        if limit < 1:
+            raise ValueError(
+                f"sampling.max_new_tokens is {num_new}, but it must be less than {most_tokens}, "
+                f"because prompt and completion together must not exceed {bound}"
+            )
+        advice = "lower sampling.max_new_tokens, " if num_new else ""
         reason = (
             f"and {num_new} new ones are over {bound}; "
-            f"shorten the prompt or remove the row; data.max_prompt_tokens={limit} skips such "
-            "rows in training"
+            f"{advice}shorten the prompt or remove the row; data.max_prompt_tokens={limit} skips "
+            "such rows in training"
         )
         check_lengths(rows, processor, limit, reason)
 

@@ -24,13 +24,21 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig):
-    """Raise ValueError if best_metric is unknown, or if the run would overwrite other results."""
+    """Raise ValueError if best_metric is unknown, or if restarts by torchrun cannot work."""
     check_best_metric(config)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise ValueError(
             "resume: torchrun's --max-restarts only works with --resume=auto, because a restarted "
             "process has to continue the run"
         )
+
+
+def check_output_dir(config: RunConfig):
+    """Raise ValueError if the run would overwrite the results of an earlier run.
+
+    This check comes after those of the rows, the rewards and the model. Otherwise a user would
+    choose another folder, only to read of the next mistake.
+    """
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
@@ -135,6 +143,9 @@ class Results:
             results = self.progress.results
             seconds = self.progress.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
+            # by default the first reward is one of the user's, which chance may not be about
+            if self.config.data.eval_rewards is None and self.config.eval_rewards[0] != "accuracy":
+                chance = None
             if results:
                 print_table(results, len(held_out), chance, task.chance_name if task else "")
             times = (f"{name} {value:.1f} s" for name, value in seconds.items())

@@ -13,7 +13,7 @@ import PIL.Image
 import pytest
 import torch
 from links import ROOT
-from runs import metrics
+from runs import metrics, summary
 from talk import CHATML, IMAGE_PART, text, user
 
 from minivlmrl.__main__ import main
@@ -501,7 +501,8 @@ def test_a_run_says_its_turns(run, plain, eager, capsys):
         "--sampling.environment=tests.agents.test_trajectories:Shown",
         "--rewards={environment: 1}",
     ]
-    folder = run(*options, "--data.eval_rewards=[environment]", "--log_completions=1", "--grpo.max_steps=2")
+    folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
+    assert summary(folder)["start"].keys() == {"eval/environment_sampled", "eval/environment_greedy"}
     for line in metrics(folder):
         assert 1 < line["mean_turns"] <= 3 and line["rollout/logp_mismatch"] < 1e-4
         lengths = line["completions/mean_length"], line["completions/mean_turn_length"] * line["mean_turns"]

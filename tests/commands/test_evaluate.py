@@ -80,6 +80,14 @@ def test_rewards_are_set_by_name(evaluate, names):
     assert set(summary) - set(names) == {"rows", "cut"}
 
 
+def test_rewards_of_a_recipe_judge_unless_others_are_named(evaluate, rows, tmp_path):
+    (tmp_path / "recipe.yaml").write_text("rewards: {iou: 1, box_format: 1, reward_model: 1}\n")
+    asked = ["--rows=1", f"--recipe={tmp_path / 'recipe.yaml'}", "--data.prompt_template={problem}"]
+    for option, names in ((None, ["iou", "box_format"]), ("--rewards={format: 1}", ["format"])):
+        summary = evaluate(*asked, *filter(None, [option]), data=rows.parent / "boxes.jsonl")[1]
+        assert [*summary] == ["rows", "cut", *names]
+
+
 def test_generate_writes_answers_without_rewards(evaluate):
     lines, summary = evaluate(tool=command.generate_main)
     assert summary.keys() == {"rows", "cut"} and lines[0]["answers"][0]["rewards"] == {}

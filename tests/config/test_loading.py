@@ -69,6 +69,16 @@ def test_a_flag_needs_no_value(recipe):
     assert config.check_memory is False and config.dpo.use_weighting is True
 
 
+def test_a_value_may_follow_its_option_after_a_space(recipe):
+    config = load_config(
+        recipe, ["--data.train_file", "a.jsonl", "--dpo.use_weighting", "--seed", "-1", "--grpo.beta=0.5"]
+    )
+    assert (config.data.train_file, config.seed, config.grpo.beta) == ("a.jsonl", -1, 0.5)
+    assert config.dpo.use_weighting is True
+    with pytest.raises(ValueError, match="'b': an override has the form"):
+        load_config(recipe, ["--data.train_file", "a.jsonl", "b"])
+
+
 @pytest.mark.parametrize(("override", "message"), [
     ("--grpo.betta=1", "command line: unknown key grpo.betta; did you mean grpo.beta or grpo."),
     ("--seed.x=1", "command line: seed is"),

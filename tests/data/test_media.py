@@ -157,7 +157,8 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
     write_lines(folder / "rows.jsonl", lines)
     listed = r"1\.png \(line 2\), 2\.png \(line 3\), 3\.png \(line 5\), 4\.png \(line 6\), 5\.png \(line 6\)\. Set"
     with pytest.raises(
-        ValueError, match=rf"rows\.jsonl: 6 image or video file\(s\) of the rows are missing in .* example {listed}"
+        ValueError,
+        match=rf"rows\.jsonl: 6 image or video file\(s\) of the rows are missing in {folder}, for example {listed}",
     ):
         FileDataset(folder / "rows.jsonl")
     assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
@@ -231,6 +232,14 @@ def test_a_truncated_file_is_refused_and_named(tmp_path, kind):
         file.write_bytes(whole[: int(share * len(whole))])
         with pytest.raises(ValueError, match=r"cut\.img: the image cannot be read"):
             fetch_image(file)
+
+
+def test_an_image_that_cannot_be_read_names_its_row_and_the_option(folder):
+    (folder / "cut.jpg").write_bytes(encoded(noise("RGB", (40, 30)), "JPEG")[:300])
+    write_lines(folder / "rows.jsonl", [{"problem": "?", "image": name} for name in ("red.png", "cut.jpg")])
+    said = r"rows\.jsonl:2: .*cut\.jpg: the image cannot be read \(.*; replace the file .* data\.skip_unreadable=true$"
+    with pytest.raises(ValueError, match=said):
+        FileDataset(folder / "rows.jsonl")[1].images[0]
 
 
 def png_header(width, height):

@@ -93,6 +93,14 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
             FileDataset(tmp_path / name)
 
 
+@pytest.mark.parametrize(("name", "separator", "word"), [("a.csv", ";", "commas"), ("a.tsv", ",", "tabs")])
+def test_columns_with_another_separator_are_refused(tmp_path, name, separator, word):
+    save_csv(tmp_path / name, separator)
+    said = rf"{name}:1: the columns are separated by '{separator}', but they must be separated by {word}; save"
+    with pytest.raises(ValueError, match=said):
+        open_rows(tmp_path / name)
+
+
 def test_a_csv_row_with_too_many_cells_or_a_deep_one_is_named(tmp_path):
     (tmp_path / "rows.csv").write_text("problem,label,margin\na,TRUE,1.5\nb,c,d,e\n")
     assert open_rows(tmp_path / "rows.csv")[0] == {"problem": "a", "label": True, "margin": 1.5}

@@ -14,12 +14,13 @@ from links import ROOT
 from runs import write_lines
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import GRPOOptions
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import DEFAULT, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.diagnostics import check, check_recipe, check_rewards, check_rows
-from minivlmrl.rewards.registry import get_reward
+from minivlmrl.diagnostics import check, check_completions, check_recipe, check_rewards, check_rows
+from minivlmrl.rewards.registry import Reward, get_reward
 from minivlmrl.tasks import shapes
 
 RECIPES = ROOT / "recipes"
@@ -104,6 +105,60 @@ def test_one_long_demonstration_in_forty_is_found(tmp_path):
     assert said == "An answer in the field completion has 42 tokens, but sampling.max_new_tokens is 20. Raise it."
     config.sampling.max_new_tokens = 42
     assert not list(check_rows.check_answers(config, ["completion"], rows, PROCESSOR))
+
+
+def ignores_solution(completions, solution, **columns):
+    return [0.1 + 1e-7 * len(text) for text in solution]
+
+
+def reads_nothing(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def reads_images(completions, images, **columns):
+    return [1.0] * len(completions)
+
+
+def test_pictures_and_solutions_are_exchanged_only_for_rewards_that_read_them():
+    rewards = [Reward("own", one) for one in (ignores_solution, reads_nothing, reads_images)]
+    only_text = [check_completions.reads_only_completion(reward) for reward in [*rewards, get_reward("format")]]
+    assert only_text == [False, True, False, True]
+    columns = {"completions": ["a", "b", "c"], "solution": ["a", "bb", "ccc"]}
+    assert not list(check_completions.check_labels(rewards[:2], columns, 1))
+    columns["solution"] = ["b", "c", "a"]
+    [said] = check_completions.check_labels([get_reward("accuracy")], columns | {"answer_texts": ["a", "b", "c"]}, 1)
+    assert said.startswith("The mean of reward accuracy is 0.00 with the solution of the same row, and 0.50")
+
+
+def test_a_reward_that_takes_seconds(monkeypatch):
+    clock = iter([0.0, 2.0, 2.0, 2.1])
+    monkeypatch.setattr(check_rewards, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    rows = [shapes.Shapes(2, "own")[i] for i in range(2)]
+    trial = check_rewards.Trial([get_reward("format"), get_reward("accuracy")], torch.ones(2), rows, PROCESSOR)
+    [said] = check_rewards.check_speed(trial, "grpo", GRPOOptions(prompts_per_step=4, num_generations=5))
+    assert said.startswith(
+        "Reward format takes 1 s per completion, so it may take 20 s for the 20 completions of a step of grpo. "
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "rate", "said"),
+    [
+        ([], 1e-3, "a rate above 0.0001 ruins"),
+        (["--adapter.r=4"], 1e-3, ""),
+        (["--adapter.r=4"], 1e-6, "hardly change"),
+        (["--adapter.r=4"], 1e-5, ""),
+        (["--model.freeze=[language, embeddings]"], 1e-3, ""),
+        (["--model.freeze=[language, embeddings]"], 1e-2, "a rate above 0.001 ruins"),
+        (["--model.freeze=[language]"], 1e-3, "a rate above 0.0001 ruins"),
+    ],
+)
+def test_a_learning_rate_is_judged_by_what_it_trains(options, rate, said):
+    own = ["--model.path=folder", f"--grpo.learning_rate={rate}", "--grpo.warmup_steps=0"]
+    config = load_config(RECIPES / "own_data.yaml", [*own, *options])
+    big = SimpleNamespace(parameters=lambda: [SimpleNamespace(numel=lambda: 10**9)])
+    sentences = list(check_recipe.check_training(config, "grpo", big, num_rows=1000))
+    assert [said in sentence for sentence in sentences] == [True] * bool(said), sentences
 
 
 @pytest.mark.parametrize(("opened", "said"), [("<think>\n", False), ("<reasoning>\n", True), ("a < b > ", False)])

@@ -19,7 +19,7 @@ def one(completions, **columns):
 def words(completions, solution, **columns):
     return [float(len(c.split()) > 50) for c in completions]
 
-def length(completions, **columns):
+def length(completions, solution, **columns):
     return [float(len(c)) for c in completions]
 """
 

@@ -1,5 +1,6 @@
 """Typical mistakes in a recipe or its rows. test_planted_faults.py checks that `check` and a run report them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,6 +32,19 @@ def stretched(number: int, row: dict) -> dict:
 def asked_twice(number: int, row: dict) -> dict:
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name it."}]
     return {"prompt": talk, "problem": None}
+
+
+def image_after_text(number: int, row: dict) -> dict:
+    return {"problem": "Name it.<image>" if number else "Name it."}  # without the tag, the image comes first
+
+
+def shown_again(number: int, row: dict) -> dict:
+    """Write an evaluation row with another question about the same picture, saved as another file."""
+    PIL.Image.open(row["image"]).save(f"again_{number}.bmp")
+    again = {"problem": "What is it?", "image": f"again_{number}.bmp", "solution": row["solution"] if number else " "}
+    with open("eval.jsonl", "a" if number else "w", encoding="utf-8") as file:
+        file.write(json.dumps(again) + "\n")
+    return {}
 
 
 IOU = ["--rewards={iou: 1, box_format: 1}"]
@@ -163,6 +177,10 @@ FAULTS = {
         ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
         check=("updates of weights over 0.0005 are lost", "use model.dtype=float32"),
     ),
+    "a learning rate too small for adapters": Fault(
+        ["--adapter.r=4", "--grpo.learning_rate=1e-6"],
+        check=("grpo.learning_rate is 1e-06, at which adapters (adapter.r is 4) hardly change", "from 1e-5 to 1e-4"),
+    ),
     "a warmup without an end": Fault(
         ["--grpo.warmup_steps=100"], check=("grpo.warmup_steps is 100, so all 3 steps", "Lower it"),
     ),
@@ -173,5 +191,26 @@ FAULTS = {
     "weights of rewards that cancel": Fault(
         ["--rewards={accuracy: 1, format: -1}"],
         check=("Right answers do not score higher", "Check the weights of the rewards"),
+    ),
+    # evaluation
+    "a single evaluation row": Fault(
+        ["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
+        check=("There is only 1 evaluation row", "Use at least 100 rows"),
+    ),
+    "evaluation pictures are training pictures": Fault(
+        ["--data.eval_file=eval.jsonl"], shown_again,
+        check=("8 of 8 images of the evaluation rows equal images of the training rows", "Use other images"),
+    ),
+    "an empty solution of an evaluation row": Fault(
+        ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
+        check=("1 of 8 evaluation rows have an empty solution, which reward accuracy", "Write a solution"),
+    ),
+    "two names of one label": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
+        check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label"),
+    ),
+    "one of eight prompts lacks the tag <image>": Fault(
+        change=image_after_text,
+        check=("7 questions have the image after the text, and 1 have it before", "Use the same order"),
     ),
 }  # fmt: skip

@@ -52,11 +52,18 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     ({"kind": "ppo"}, "'kind': ['grpo', 'dpo', 'sft']"),
     ({"loss_type": "gspo"}, "'loss_type': ['grpo', 'bnpo', 'dr_grpo', "),
     ({"beta": 3}, "'beta': ['0.0', '0.1']"),
-    ({"colour": 1}, "'colour': ['None']"),
 ])  # fmt: skip
 def test_a_check_of_no_case_is_an_error_that_lists_what_there_is(only, known):
     with pytest.raises(ValueError, match="No recorded case has .*; choose from .*" + re.escape(known)):
         check(my_loss, **only)
+
+
+@pytest.mark.parametrize(
+    "name, hint", [("colour", "whole_step$"), ("epsilon", "whole_step; TRL's epsilon is epsilon_low and epsilon_high$")]
+)
+def test_a_check_of_an_unknown_option_lists_the_options(name, hint):
+    with pytest.raises(ValueError, match=f"no recorded case has the option '{name}'; the options are beta, .*{hint}"):
+        check(my_loss, **{name: 1})
 
 
 def test_the_usual_loss_passes_where_the_batch_is_the_step():
@@ -161,6 +168,25 @@ def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch):
 
 def test_check_images_refuses_another_number_of_grids():
     ids, pixels = torch.tensor([5, 9, 9, 6]), torch.ones(8, 2)
-    for token, grids in ((7, torch.tensor([[1, 2, 4]])), (7, torch.ones(0, 3)), (9, torch.ones(2, 3))):
+    two = torch.tensor([[1, 2, 2], [1, 2, 2]])
+    for token, grids, patches in ((7, torch.tensor([[1, 2, 4]]), 8), (7, torch.ones(0, 3), 0), (9, two, 8)):
         with pytest.raises(ValueError, match=r"input_ids contain \d images, but image_grid_thw has \d"):
-            check_images(None, ids, pixels, grids, token)
+            check_images(None, ids, pixels[:patches], grids, token)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"input_ids": torch.tensor([[5, 9, 6]])}, r"input_ids is of shape \(1, 3\), but it must be .* shape \(L,\)"),
+        ({"input_ids": [5, 9, 6]}, "input_ids is of type list, but it must be a tensor"),
+        ({"image_grid_thw": torch.tensor([1, 2, 4])}, r"image_grid_thw is of shape \(3,\), .* shape \(N, 3\)"),
+        ({"image_grid_thw": torch.tensor([[2, 4]])}, r"image_grid_thw is of shape \(1, 2\), .* shape \(N, 3\)"),
+        ({"pixel_values": torch.ones(1, 8, 2)}, r"pixel_values is of shape \(1, 8, 2\), .* shape \(P, D\)"),
+        ({"pixel_values": torch.ones(7, 2)}, "pixel_values have 7 patches, but image_grid_thw stands for 8"),
+    ],
+)
+def test_check_images_refuses_other_shapes(changed, says):
+    row = {"input_ids": torch.tensor([5, 9, 6]), "pixel_values": torch.ones(8, 2)}
+    row |= {"image_grid_thw": torch.tensor([[1, 2, 4]])}
+    with pytest.raises(ValueError, match=says):
+        check_images(None, **row | changed, image_token_id=9)

@@ -196,7 +196,7 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
 
 @pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])
 def test_dicts_sets_and_strings_are_refused(monkeypatch, values):
-    with pytest.raises(ValueError, match="it must return a list of 2 numbers, one per completion"):
+    with pytest.raises(ValueError, match="it must return a list with one number per completion, here 2"):
         ask(monkeypatch, lambda completions, **columns: values, ["a", "b"])
 
 
@@ -242,8 +242,8 @@ def test_values_that_are_not_finite_numbers_are_refused():
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    (None, "returned None, but it must return a list of 2 numbers"),
-    ([1.0], r"returned \[1.0\], but it must return a list of 2"),
+    (None, "returned None, but it must return a list with one number"),
+    ([1.0], r"returned \[1.0\], but it must return a list with one number per completion, here 2"),
     (iter([1.0, 0.0, 1.0]), "returned <list_iterator"),
 ])  # fmt: skip
 def test_a_wrong_number_of_values_is_refused(values, says):
@@ -270,7 +270,7 @@ def test_options_in_a_name_are_parameters_and_not_columns(monkeypatch, name, tol
     ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
     ("exit(0)", r"cannot be loaded \(SystemExit: 0\)$"),
     ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
-    ("def f(completions):\n    return []", r"must end with \*\*columns$"),
+    ("def f(completions):\n    return []", r"must end with \*\*columns, because it is called .* completions"),
 ])  # fmt: skip
 def test_errors_in_a_custom_file_are_one_line(tmp_path, text, says):
     (tmp_path / "mine.py").write_text(text)

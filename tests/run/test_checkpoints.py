@@ -50,7 +50,7 @@ RECIPE = tiny.recipe(
     STAGE,
     stages=["grpo"],
     timeout=30,
-    data={"task": "shapes(demonstrations=10, pairs=10)", "eval_rows": 2},
+    data={"task": "shapes(demonstrations=10, pairs=10)", "eval_rows": 2, "eval_rewards": ["accuracy", "format"]},
     rewards={"letters": 1.0},
     # each rollout feeds two steps, and is trained on twice
     grpo={
@@ -580,7 +580,7 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterru
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     options = [
         f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null", "--data.task=null", "--stages=sft",
-        "--data.eval_rows=256",
+        "--data.eval_rows=256", "--data.eval_rewards=null",
         f"--data.train_file={tmp_path / 'rows.jsonl'}", "--sft.prompts_per_step=2", "--sft.max_steps=4",
     ]  # fmt: skip
     codes = attempt(recipe, tmp_path / "run", *options, "--checkpoint_steps=1", die="in backward", number=3)

@@ -26,6 +26,26 @@ def test_stages_need_their_columns_and_eval_rows_limits_an_eval_file(write_rows)
         load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["hint"])
 
 
+def test_an_argument_that_no_column_has_is_explained(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b"}))
+    said = (
+        "A reward function has the argument 'prediction'; besides columns .* may be answer_extents, answer_texts, comp"
+    )
+    with pytest.raises(ValueError, match=said):
+        load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0, ["prediction"])
+
+
+def test_a_renamed_column_that_no_file_has_is_refused(write_rows):
+    file = str(write_rows({"problem": "a", "solution": "b"}, {"problem": "a", "solution": "b", "hint": "c"}))
+    data = DataOptions(train_file=file, columns={"hint": "help"})
+    assert load_datasets(data, {"grpo": "prompts"}, 0)["grpo"][1].columns["help"] == "c"
+    data.columns = {"hnt": "help"}
+    said = "data.columns renames 'hnt', but no row has this column; .* hint, problem, solution; did you mean hint"
+    with pytest.raises(ValueError, match=said):
+        load_datasets(data, {"grpo": "prompts"}, 0)
+    assert load_datasets(replace(data, eval_file=file), {}, 0)  # only evaluated, perhaps with the new names
+
+
 def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: remote files are not supported"):

@@ -27,6 +27,25 @@ def config(rewards=("accuracy", "format"), sampling=None, blind=False):
     return RunConfig(data=data, sampling=sampling or SamplingOptions(max_new_tokens=6))
 
 
+@pytest.mark.parametrize(
+    ("rewards", "evaluated"),
+    [
+        ({"format": 0.5, "accuracy": 1.0}, ["accuracy", "format"]),  # of the default recipe
+        ({"box_format": 1.0, "own.py:f": 0.2, "iou": 1.0}, ["iou", "own.py:f", "box_format"]),
+        ({"environment": 1.0}, ["environment"]),
+        ({"reward_model": 1.0, "format": 0.1}, ["format"]),
+        ({"reward_model": 1.0}, ["accuracy", "format"]),
+        ({}, ["accuracy", "format"]),
+    ],
+)
+def test_by_default_the_rewards_of_the_recipe_judge(rewards, evaluated):
+    """The largest weight first, and formats last; a reward model cannot score held-out rows."""
+    run = RunConfig(rewards=rewards)
+    assert run.eval_rewards == evaluated
+    run.data.eval_rewards = ["iou"]
+    assert run.eval_rewards == ["iou"]
+
+
 SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</answer>"])
 
 

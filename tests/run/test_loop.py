@@ -25,7 +25,6 @@ from minivlmrl.trainers import sft as sft_file
 from stages import STAGES
 
 ALL_STAGES = f"--stages=[{', '.join(STAGES)}]"
-CORES = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0))  # macOS has no affinity
 
 ROLLOUT = {"reward", *(f"rewards/{name}/{kind}" for name in ("format", "accuracy") for kind in ("mean", "std"))}
 ROLLOUT |= {f"completions/{of}_{kind}length" for of in ("mean", "min", "max") for kind in ("", "terminated_")}
@@ -88,9 +87,18 @@ def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path
     assert configs[0] | {"output_dir": ""} == configs[1] | {"output_dir": ""}
 
 
-@pytest.mark.parametrize(("option", "expected"), [("2", 2), ("null", CORES)])
-def test_num_threads(run, plain, monkeypatch, option, expected):
+@pytest.mark.parametrize(
+    ("option", "variable", "ranks", "expected"),
+    [
+        ("2", "3", 1, 2), ("null", "", 1, 8), ("null", "3", 1, 3), ("null", "1", 1, 1), ("null", "5,2", 1, 5),
+        ("null", "0", 1, 8), ("null", "many", 1, 8), ("null", "1", 2, 4), ("null", "3", 2, 3), ("null", "", 9, 1),
+    ],
+)  # fmt: skip
+def test_num_threads(run, plain, monkeypatch, option, variable, ranks, expected):
     chosen = []
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     run("--stages=[]", f"--num_threads={option}")
     assert chosen == [expected]

@@ -107,13 +107,18 @@ def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):
     said = r"rows.jsonl:2: the prompt of (\d+) tokens and 10 new ones are over the model's 100 \(max_position"
     with pytest.raises(
         ValueError,
-        match=rf"{said}_embeddings\); shorten the prompt or remove the row; data\.max_prompt_tokens=90 skips",
+        match=rf"{said}_embeddings\); lower sampling\.max_new_tokens, shorten the prompt or remove the row; "
+        r"data\.max_prompt_tokens=90 skips",
     ) as raised:
         run(*options, "--stages=[grpo]")
     assert 90 < int(re.search(said, str(raised.value))[1]) <= 100
+    with pytest.raises(
+        ValueError, match=r"^sampling\.max_new_tokens is 100, but it must be less than 100, .* the model's 100 \("
+    ):
+        run(*options, "--stages=[grpo]", "--sampling.max_new_tokens=100")
     run(*options, "--stages=[sft]", name="given answers")
     run(*options, "--stages=[grpo]", "--data.max_prompt_tokens=90", name="left out")
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*; shorten the prompt or remove the row"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: .*shorten the prompt or remove the row"):
         run(*options, "--stages=[sft]", f"--data.eval_file={tmp_path / 'rows.jsonl'}", name="eval")
 
 

@@ -92,14 +92,30 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
     assert load_config(folder / "config.yaml").resume is None
 
 
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("--rewards={acuracy: 1}", "unknown reward .acuracy."),
+        ("--data.train_file=no.jsonl", r"no\.jsonl: this file of rows does not exist"),
+        ("--model.path=nowhere", "nowhere"),
+    ],
+)
+def test_a_folder_that_is_taken_hides_no_other_mistake(run, plain, own, mistake, said):
+    run("--stages=[]", "--data.eval_rows=1")
+    with pytest.raises(ValueError, match=said):
+        run("--stages=[grpo]", *own, mistake)
+
+
 METRICS = "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"
-INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2")
+JUDGES = "--data.eval_rewards=[accuracy, format]"
+INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2", JUDGES)
 evaluations = partial(metrics, name="evaluations.jsonl")
 
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_evaluations_during_training_do_not_change_the_run(run, capsys):
-    with_them, without = run(*INTERIM, LETTERS, name="with"), run("--stages=[sft, grpo]", LETTERS, name="without")
+    with_them = run(*INTERIM, LETTERS, name="with")
+    without = run("--stages=[sft, grpo]", LETTERS, JUDGES, name="without")
     lines, table = evaluations(with_them), summary(with_them)
     steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 2), ("grpo", 3)]
     assert [(line["stage"], line["step"]) for line in lines] == steps
