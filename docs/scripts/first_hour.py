@@ -16,7 +16,8 @@ INSTALL = """
 import importlib.util, subprocess, sys
 
 if not importlib.util.find_spec("minivlmrl"):  # on Colab; in a clone it is there
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "minivlmrl"], check=True)
+    source = "git+https://github.com/minivlmrl/minivlmrl"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
 """.strip()
 LOSSES = (Path(__file__).parents[1] / "policy_gradients.md").read_text(encoding="utf-8")
 CELLS = """
