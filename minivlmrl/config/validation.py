@@ -51,6 +51,8 @@ def unnamed_stages(run: RunConfig) -> list[str]:
 def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect:
     """Yield every option that has no effect beside the other options, set or not, and the reason."""
     yield from check_data(run)
+    if not run.log_completions:
+        yield "num_logged_prompts", "completions are only logged if log_completions is above 0"
     yield from check_adapter(run)
     yield from check_sharding(run)
     yield from check_rollout(run)

@@ -21,7 +21,10 @@ PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 # number of steps at the end of a run for which the page shows how many tokens each expert received
 EXPERT_STEPS = 10
-STEPS = 60  # maximum number of steps whose completions are shown, so that the page stays small
+# maximum number of steps whose completions are shown, and of prompts per step, so that the page
+# stays small
+STEPS = 60
+PROMPTS = 4
 
 
 @dataclass
@@ -142,12 +145,14 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read the completions of about STEPS logged steps at most; the last step is included."""
-    lines = read_lines(folder / COMPLETIONS, ReportLogLine)
-    steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
+    """Read the first PROMPTS prompts of about STEPS logged steps at most, and of the last step."""
+    lines_of_step = {}  # {(stage, step): lines}
+    for line in read_lines(folder / COMPLETIONS, ReportLogLine):
+        lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
+    steps = list(lines_of_step)
     stride = max(1, math.ceil(len(steps) / STEPS))
-    shown_steps = {*steps[::stride], *steps[-1:]}
-    return [line for line in lines if (line["stage"], line["step"]) in shown_steps]
+    shown_steps = dict.fromkeys([*steps[::stride], *steps[-1:]])
+    return [line for step in shown_steps for line in lines_of_step[step][:PROMPTS]]
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.run import loop
-from minivlmrl.run.rollout_log import GROUPS, groups
+from minivlmrl.run.rollout_log import groups
 from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
 
 PACKAGE = Path(loop.__file__).parents[1]
@@ -56,6 +56,7 @@ MAX_ITEMS = (1000, 12, 4, 0)
 # activations; only the means of TILES_PER_SIDE x TILES_PER_SIDE tiles are recorded for them.
 MAX_SHOWN_VALUES = 2600
 TILES_PER_SIDE = 24
+NUM_PROMPTS = 4  # number of prompts of the step that the page shows
 
 
 @dataclass
@@ -323,7 +324,7 @@ def describe_packed_run(batch: MicroBatch) -> dict:
 
 def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dict]:
     """Describe the first prompts of a rollout by texts, rewards, images and saliency maps."""
-    lines = list(groups(trainer, step))[:GROUPS]
+    lines = list(groups(trainer, step))[:NUM_PROMPTS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
         for shown, completion in zip(line["completions"], rollout.completions[index], strict=True):

@@ -118,6 +118,7 @@ class MetricsLog(ExitStack):
         routers = self.trainer.router_log  # None if the model has no experts
         values = metrics | (routers.take() if routers else {})
         if not self.files:
+            self.completions.step(self.trainer, step, number)  # rank 0 gathers completions
             return values
         line = {"stage": self.name, "step": number}
         seconds = self.seconds

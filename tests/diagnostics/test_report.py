@@ -8,10 +8,11 @@ from runs import write_lines
 from minivlmrl.diagnostics import report
 
 
-def test_a_page_has_at_most_so_many_steps(tmp_path, monkeypatch):
+def test_a_page_has_at_most_so_many_steps_and_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STEPS", 3)
+    monkeypatch.setattr(report, "PROMPTS", 2)
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
-    lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
+    lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "abc"]
     write_lines(tmp_path / "completions.jsonl", lines)
     shown = report.collect_run(tmp_path)
     assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
