@@ -63,7 +63,7 @@ def train_stages(
     model, processor, datasets = prepare(config, trainers, world)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
     state = checkpoints.to_resume()
-    with MetricsLog(config, world, state) as log:
+    with MetricsLog(config, world, state, checkpoints.resumed) as log:
         held_out = datasets.get("eval")
         results = Results(config, model, processor, log, held_out, state, callbacks)
         for callback in callbacks:
