@@ -6,6 +6,7 @@ MAX_REPEATS executions of a line and calls of a function are recorded; later one
 This module has no effect on a run without --trace.
 """
 
+import ast
 import base64
 import inspect
 import io
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, is_dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -195,9 +197,15 @@ class StepTracer:
     def add_event(self, kind: str, frame, call: Call, *returned: int):
         """Append an event to the record: "c" for a call, "l" for a line, "r" for a return."""
         assigned = []
+        empty_lines = lines_without_values(frame.f_code.co_filename)
         for name, line in call.changed.items():
             x, _ = call.last_values[name]
-            assigned.append([line, name, self.value(name, x, frame.f_locals)])
+            if line in empty_lines and isinstance(x, Tensor | np.ndarray):
+                dtype = str(x.dtype).removeprefix("torch.")
+                value = self.value_index({"of": f"uninitialised {dtype}", "shape": list(x.shape)})
+            else:
+                value = self.value(name, x, frame.f_locals)
+            assigned.append([line, name, value])
         call.changed = {}
         self.events.append([kind, call.number, frame.f_lineno, assigned, *returned])
 
@@ -283,6 +291,22 @@ def python_files(name: str) -> list[Path]:
             f"--trace: {name} is neither a Python file nor a folder of minivlmrl, such as losses"
         )
     return paths
+
+
+@cache
+def lines_without_values(file: str) -> set[int]:
+    """Return the lines of a file that assign the memory of torch.empty or a similar function.
+
+    This memory contains arbitrary numbers, which the page must not show as values.
+    """
+    lines = set()
+    for node in ast.walk(ast.parse(Path(file).read_text("utf-8"))):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+                lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
 
 
 def version_of(x) -> int:
