@@ -1,8 +1,9 @@
 """docs/photographs.ipynb: from a folder of photographs to a model and its page.
 
-`python -m docs.scripts.make_pages` writes it.
+`python -m docs.scripts.make_pages` runs the cells and writes the notebook with their outputs.
 
-tests/repository/test_wheel.py runs its cells in order, with fewer pictures and steps.
+tests/repository/test_wheel.py runs its cells in order, with fewer pictures and steps. test_docs.py runs the cells
+before the training, and compares their outputs with the stored ones.
 """
 
 from docs.scripts import first_hour
@@ -82,11 +83,13 @@ summary = train(RECIPE, rows, held_out, **how)
 `checkpoint/` is the model, with the adapter in its weights; `checkpoint/adapter/` is the adapter alone, for PEFT.
 ---
 from minivlmrl.commands import chat
+from PIL import Image
 
 print("right:", *(f"{name} {summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))
 print(held_out[0]["image"])
 picture = "--image", held_out[0]["image"]
 chat.main(["--model=runs/photographs/checkpoint", *picture, "--prompt", QUESTION, "--temperature=0"])
+Image.open(held_out[0]["image"]).resize((168, 168))
 """
 
 
