@@ -1,5 +1,8 @@
 """Reinforcement learning for vision-language models, written from scratch in PyTorch.
 
+The names of `__all__` are for use as a library (docs/library.md). A name is imported when it is used
+for the first time, so that `import minivlmrl` is fast and does not import torch.
+
 This file sets environment variables that torch reads when torch is imported, or later. It does not
 change variables that the user has set.
 """
@@ -20,6 +23,46 @@ if (
     WORKING_FOLDER = sys.path.pop(0)
 
 import ctypes  # noqa: E402
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+if TYPE_CHECKING:  # type checkers do not evaluate __getattr__
+    from minivlmrl.losses import parity
+    from minivlmrl.losses.advantages import group_advantages
+    from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
+    from minivlmrl.losses.ppo import PPOLossOptions, ppo_loss
+    from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+    from minivlmrl.losses.sft import sft_loss
+    from minivlmrl.model.logprobs import per_token_logps
+
+__version__ = "0.4.0"  # pyproject.toml reads this line
+__all__ = [
+    "DPOLossOptions",
+    "GRPOLossOptions",
+    "LossNormalizer",
+    "PPOLossOptions",
+    "__version__",
+    "dpo_loss",
+    "group_advantages",
+    "grpo_loss",
+    "parity",
+    "per_token_logps",
+    "ppo_loss",
+    "sft_loss",
+]
+# public name: module that defines it
+MODULES = {
+    "DPOLossOptions": "minivlmrl.losses.preference",
+    "GRPOLossOptions": "minivlmrl.losses.grpo",
+    "LossNormalizer": "minivlmrl.losses.grpo",
+    "PPOLossOptions": "minivlmrl.losses.ppo",
+    "dpo_loss": "minivlmrl.losses.preference",
+    "group_advantages": "minivlmrl.losses.advantages",
+    "grpo_loss": "minivlmrl.losses.grpo",
+    "per_token_logps": "minivlmrl.model.logprobs",
+    "ppo_loss": "minivlmrl.losses.ppo",
+    "sft_loss": "minivlmrl.losses.sft",
+}
 
 # Threads of GNU OpenMP spin while they wait for each other. With the default spin count, training
 # took up to fifteen times as long when other processes used the same cores.
@@ -35,3 +78,16 @@ if os.name == "posix":
     if hasattr(libc, "mallopt"):
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes of free memory to keep
         libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks are returned at once
+
+
+def __getattr__(name: str):
+    """Import a public name when it is used for the first time."""
+    if name == "parity":
+        return importlib.import_module("minivlmrl.losses.parity")
+    if name not in MODULES:
+        raise AttributeError(f"module 'minivlmrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -38,8 +38,7 @@ OPTIONS = {
     "checkpoint_minutes",
     "report_minutes",
 }
-# fields with measured times or memory; a saved state contains the whole text of timings.jsonl
-MEASURED = {"seconds", "step_time", "tokens_per_second", "peak_memory_gib", TIMINGS}
+MEASURED = {"seconds", "step_time", "tokens_per_second", "peak_memory_gib"}  # times and memory
 PATHS = {"where", "recipe"}  # fields of completions.jsonl and of a saved state that hold file paths
 # files whose bytes differ even between two correct runs, because they contain times or paths
 UNEQUAL = {"config.yaml", TIMINGS, "summary.json", RUN, COMPLETIONS}

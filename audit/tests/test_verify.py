@@ -219,7 +219,8 @@ FORGERIES = {
     "weights of a state": (in_state(weights(f"states/000004/{WEIGHTS}")), ["states/000004"]),
     "a file in a state": (copy_of("summary.json", "states/000004/more.json"), ["states/000004"]),
     "hashes of a state": (text("states/000004/complete.json", '"[0-9a-f]{8}', '"00000000'), ["states/000004"]),
-    "logs of a state": (in_state(text(STATE, "grad_norm", "grad_nrom")), [STATE]),
+    "lines of logs in a state": (in_state(text(STATE, '"metrics.jsonl": 4', '"metrics.jsonl": 3')), [STATE]),
+    "texts of callbacks in a state": (in_state(text(STATE, "grad_norm", "grad_nrom")), [STATE]),
     "recipe of a state": (in_state(text(STATE, '"grpo.beta": 0.0', '"grpo.beta": 0.1')), [STATE]),
     "a first state": (
         copy_of("states/000004", "states/000000"),

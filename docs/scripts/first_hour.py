@@ -1,12 +1,25 @@
 """Generate docs/first_hour.ipynb, a notebook for the first hour with minivlmrl.
 
-`python -m docs.scripts.make_pages` writes the notebook. tests/repository/test_wheel.py runs its
-cells in order, with fewer rows and steps.
+`python -m docs.scripts.make_pages` runs the cells and writes the notebook with their outputs.
+
+tests/repository/test_wheel.py runs its cells in order, with fewer rows and steps. test_docs.py runs the cells before
+the first training, and compares their outputs with the stored ones.
 """
 
+import ast
+import base64
+import contextlib
+import io
 import json
+import pprint
 import re
+import sys
+import tempfile
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import PIL.Image
 
 REPOSITORY = "minivlmrl/minivlmrl"  # repository in the links of the badges
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
@@ -15,7 +28,8 @@ INSTALL = """
 import importlib.util, subprocess, sys
 
 if not importlib.util.find_spec("minivlmrl"):  # on Colab; a clone has it installed
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "minivlmrl"], check=True)
+    source = "git+https://github.com/minivlmrl/minivlmrl"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", source], check=True)
 """.strip()
 LOSSES = (Path(__file__).parents[1] / "policy_gradients.md").read_text(encoding="utf-8")
 CELLS = """
@@ -91,13 +105,29 @@ start = {"path": "runs/sft/checkpoint", "config": None}
 steps = {"grpo": {"max_steps": STEPS}, "stages": ["grpo"], "resume": "never"}
 train("shapes.yaml", rows, held_out, output_dir="runs/first", model=start, **steps)
 ---
-**What does the model answer?** `completions.jsonl` has answers from training, with the weighted sum
-of their rewards. This cell prints answers of the first and the last logged step.
+**The curve.** `metrics.jsonl` has the metrics of each step. This picture shows the mean reward of
+each step, from 0 at the bottom to 1.5 at the top.
 ---
 import json
 from pathlib import Path
+from PIL import Image, ImageDraw
 
 
+def curve(run, name, top, width=480, height=140):
+    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    points = []
+    for i, line in enumerate(lines):
+        points.append((width * i / max(1, len(lines) - 1), height * (1 - line[name] / top)))
+    picture = Image.new("RGB", (width, height), "white")
+    ImageDraw.Draw(picture).line(points, "royalblue", 2)
+    return picture
+
+
+curve("runs/first", "reward", 1.5)
+---
+**What does the model answer?** `completions.jsonl` has answers from training, with the weighted sum
+of their rewards. This cell prints answers of the first and the last logged step.
+---
 def show(run):
     groups = [json.loads(line) for line in Path(run, "completions.jsonl").read_text().splitlines()]
     for group in (groups[0], groups[-1]):
@@ -122,6 +152,7 @@ lines = [json.loads(line) for line in Path("runs/triangles/metrics.jsonl").read_
 print("triangles answered:", *(f"{line['rewards/triangles/mean']:.2f}" for line in (lines[0], lines[-1])))
 print("right answers:     ", *(f"{summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))
 show("runs/triangles")
+curve("runs/triangles", "rewards/triangles/mean", 1.0)
 """
 
 
@@ -141,5 +172,49 @@ def notebook(name: str, cells: str) -> str:
         code_fields = {"execution_count": None, "outputs": []} if kind == "code" else {}
         cell_list.append(cell | code_fields)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    content = {"cells": cell_list, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps({"cells": cell_list, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+def with_outputs(text: str) -> str:
+    """Run the code cells of a notebook in an empty folder, and return the notebook with their outputs."""
+    content = json.loads(text)
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    for number, (cell, outputs) in enumerate(zip(cells, run_cells(cells), strict=True), start=1):
+        for output in outputs:
+            if output["output_type"] == "execute_result":
+                output["execution_count"] = number
+        cell |= {"execution_count": number, "outputs": outputs}
     return json.dumps(content, indent=1) + "\n"
+
+
+def run_cells(cells: list[dict]) -> list[list[dict]]:
+    """Run code cells in an empty folder, and return the outputs of each cell in the format of notebooks."""
+    space = {"__name__": "__main__"}
+    # with this module, a run prints every tenth step instead of every step
+    kernel = patch.dict(sys.modules, {"ipykernel": ModuleType("ipykernel")})
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), kernel:
+        return [run_cell("".join(cell["source"]), space) for cell in cells]
+
+
+def run_cell(source: str, space: dict) -> list[dict]:
+    """Run a code cell in a namespace, and return what it prints and the value of its last expression."""
+    statements = ast.parse(source).body
+    last = statements.pop() if isinstance(statements[-1], ast.Expr) else None
+    printed, value = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        exec(compile(ast.Module(statements, []), "cell", "exec"), space)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), space)
+    outputs = []
+    if printed.getvalue():
+        text = printed.getvalue().splitlines(keepends=True)
+        outputs.append({"name": "stdout", "output_type": "stream", "text": text})
+    if value is not None:
+        data = {"text/plain": pprint.pformat(value, width=100, sort_dicts=False).splitlines(keepends=True)}
+        if isinstance(value, PIL.Image.Image):
+            file = io.BytesIO()
+            value.save(file, "PNG", optimize=True)
+            size = f"<PIL image, {value.width} x {value.height}>"  # repr() has an address in memory
+            data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": [size]}
+        outputs.append({"data": data, "execution_count": None, "metadata": {}, "output_type": "execute_result"})
+    return outputs

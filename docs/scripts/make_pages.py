@@ -9,7 +9,7 @@ from docs.scripts import draw, exercises, first_hour, first_run, held_out, photo
 
 DOCS = Path(__file__).parents[1]
 PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES}
-PAGES |= {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
+NOTEBOOKS = {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
 PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES
 
 
@@ -19,6 +19,13 @@ def main():
     walkthrough.write_step_page()
     for name, page in {**PAGES, "exercises.md": exercises.page}.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
+    write_notebooks()
+
+
+def write_notebooks():
+    """Run the notebooks, which takes some minutes, and write them with their outputs."""
+    for name, page in NOTEBOOKS.items():
+        (DOCS / name).write_text(first_hour.with_outputs(page()), encoding="utf-8")
 
 
 if __name__ == "__main__":

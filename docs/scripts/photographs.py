@@ -1,7 +1,9 @@
 """Generate docs/photographs.ipynb, a notebook that trains a classifier on a folder of photographs.
 
-`python -m docs.scripts.make_pages` writes the notebook. tests/repository/test_wheel.py runs its
-cells in order, with fewer images and steps.
+`python -m docs.scripts.make_pages` runs the cells and writes the notebook with their outputs.
+
+tests/repository/test_wheel.py runs its cells in order, with fewer pictures and steps. test_docs.py runs the cells
+before the training, and compares their outputs with the stored ones.
 """
 
 from docs.scripts import first_hour
@@ -86,11 +88,13 @@ and answers. `checkpoint/` is the model with the adapter merged into its weights
 `checkpoint/adapter/` is only the adapter, for PEFT.
 ---
 from minivlmrl.commands import chat
+from PIL import Image
 
 print("right:", *(f"{name} {summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))
 print(held_out[0]["image"])
 picture = "--image", held_out[0]["image"]
 chat.main(["--model=runs/photographs/checkpoint", *picture, "--prompt", QUESTION, "--temperature=0"])
+Image.open(held_out[0]["image"]).resize((168, 168))
 """
 
 

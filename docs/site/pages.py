@@ -75,11 +75,16 @@ def written(path: str) -> str:
 
 
 def notebook(text: str) -> str:
-    """Convert the cells of a notebook to Markdown."""
+    """Convert the cells of a notebook and their outputs to Markdown."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text")})
+            image = data.get("image/png")
+            printed = "".join(data["text/plain"]).rstrip()
+            parts.append(f"![output](data:image/png;base64,{image})" if image else f"```text\n{printed}\n```")
     return "\n\n".join(parts) + "\n"
 
 

@@ -243,7 +243,9 @@ class Resolver:
         folders = [self.beside, Path()]
         if _is_in(self.overrides, file):
             folders = [Path(), self.beside]
-        existing = [x for x in (*folders, recipes_folder().parent) if os.path.exists(x / file)]
+        # a copy of a recipe of ours names files beside the original, such as shapes_model.json
+        ours = [recipes_folder().parent, recipes_folder()]
+        existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
 
 

@@ -504,7 +504,9 @@ class RunConfig:
     # also write the weights to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries of completions.jsonl
-    # minutes between updates of report.html; 0 writes the report only at the end of the run
+    # number of prompts per entry, the first ones of rank 0; null logs all prompts of all ranks
+    num_logged_prompts: Annotated[int, ">= 1"] | None = 4
+    # minutes between updates of report.html; 0 writes it only at the end of the run
     report_minutes: Annotated[float, ">= 0"] = 1.0
     # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in
     # best/

@@ -55,6 +55,8 @@ def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect
     Options whose value is the default are yielded, too.
     """
     yield from check_data(run)
+    if not run.log_completions:
+        yield "num_logged_prompts", "completions are only logged if log_completions is above 0"
     yield from check_adapter(run)
     yield from check_sharding(run)
     yield from check_rollout(run)

@@ -97,8 +97,11 @@ def main(arguments: list[str]) -> int:
     finally:
         if tracer and tracer.calls:  # the page is written even if the step fails
             tracer.write(Path(page), f"{options.run}, {stage} step {number}")
+    # a run logs the completions of all ranks if num_logged_prompts is null
+    parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
-    same = compare(folder, trainer, step, number, metrics)
+    completions = [line for part in parts for line in part]
+    same = compare(folder, stage, number, completions, metrics)
     for name, is_same in same.items():
         difference = (
             "differs from the replayed step. Possible reasons are another CPU, another number of "
@@ -320,20 +323,26 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 
 
 def compare(
-    folder: Path, trainer: Trainer, step: Step, number: int, metrics: dict
+    folder: Path, stage: str, number: int, completions: list[dict], metrics: dict
 ) -> dict[str, bool]:
     """Compare the lines that a run logged about a step with the lines of the replayed step.
+
+    Args:
+        folder: folder of the run.
+        stage: name of the step's stage.
+        number: number of the step in its stage, from 0.
+        completions: lines about the prompts of all ranks in the replayed step, see `groups`.
+        metrics: metrics of the replayed step.
 
     Returns:
         {log file: True if all of its lines about the step are equal}. A file without lines about
         the step is left out.
     """
-    completions = list(groups(trainer, step)) if step.rollout else []
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
         replayed_lines = {line.get("row"): line for line in parse_json(json_text(lines))}
         for line in read_lines(folder / name, LogLine):
-            if (line["stage"], line["step"]) == (trainer.stage, number):
+            if (line["stage"], line["step"]) == (stage, number):
                 replayed_line = replayed_lines.get(line.get("row"), {"row": None})
                 same[name] = same.get(name, True) and line == line | replayed_line
     return same

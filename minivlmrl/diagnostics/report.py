@@ -21,7 +21,11 @@ PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 # number of steps at the end of a run for which the page shows how many tokens each expert received
 EXPERT_STEPS = 10
-STEPS = 60  # maximum number of steps whose completions are shown, so that the page stays small
+POINTS = 500  # maximum number of points of a curve in a stage; each is the mean of some steps
+# maximum number of steps whose completions are shown, and of prompts per step, so that the page
+# stays small
+STEPS = 60
+PROMPTS = 4
 
 
 @dataclass
@@ -113,13 +117,17 @@ def collect_run(folder: Path) -> dict:
     warnings = read_lines(folder / WARNINGS, LogLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1
-    for line in metrics[:-EXPERT_STEPS]:
-        line.pop("experts/tokens", None)  # keeps the page small
+    experts = []
+    for number, line in enumerate(metrics):
+        tables = line.pop("experts/tokens", None)
+        if tables and number >= len(metrics) - EXPERT_STEPS:
+            experts.append(tables)
     last_timings = {line["stage"]: line for line in timings}
     return {
         "name": folder.resolve().name,
         "config": config_file.read_text(encoding="utf-8") if config_file.is_file() else None,
-        "metrics": metrics,
+        **thin_out(metrics),
+        "experts": experts,
         "timings": list(last_timings.values()),
         "warnings": warnings,
         "evaluations": evaluations,
@@ -127,6 +135,41 @@ def collect_run(folder: Path) -> dict:
         "completions": completions,
         "images": collect_images(folder, completions),
     }
+
+
+def thin_out(metrics: list[dict]) -> dict:
+    """Replace steps by means over several steps, so that a stage has at most POINTS lines.
+
+    Returns:
+        `metrics`, the lines, each with the number of its last step; and `steps_per_point`, the
+        number of steps per line, by the name of the stage.
+    """
+    lines_of_stage = {}
+    for line in metrics:
+        lines_of_stage.setdefault(line["stage"], []).append(line)
+    points = []
+    steps_per_point = {}
+    for stage, lines in lines_of_stage.items():
+        size = max(1, math.ceil(len(lines) / POINTS))
+        steps_per_point[stage] = size
+        for begin in range(0, len(lines), size):
+            points.append(join_steps(lines[begin : begin + size]))
+    return {"metrics": points, "steps_per_point": steps_per_point}
+
+
+def join_steps(lines: list[dict]) -> dict:
+    """Compute the mean of each metric over some steps, and the extremes of minima and maxima."""
+    joined = {}
+    for name in dict.fromkeys(name for line in lines for name in line):
+        values = [line[name] for line in lines if line.get(name) is not None]
+        kind = name.rpartition("/")[2].partition("_")[0]  # such as min in completions/min_length
+        if len(lines) == 1 or not values or name in ("stage", "step"):
+            joined[name] = lines[-1].get(name)
+        elif kind in ("min", "max"):
+            joined[name] = min(values) if kind == "min" else max(values)
+        else:
+            joined[name] = sum(values) / len(values)
+    return joined
 
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
@@ -142,12 +185,14 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read the completions of about STEPS logged steps at most; the last step is included."""
-    lines = read_lines(folder / COMPLETIONS, ReportLogLine)
-    steps = list(dict.fromkeys((line["stage"], line["step"]) for line in lines))
+    """Read the first PROMPTS prompts of about STEPS logged steps at most, and of the last step."""
+    lines_of_step = {}  # {(stage, step): lines}
+    for line in read_lines(folder / COMPLETIONS, ReportLogLine):
+        lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
+    steps = list(lines_of_step)
     stride = max(1, math.ceil(len(steps) / STEPS))
-    shown_steps = {*steps[::stride], *steps[-1:]}
-    return [line for line in lines if (line["stage"], line["step"]) in shown_steps]
+    shown_steps = dict.fromkeys([*steps[::stride], *steps[-1:]])
+    return [line for step in shown_steps for line in lines_of_step[step][:PROMPTS]]
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:

@@ -6,6 +6,7 @@ MAX_REPEATS executions of a line and calls of a function are recorded; later one
 This module has no effect on a run without --trace.
 """
 
+import ast
 import base64
 import inspect
 import io
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, is_dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +35,7 @@ from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.run import loop
-from minivlmrl.run.rollout_log import GROUPS, groups
+from minivlmrl.run.rollout_log import groups
 from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
 
 PACKAGE = Path(loop.__file__).parents[1]
@@ -56,6 +58,7 @@ MAX_ITEMS = (1000, 12, 4, 0)
 # activations; only the means of TILES_PER_SIDE x TILES_PER_SIDE tiles are recorded for them.
 MAX_SHOWN_VALUES = 2600
 TILES_PER_SIDE = 24
+NUM_PROMPTS = 4  # number of prompts of the step that the page shows
 
 
 @dataclass
@@ -194,9 +197,15 @@ class StepTracer:
     def add_event(self, kind: str, frame, call: Call, *returned: int):
         """Append an event to the record: "c" for a call, "l" for a line, "r" for a return."""
         assigned = []
+        empty_lines = lines_without_values(frame.f_code.co_filename)
         for name, line in call.changed.items():
             x, _ = call.last_values[name]
-            assigned.append([line, name, self.value(name, x, frame.f_locals)])
+            if line in empty_lines and isinstance(x, Tensor | np.ndarray):
+                dtype = str(x.dtype).removeprefix("torch.")
+                value = self.value_index({"of": f"uninitialised {dtype}", "shape": list(x.shape)})
+            else:
+                value = self.value(name, x, frame.f_locals)
+            assigned.append([line, name, value])
         call.changed = {}
         self.events.append([kind, call.number, frame.f_lineno, assigned, *returned])
 
@@ -284,6 +293,22 @@ def python_files(name: str) -> list[Path]:
     return paths
 
 
+@cache
+def lines_without_values(file: str) -> set[int]:
+    """Return the lines of a file that assign the memory of torch.empty or a similar function.
+
+    This memory contains arbitrary numbers, which the page must not show as values.
+    """
+    lines = set()
+    for node in ast.walk(ast.parse(Path(file).read_text("utf-8"))):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+                lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
 def version_of(x) -> int:
     """Return a number that changes when a tensor is modified or a container changes its size."""
     if isinstance(x, Tensor) and not x.is_inference():
@@ -323,7 +348,7 @@ def describe_packed_run(batch: MicroBatch) -> dict:
 
 def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dict]:
     """Describe the first prompts of a rollout by texts, rewards, images and saliency maps."""
-    lines = list(groups(trainer, step))[:GROUPS]
+    lines = list(groups(trainer, step))[:NUM_PROMPTS]
     for index, line in zip(step.prompts, lines, strict=False):
         line["pictures"] = [png(image) for image in rollout.rows[index].images]
         for shown, completion in zip(line["completions"], rollout.completions[index], strict=True):

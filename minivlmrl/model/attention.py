@@ -78,8 +78,8 @@ class GroupLayout:
         # index of the token in each cell of the concatenated blocks; -1 marks an empty cell
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = torch.empty(self.num_tokens, dtype=torch.long)  # (N,) each token's cell
-        inverse[order[filled]] = filled.nonzero()[:, 0]
+        # (N,) cell of each token
+        inverse = filled.nonzero()[:, 0][order[filled].argsort()]
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)

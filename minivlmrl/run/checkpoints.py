@@ -175,7 +175,8 @@ class CheckpointManager:
         """Save a checkpoint of the current step unless it exists, and return its folder."""
         folder = self.folder / f"{progress.steps:06d}"
         if self.saved_steps != progress.steps:
-            progress.logs = log.written()
+            progress.num_log_lines = log.lines_to_keep()
+            progress.logs = {}
             for callback in self.callbacks:
                 progress.logs.update(callback.state_dict())
             self.save(folder, progress)

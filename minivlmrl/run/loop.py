@@ -64,7 +64,7 @@ def train_stages(
     check_output_dir(config)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
     state = checkpoints.to_resume()
-    with MetricsLog(config, world, state) as log:
+    with MetricsLog(config, world, state, checkpoints.resumed) as log:
         held_out = datasets.get("eval")
         results = Results(config, model, processor, log, held_out, state, callbacks)
         for callback in callbacks:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -41,25 +42,30 @@ Means = tuple[dict[str, float], float]
 class MetricsLog(ExitStack):
     """Write the log files, the progress bar, completions and trackers, on rank 0 only.
 
-    The log files of a resumed run start with the lines that the checkpoint contains.
+    The log files of a resumed run start with the lines that they had at the checkpoint.
+
+    Args:
+        resumed: folder of the checkpoint that the run resumes, states/000120 of a run; None for a
+            new run.
     """
 
-    def __init__(self, config: RunConfig, world: World, progress: TrainerState):
+    def __init__(
+        self, config: RunConfig, world: World, progress: TrainerState, resumed: Path | None = None
+    ):
         super().__init__()
         self.world = world
         self.steps = progress.steps  # number of optimizer steps done in all stages
         self.begin_time = 0.0  # start time of the current stage
         self.completions = CompletionsLog(config, world, progress)
         self.files = {}
+        self.num_lines = {}  # number of lines of each log file
         self.trackers = []
         if not world.is_main:
             return
         for name in FILES:
             path = Path(config.output_dir, name)
-            file = self.enter_context(path.open("wb+"))
-            file.write(progress.logs.get(name, "").encode())
-            file.flush()
-            self.files[name] = file
+            self.num_lines[name] = begin_log(path, progress, resumed)
+            self.files[name] = self.enter_context(path.open("ab"))
         for name in dict.fromkeys(config.report_to):
             tracker = find_tracker(name)
             self.trackers.append(
@@ -70,6 +76,7 @@ class MetricsLog(ExitStack):
         """Append one JSON line to the log file called `name`."""
         self.files[name].write(f"{json_text(line)}\n".encode())
         self.files[name].flush()
+        self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
         """Send values to the trackers, with the total number of optimizer steps as the x-axis."""
@@ -93,24 +100,23 @@ class MetricsLog(ExitStack):
         self.mark()
 
     def mark(self):
-        """Record the current lengths of the log files, after each step and before the first."""
-        self.file_ends = {name: file.tell() for name, file in self.files.items()}
+        """Record the current numbers of lines, after each step and before the first."""
+        self.lines_at_mark = dict(self.num_lines)
 
     @property
     def seconds(self) -> float:
         """Seconds since the stage began, not counting evaluations."""
         return time.perf_counter() - self.begin_time
 
-    def written(self) -> dict[str, str]:
-        """Return the contents of the log files up to the last call of `mark`, for a checkpoint.
+    def lines_to_keep(self) -> dict[str, int]:
+        """Return the numbers of lines at the last call of `mark`, for a checkpoint.
 
         Lines of later evaluations are left out, because a resumed run repeats these evaluations.
+        The files are flushed to disk, because the checkpoint does not contain their lines.
         """
-        logs = {}
-        for name, file in self.files.items():
-            file.seek(0)  # read() moves the position back to the end, where lines are appended
-            logs[name] = file.read()[: self.file_ends[name]].decode()
-        return logs
+        for file in self.files.values():
+            os.fsync(file.fileno())
+        return self.lines_at_mark
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
         """Log an optimizer step, and return its metrics and the token counts of experts."""
@@ -118,6 +124,7 @@ class MetricsLog(ExitStack):
         routers = self.trainer.router_log  # None if the model has no experts
         values = metrics | (routers.take() if routers else {})
         if not self.files:
+            self.completions.step(self.trainer, step, number)  # rank 0 gathers completions
             return values
         line = {"stage": self.name, "step": number}
         seconds = self.seconds
@@ -188,6 +195,40 @@ class MetricsLog(ExitStack):
         """Close the progress bar, and return the seconds since the stage began."""
         self.bar.close()
         return self.seconds
+
+
+def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
+    """Create a log file with the lines that it had at a checkpoint, and return their number.
+
+    If the checkpoint belongs to the same run, the file is truncated in place, so that its lines are
+    not lost if the process is killed meanwhile.
+
+    Args:
+        path: path of the log file.
+        progress: TrainerState of the checkpoint.
+        resumed: folder of the checkpoint, or None for a new run.
+    """
+    if path.name in progress.logs:  # older checkpoints contain the whole log
+        content = progress.logs[path.name].encode()
+        path.write_bytes(content)
+        return content.count(b"\n")
+    num_lines = progress.num_log_lines.get(path.name, 0)
+    kept = []
+    source = resumed.resolve().parents[1] / path.name if resumed else path
+    if num_lines and source.is_file():
+        with source.open("rb") as file:
+            kept = [line for line in islice(file, num_lines) if line.endswith(b"\n")]
+    if len(kept) < num_lines:
+        print(
+            f"{source} has only {len(kept)} of the {num_lines} lines that it had when {resumed} was "
+            "saved; the log continues without the missing lines",
+            flush=True,
+        )
+    if path.is_file() and path.resolve() == source:
+        os.truncate(path, sum(map(len, kept)))
+    else:
+        path.write_bytes(b"".join(kept))
+    return len(kept)
 
 
 @contextmanager

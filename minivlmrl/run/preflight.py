@@ -158,7 +158,12 @@ def collect_notes(
     yield from unnamed_sections(config)
     yield from unused_files(config)
     if all(trainer.answers for trainer in trainers.values()):
-        for name in ("rewards", "log_completions", "rollout.max_logp_mismatch"):
+        for name in (
+            "rewards",
+            "log_completions",
+            "num_logged_prompts",
+            "rollout.max_logp_mismatch",
+        ):
             if is_set(name, config):
                 yield f"{name} has no effect, because no stage samples completions"
     yield from find_mistakes(config, datasets)

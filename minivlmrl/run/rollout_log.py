@@ -23,6 +23,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
 
 import PIL.Image
@@ -43,7 +45,6 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-GROUPS = 4  # number of prompts that are logged per step; they are the first prompts of rank 0
 LONGEST_SIDE = 384  # maximum side of a logged image in pixels; larger images are scaled down
 
 
@@ -56,15 +57,18 @@ class LogLine:
 
 
 class CompletionsLog:
-    """Log the completions of every `log_completions`-th optimizer step, on rank 0 only.
+    """Log the completions of every `log_completions`-th optimizer step.
 
-    `log_completions=0` disables the log. A resumed run removes the lines of steps that it repeats.
+    `log_completions=0` disables the log. `num_logged_prompts` selects the prompts of a step. Only
+    rank 0 writes files. A resumed run removes the lines of steps that it repeats.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState):
         self.folder = Path(config.output_dir)
-        self.every = config.log_completions if world.is_main else 0
-        if not self.every:
+        self.world = world
+        self.every = config.log_completions
+        self.num_prompts = config.num_logged_prompts
+        if not self.every or not world.is_main:
             return
         self.path = self.folder / COMPLETIONS
         num_bytes = 0  # size in bytes of the lines that are kept
@@ -80,37 +84,70 @@ class CompletionsLog:
         os.truncate(self.path, num_bytes)
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log the completions of an optimizer step if its turn has come and it has a rollout."""
+        """Log the completions of an optimizer step if its turn has come and it has a rollout.
+
+        All ranks must call this method, because their completions are gathered if
+        `num_logged_prompts` is None.
+        """
         if not self.every or number % self.every or step.rollout is None:
             return
+        logs_all = self.num_prompts is None
+        if not logs_all and not self.world.is_main:
+            return
+        part = self.describe(trainer, step, number)
+        for lines, images in self.world.gather_objects(part) if logs_all else [part]:
+            if not self.world.is_main:
+                return
+            for name, encoded in images.items():
+                self.write_image(name, encoded)
+            with self.path.open("ab") as file:
+                file.writelines(f"{json_text(line)}\n".encode() for line in lines)
+
+    def describe(
+        self, trainer: Trainer, step: Step, number: int
+    ) -> tuple[list[dict], dict[str, bytes]]:
+        """Return the log lines of this rank's prompts in a step, and their new images as WebP.
+
+        The keys of the images are paths relative to the run's folder.
+        """
+        assert step.rollout is not None
         lines = []
-        logged = zip(step.prompts[:GROUPS], groups(trainer, step), strict=False)
-        for prompt_index, line in logged:
+        pictures = {}  # {path: PIL image}
+        logged = zip(step.prompts, groups(trainer, step), strict=True)
+        for prompt_index, line in islice(logged, self.num_prompts):
             row = step.rollout.rows[prompt_index]
             completions = step.rollout.completions[prompt_index]
             for completion, described in zip(completions, line["completions"], strict=True):
                 paths = described.get("pictures", ())
                 for (picture, *_), path in zip(completion.pictures, paths, strict=True):
-                    self.save(picture, path)
-            images = []
-            for i, image in enumerate(row.images):
-                path = f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp"
-                self.save(image, path)
-                images.append(path)
+                    pictures[path] = picture
+            images = [
+                f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp" for i in range(len(row.images))
+            ]
+            pictures.update(zip(images, row.images, strict=True))
             lines.append({"stage": trainer.stage, "step": number, **line, "images": images})
-        with self.path.open("ab") as file:
-            file.writelines(f"{json_text(line)}\n".encode() for line in lines)
+        encoded = {}
+        for path, picture in pictures.items():
+            if not (self.folder / path).is_file():
+                encoded[path] = encode_image(picture)
+        return lines, encoded
 
-    def save(self, image: PIL.Image.Image, name: str):
-        """Save a scaled-down image at a path relative to the run's folder, unless it exists."""
+    def write_image(self, name: str, encoded: bytes):
+        """Write an encoded image to a path relative to the run's folder."""
         path = self.folder / name
-        if not path.is_file():
-            path.parent.mkdir(exist_ok=True)
-            small = image.copy()
-            small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-            draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
-            small.save(draft, "WEBP", quality=90, lossless=max(small.size) < 128)
-            draft.rename(path)
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(".partial")  # so that a killed run leaves no broken image
+        draft.write_bytes(encoded)
+        draft.rename(path)
+
+
+def encode_image(image: PIL.Image.Image) -> bytes:
+    """Scale an image down to LONGEST_SIDE, and encode it as WebP."""
+    small = image.copy()
+    small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    buffer = BytesIO()
+    small.save(buffer, "WEBP", quality=90, lossless=max(small.size) < 128)
+    return buffer.getvalue()
 
 
 def is_past(line: dict, progress: TrainerState) -> bool:

@@ -15,7 +15,8 @@ RUN = "run.json"
 class TrainerState:
     """Progress of a run, stored in run.json under the same field names.
 
-    All ranks have the same values, except for `seconds` and `logs`, of which those of rank 0 count.
+    All ranks have the same values, except for `seconds`, `num_log_lines` and `logs`, of which those
+    of rank 0 count.
     """
 
     seed: int  # seed of the run
@@ -35,7 +36,10 @@ class TrainerState:
     seconds: dict[str, float] = field(default_factory=dict)
     # options of the run by name, see recipe_values in run/checkpoints.py
     recipe: dict = field(default_factory=dict)
-    # contents of the log files so far, and texts from which callbacks continue after a resume
+    # number of lines that each log file in the folder of the run has so far
+    num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
+    # texts from which callbacks continue after a resume; older checkpoints, which have no
+    # num_log_lines, also contain the contents of the log files here
     logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import typing
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from links import ROOT
 
+from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config, to_yaml
 from minivlmrl.config.options import GRPOOptions, RunConfig, SFTOptions
 from minivlmrl.config.types import Finite
@@ -347,6 +349,18 @@ def test_a_recipe_of_ours_is_found_by_its_name(tmp_path, monkeypatch):
     assert load_config("own_data.yaml").output_dir == "runs/own_data"
     (tmp_path / "own_data.yaml").write_text("output_dir: mine")
     assert load_config("own_data.yaml").output_dir == "mine"
+
+
+def test_a_copy_of_a_recipe_finds_the_files_beside_the_original(tmp_path, monkeypatch):
+    """Its model config and its task are found from any folder; a file beside the copy comes first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    copy = shutil.copy(RECIPES[0].parent / "site.yaml", tmp_path / "own")
+    ours = recipes_folder()
+    config = load_config(copy)
+    assert config.model.config == str(ours / "shapes_model.json") and config.data.task == f"{ours / 'site.py'}:TASK"
+    (tmp_path / "own" / "shapes_model.json").touch()
+    assert load_config(copy).model.config == str(tmp_path / "own" / "shapes_model.json")
 
 
 def test_rewards_that_weigh_nothing_are_refused():

@@ -199,6 +199,7 @@ OUTPUTS = [
     ("data.eval_file", "{home}/other.jsonl", ["own", *EVALUATED], "evaluations.jsonl"),
     ("best_metric", "eval/loss", [*EVALUATED, "--eval_steps=1"], "best"),
     ("log_completions", 0, GRPO, "completions.jsonl"),
+    ("num_logged_prompts", 1, GRPO, "completions.jsonl"),
     ("save_steps", 1, SFT, "checkpoint"),
     ("checkpoint_steps", 1, SFT, "states"),
     ("checkpoint_minutes", 9, SFT, "states"),

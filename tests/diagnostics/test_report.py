@@ -10,8 +10,9 @@ from minivlmrl.diagnostics import report
 
 def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STEPS", 3)
+    monkeypatch.setattr(report, "PROMPTS", 2)
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
-    lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "ab"]
+    lines = [{"stage": "grpo", "step": step, "images": []} for step in range(8) for _ in "abc"]
     write_lines(tmp_path / "completions.jsonl", lines)
     shown = report.collect_run(tmp_path)
     assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
@@ -46,3 +47,24 @@ def test_nan_in_metrics_keeps_the_page_readable(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "loss": NaN}\n')
     report.write_page([tmp_path], tmp_path / "report.html")
     assert '"loss": null' in (tmp_path / "report.html").read_text()
+
+
+def test_a_long_stage_has_a_bounded_number_of_points(tmp_path, monkeypatch):
+    """A point is the mean of some steps; for the range of lengths it has the extremes. A short stage has every step."""
+    monkeypatch.setattr(report, "POINTS", 3)
+    short = [{"stage": "sft", "step": i, "loss": float(i)} for i in range(3)]
+    lines = [
+        {"stage": "grpo", "step": i, "reward": float(i), "kl": None if i else 1.0, "completions/min_length": i,
+         "completions/max_length": i, "experts/tokens": [[[i]], [[0]]]}
+        for i in range(11)
+    ]  # fmt: skip
+    write_lines(tmp_path / "metrics.jsonl", short + lines)
+    write_lines(tmp_path / "evaluations.jsonl", [{"stage": "grpo", "step": 11, "eval/loss": 1.0}])
+    shown = report.collect_run(tmp_path)
+    assert shown["steps_per_point"] == {"sft": 1, "grpo": 4}
+    assert shown["metrics"][:3] == [line | {"step": line["step"] + 1} for line in short]
+    names = "step", "reward", "kl", "completions/min_length", "completions/max_length"
+    points = [[line[name] for name in names] for line in shown["metrics"][3:]]
+    assert points == [[4, 1.5, 1.0, 0, 3], [8, 5.5, None, 4, 7], [11, 9.0, None, 8, 10]]
+    assert shown["experts"] == [[[[i]], [[0]]] for i in range(1, 11)]
+    assert shown["evaluations"] == [{"step": 14, "eval/loss": 1.0}]

@@ -134,6 +134,32 @@ def test_the_page_has_the_values_of_the_step(run_step):
     assert 2 + max(rounds) == max(len(c.ids) for group in step.rollout.completions for c in group)
 
 
+def test_uninitialised_memory_has_no_numbers(home, replayed, plain, lively, tmp_path):  # noqa: F811
+    """Until a line writes into the tensor that torch.empty returned, its numbers are arbitrary."""
+    reward = tmp_path / "mine.py"
+    code = "import torch\n\n\ndef long(completions, **columns):\n    x = torch.empty(\n        2)\n    x[:] = 1.5\n"
+    reward.write_text(code + "    return [x.sum().item()] * len(completions)\n")
+    options = [*LOUD, f"--rewards={{'{reward}:long': 1.0}}", f"--output_dir={tmp_path / 'out'}"]
+    out = tmp_path / "a.html"
+    code, _ = replayed(home / "recipe.yaml", "grpo", 1, "--stages=[grpo]", *options, f"--trace={out},{reward}")
+    assert code == 0
+    before, after = Page(out).made("x", "long")[:2]
+    assert before == {"of": "uninitialised float32", "shape": [2]} and after["rows"] == [[1.5, 1.5]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_the_page_opens_where_the_loss_has_been_computed(film, tmp_path, stage):
+    """A number in the address opens another event."""
+    page, *_ = film(stage, True)
+    first = next(i for i, event in enumerate(page.events) if any(name == "loss" for _, name, _ in event[3]))
+    opened = browse(tmp_path / "step.html", "", tmp_path)
+    assert f"· #{first} of {len(page.events) - 1}" in opened and 'class="var new" data-path="loss"' in opened
+    if stage == "grpo":
+        assert page.calls[page.events[first][1]][1] == "grpo_loss"
+    assert "run/loop.py:" in browse(tmp_path / "step.html", "0", tmp_path)
+
+
 ASK = """{
 const answers = {}, all = (selector) => [...document.querySelectorAll(selector)];
 const text = (selector) => document.querySelector(selector).textContent, wait = (done) => setTimeout(done, 99);

@@ -66,6 +66,32 @@ letters = begin_with_row("my_environment.py:Letters", Row([], [], {"problem": "?
 said = call(tools_of(letters), "count", '"pepper", "p"')
 settings = ["--sampling.environment=my_environment.py:Letters", "--rewards={accuracy: 1, environment: 1}"]
 found["An environment"] = said == 3 and letters.get_reward() == 1 and load_config("shapes.yaml", settings)
+game = ["--num_threads=1", "--data.eval_rows=2", "--sft.max_steps=20", "--grpo.max_steps=1"]
+game += ["--grpo.prompts_per_step=4"]
+with contextlib.redirect_stdout(out):
+    train_recipe(["game.yaml", *game])
+safe = begin_with_row("my_game.py:Safe", Row([], [], {"digit": 3}))
+tried = [(call(tools_of(safe), "open", digit), safe.observe([])[0]["content"]) for digit in "143"]
+[*_, last] = map(json.loads, open("runs/game/metrics.jsonl"))
+results = json.load(open("runs/game/summary.json"))
+found["An environment with its task"] = (
+    [answer for answer, _ in tried] == ["closed", "closed", "open"] and safe.get_reward() == 1
+    and "Open: 2 to 3" in str(tried[1]) and last["tools/call_frequency"] > 0
+    and results["chance"] == 1 - 0.75**3 and "eval/my_game.py:opened_sampled" in results["after_grpo"]
+)
+pairs = ["--data.task=shapes(pairs=8)", "--num_threads=1", "--data.eval_rows=2", "--output_dir=ranked"]
+pairs += ["--stages=[my_reward_model.py:HingeReward]", "--hinge_reward.max_steps=2"]
+pairs += ["--hinge_reward.prompts_per_step=4"]
+scored = ["--stages=[grpo]", "--rewards={reward_model: 1}", "--reward_model.path=ranked/reward_model"]
+scored += ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--num_threads=1", "--data.eval_rows=2"]
+scored += ["--output_dir=scored"]
+with contextlib.redirect_stdout(out):
+    train_recipe(["shapes.yaml", *pairs])
+    train_recipe(["shapes.yaml", *scored])
+first, second = map(json.loads, open("ranked/metrics.jsonl"))
+[used] = map(json.loads, open("scored/metrics.jsonl"))
+hinge = first["loss"] >= 1 - first["rewards/margins"] > 0  # the mean of max(0, 1 - margin)
+found["A reward model"] = hinge and math.isfinite(second["loss"]) and used["rewards/reward_model/std"] > 0
 logged = [line.split(",") for line in open("run/metrics.csv")]
 losses = {step: float(value) for step, name, value in logged if name == "loss"}
 found["A tracker"] = losses == {str(step): line["loss"] for step, line in enumerate(lines, start=1)}
@@ -123,6 +149,8 @@ def found(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for diff in DIFFS.values():
         apply(folder, diff)
+    [recipe] = re.findall(r"```yaml\n(# game\.yaml.*?)```", PAGE, re.DOTALL)
+    (folder / "game.yaml").write_text(recipe)
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CALLS]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

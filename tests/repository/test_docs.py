@@ -20,7 +20,7 @@ from links import ROOT, links, missing, names
 from reading_list import reading_list
 from runs import metrics
 
-from docs.scripts import held_out, make_pages
+from docs.scripts import first_hour, held_out, make_pages
 from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
@@ -84,6 +84,8 @@ def test_links_lead_somewhere(page):
     """Files and titles of links exist. If the text of a link is code, the file defines this name."""
     text = PAGES[page]
     for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
+        if target.startswith("https://arxiv.org/abs/"):
+            continue
         file, _, title = target.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
         assert path.exists(), target
@@ -388,6 +390,42 @@ def test_a_task_of_your_own(tmp_path, monkeypatch):
     assert train_recipe([str(ROOT / words[0]), *words[1:], *small]) == 0
     summary = json.loads((tmp_path / "runs" / "dots" / "summary.json").read_text())
     assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "$" in text])
+def test_formulas_survive_markdown(page):
+    """Markdown would remove the backslash before punctuation, and a | in a formula would end the cell of a table."""
+    text = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", PAGES[page])
+    formulas = re.findall(r"(?s)\$\$\n(.+?)\n\$\$|\$([^$\n]+)\$", text)
+    for formula in map("".join, formulas):
+        assert not re.search(r"\\[^\w ]|[|*<]|^ | $", formula), formula
+        assert formula.count("{") == formula.count("}") and formula.count("(") == formula.count(")"), formula
+        assert len(re.findall(r"\\left\b", formula)) == len(re.findall(r"\\right\b", formula)), formula
+    rest = re.sub(r"(?s)\$\$\n.+?\n\$\$|\$[^$\n]+\$", "", text)
+    assert "$" not in rest and not re.search(r"\\(pi|sigma|beta|log|frac)\b", rest)
+
+
+@pytest.mark.parametrize("name", make_pages.NOTEBOOKS)
+def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
+    """The cells are those of the script, and the cells before the first training print what is stored.
+
+    Training is not repeated here, because its numbers depend on the processor; test_wheel.py runs those cells. Their
+    stored outputs contain a picture.
+    """
+    stored = json.loads((make_pages.DOCS / name).read_text())
+    cells = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
+    outputs = [cell["outputs"] for cell in cells]
+    for number, cell in enumerate(cells, start=1):
+        assert cell["execution_count"] == number
+        cell |= {"execution_count": None, "outputs": []}
+    assert stored == json.loads(make_pages.NOTEBOOKS[name]())
+    first = next(i for i, cell in enumerate(cells) if "commands.notebook import train" in "".join(cell["source"]))
+    for number, found in enumerate(first_hour.run_cells(cells[:first])):
+        for output in found:
+            output.update({"execution_count": number + 1} if output["output_type"] == "execute_result" else {})
+        assert found == outputs[number], "".join(cells[number]["source"])
+    assert all(outputs[first:]) and str(outputs[first:]).count("image/png") >= 1
+    assert not re.search(r"/tmp|/home|/root|/work", str(outputs))
 
 
 def test_a_loss_alone():

@@ -373,6 +373,20 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     assert states(copy) == ["000002"]
 
 
+def test_a_state_has_no_logs_and_an_older_one_that_has_them_resumes(recipe, finished, copy):
+    """States of 0.3 and of the first 0.4.0 contain the text of the log files, and no numbers of lines."""
+    state = copy / "states" / "000002"
+    values = json.loads((state / "run.json").read_text())
+    assert [*values["logs"]] == ["alarms"] and values["num_log_lines"]["metrics.jsonl"] == 2
+    for name, count in values.pop("num_log_lines").items():
+        values["logs"][name] = "".join((copy / name).read_text().splitlines(keepends=True)[:count])
+        (copy / name).unlink()
+    rewrite(state, "run.json", json.dumps(values).encode())
+    resume(recipe, copy, f"--resume={state}", "--checkpoint_steps=1")
+    assert outcome(copy) == outcome(finished)
+    assert [*json.loads((copy / "states" / "000003" / "run.json").read_text())["logs"]] == ["alarms"]
+
+
 class Attack:
     def __reduce__(self):
         return os.mkdir, (ATTACKED,)

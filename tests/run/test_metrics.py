@@ -13,7 +13,7 @@ from runs import LETTERS, metrics
 from minivlmrl.config.options import RunConfig
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.run import metrics as metrics_file
-from minivlmrl.run.metrics import MetricsLog, merge
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, merge
 from minivlmrl.run.trainer_state import TrainerState
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
@@ -22,9 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stages import ONE
 
 
-def open_log(folder, world=ONE, report_to=(), **progress):
+def open_log(folder, world=ONE, report_to=(), resumed=None, **progress):
     config = RunConfig(output_dir=str(folder), report_to=list(report_to))
-    return MetricsLog(config, world, TrainerState(0, ["sft", "grpo"], **progress))
+    return MetricsLog(config, world, TrainerState(0, ["sft", "grpo"], **progress), resumed)
 
 
 IDS = torch.zeros(3, dtype=torch.long)
@@ -64,25 +64,43 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     assert capsys.readouterr().out == said
 
 
-def test_the_checkpoint_contains_metrics_whose_file_was_deleted(tmp_path):
-    log = begin(open_log(tmp_path), "sft", 2)
-    log.step(0, {"loss": 1.0}, STEP)
-    (tmp_path / "metrics.jsonl").unlink()
-    log.step(1, {"loss": 2.0}, STEP)
-    log.mark()
-    assert [line.split(": ")[-1] for line in log.written()["metrics.jsonl"].splitlines()] == ["1.0}", "2.0}"]
-
-
-def test_a_resumed_run_appends_after_the_saved_metrics(tmp_path):
-    log = begin(open_log(tmp_path), "sft", 3)
+@pytest.mark.parametrize("kind", ["the same folder", "another folder", "an older state"])
+def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, kind):
+    """In its own folder the file is truncated in place. Older states contain the text of the log instead."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    log = begin(open_log(folder), "sft", 3)
     log.step(0, {"loss": 1.0}, STEP)
     log.mark()
-    written = log.written()
-    log.step(1, {"loss": 9.0}, STEP)  # the resumed run repeats this step
-    log = begin(open_log(tmp_path, logs=written), "sft", 3, 1, seconds=100.0)
+    kept = {"num_log_lines": log.lines_to_keep(), "resumed": folder / "states" / "000001"}
+    assert kept["num_log_lines"] == {METRICS: 1, TIMINGS: 1, EVALUATIONS: 0, WARNINGS: 0}
+    if kind == "an older state":
+        kept["num_log_lines"], kept["logs"] = {}, {name: (folder / name).read_text() for name in (METRICS, TIMINGS)}
+    log.step(1, {"loss": 9.0}, STEP)  # lost: made again
+    before = (folder / METRICS).stat().st_ino
+    again = other if kind == "another folder" else folder
+    log = begin(open_log(again, **kept), "sft", 3, 1, seconds=100.0)
     log.step(1, {"loss": 2.0}, STEP)
-    assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == [(0, 1.0), (1, 2.0)]
-    assert metrics(tmp_path, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
+    log.mark()
+    assert log.lines_to_keep()[METRICS] == 2
+    assert [(line["step"], line["loss"]) for line in metrics(again)] == [(0, 1.0), (1, 2.0)]
+    assert metrics(again, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
+    assert len(metrics(folder)) == 2 and (folder / METRICS).stat().st_ino == before
+
+
+@pytest.mark.parametrize("rest", [b'{"stage": "sft", "step": 0, "loss": 1.0}\n{"stage": "sf', None])
+def test_lines_that_a_log_has_lost_are_named(tmp_path, capsys, rest):
+    """A resumed run appends to the complete lines of a log that was cut or deleted."""
+    if rest is not None:
+        (tmp_path / METRICS).write_bytes(rest)
+    state = tmp_path / "states" / "000002"
+    log = begin(open_log(tmp_path, num_log_lines={METRICS: 2}, resumed=state), "sft", 3, 2)
+    found = int(rest is not None)
+    said = f"{tmp_path / METRICS} has only {found} of the 2 lines that it had when {state} was saved; the log continues"
+    assert capsys.readouterr().out.startswith(said)
+    log.step(2, {"loss": 3.0}, STEP)
+    assert [line["loss"] for line in metrics(tmp_path)] == [1.0] * found + [3.0]
 
 
 def test_evaluations_have_their_own_lines_and_do_not_count_as_training_time(tmp_path, capsys):

@@ -1,25 +1,30 @@
 """Test that completions.jsonl shows the completions of a step, and does not change the run."""
 
 import json
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
 import torch
-from on_ranks import ONE
+from on_ranks import ONE, launch
 from pytest import approx
 from runs import LETTERS, metrics
 
 from minivlmrl.commands import evaluate
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.rewards.text import tag_format
 from minivlmrl.run.rollout_log import CompletionsLog, describe_group, tokens
 from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers.base import Rollout
+from minivlmrl.trainers.base import Rollout, Step
 
 EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=4", "--grpo.max_steps=2", LETTERS)
 completions = partial(metrics, name="completions.jsonl")
@@ -82,6 +87,38 @@ def test_metrics_do_not_depend_on_the_log(run):
     silent = run(*ppo, "--log_completions=0", name="silent")
     assert (loud / "metrics.jsonl").read_bytes() == (silent / "metrics.jsonl").read_bytes()
     assert len(completions(loud)) == 2 * 4 and not (silent / "completions.jsonl").exists()
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_the_number_of_prompts_of_a_step(run):
+    options = *EVERY_STEP, "--grpo.prompts_per_step=6", "--grpo.num_generations=2", "--grpo.max_steps=1"
+    everything = completions(run(*options, "--num_logged_prompts=null", name="all"))
+    assert len(everything) == 6
+    assert completions(run(*options, "--num_logged_prompts=1", name="one")) == everything[:1]
+    assert completions(run(*options, name="default")) == everything[:4]
+
+
+def log_on_rank(folder, overrides, world):
+    """Log one step, in which rank 0 trains on two prompts and rank 1 on one prompt."""
+    config = RunConfig(output_dir=str(folder), **overrides)
+    log = CompletionsLog(config, world, TrainerState(0, ["grpo"]))
+    rows = [replace(row, index=10 * world.rank + i) for i, row in enumerate(list(Shapes(2, "rows")))]
+    processor = Processor(shapes.tokenizer(), ImageProcessor())
+    one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
+    rollout = Rollout(rows, [row.prompt(processor) for row in rows], [[one], [one]], torch.zeros(2, 2))
+    trainer = SimpleNamespace(stage="grpo", run=config, processor=processor, config=SimpleNamespace(num_generations=1))
+    log.step(trainer, Step([], rollout=rollout, prompts=range(2 - world.rank)), 0)
+
+
+@pytest.mark.parametrize(("overrides", "logged"), [({"num_logged_prompts": None}, [0, 1, 10]), ({}, [0, 1])])
+def test_completions_of_all_ranks(tmp_path, overrides, logged):
+    """Rank 0 writes the lines and the images of all ranks."""
+    launch(2, tmp_path, {"log": overrides | {"log_completions": 1}}, log_on_rank)
+    lines = completions(tmp_path)
+    assert [line["row"] for line in lines] == logged
+    sizes = [PIL.Image.open(tmp_path / path).size for line in lines for path in line["images"]]
+    assert sizes == [(56, 56)] * len(logged)
+    assert len([*(tmp_path / "images").iterdir()]) == len(logged)
 
 
 @pytest.mark.usefixtures("plain")

@@ -1,0 +1,53 @@
+"""Check the public names of the package, and that importing the package does not import torch."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from links import ROOT
+
+import minivlmrl
+
+PAGE = (ROOT / "docs" / "library.md").read_text()
+NAMES = [name for name in minivlmrl.__all__ if name != "__version__"]
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, minivlmrl; minivlmrl.__version__; dir(minivlmrl); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_the_object_of_its_module(name):
+    """A star import also works in a fresh process, where no module of the package is loaded yet."""
+    value = getattr(minivlmrl, name)
+    assert (value.__name__ if name != "parity" else "parity") == name and name in dir(minivlmrl)
+    assert value.__module__ == minivlmrl.MODULES[name] if name != "parity" else value.check
+    code = f"from minivlmrl import *; {name}; from minivlmrl import {name}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"^module 'minivlmrl' has no attribute 'gpro_loss'$"):
+        minivlmrl.gpro_loss  # noqa: B018
+    assert not hasattr(minivlmrl, "gpro_loss")
+
+
+def test_the_page_lists_all_public_names():
+    assert sorted(re.findall(r"(?m)^\| `(\w+)` \| \S", PAGE)) == sorted(minivlmrl.__all__)
+
+
+def test_the_examples_of_the_page():
+    """The first example trains one step on two completions; the second calls parity.check, which passes."""
+    first, second = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    space = {}
+    exec(first, space)
+    assert space["loss"].item() == pytest.approx(0.0, abs=1e-6)
+    gradient = space["logps"].grad
+    assert (gradient[0, :3] < 0).all() and (gradient[1, :2] > 0).all() and gradient[1, 2] == 0
+    assert torch.equal(gradient.isfinite(), torch.ones(2, 3).bool())
+    exec(second, space)
+    assert space["cases"] > 0
