@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 Value = TypeVar("Value")
+
+# the store of rank addresses, which still works after a rank has ended; None before `setup`
+rank_store: Store | None = None
 
 
 @dataclass
@@ -166,7 +170,8 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         # documented in torch.distributed, although pyright takes it for private
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
-            store = attempt_store(time_limit)
+            global rank_store
+            store = rank_store = attempt_store(time_limit)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=time_limit
         )
@@ -228,6 +233,22 @@ def attempt_store(limit: timedelta) -> Store:
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
     return PrefixStore(attempt, store)
+
+
+def find_lost_ranks(seconds: float) -> list[int]:
+    """Return the ranks that ended or hang, after a collective operation has failed on this rank.
+
+    Each rank whose collective operation fails calls this function, and the other ranks are lost.
+
+    Args:
+        seconds: how long to wait for the other ranks.
+    """
+    if rank_store is None:
+        return []
+    rank_store.set(f"alive/{os.environ['RANK']}", "")
+    time.sleep(seconds)
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    return [rank for rank in ranks if not rank_store.check([f"alive/{rank}"])]
 
 
 def shutdown(world: World):

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.parsing import out_of_memory, shortened
+from minivlmrl.distributed.process_group import find_lost_ranks
 from minivlmrl.files import write_json
 
 
@@ -56,6 +59,25 @@ def report_mistake(message: str):
         print(message, file=sys.stderr, flush=True)
 
 
+def lost_ranks() -> str:
+    """Describe the ranks that this rank has waited for in vain; "" if there are none.
+
+    The function waits for some seconds, because torchrun shows the first error that it receives,
+    and a rank that failed first must be able to report its own error.
+    """
+    ranks = []
+    with suppress(RuntimeError):  # the store has ended together with torchrun
+        ranks = find_lost_ranks(3.0)
+    if not ranks:
+        return ""
+    names = ", ".join(map(str, ranks))
+    return (
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {names} ended or did not answer in time, so "
+        f"rank {os.environ['RANK']} ends too; look for an earlier error of that rank (the system "
+        "may have killed it for lack of memory), and continue with --resume=auto"
+    )
+
+
 def run_rank(work: Callable[[], int]):
     """Call `work` as one rank, and exit with its return code.
 
@@ -74,11 +96,15 @@ def run_rank(work: Callable[[], int]):
             report_mistake(out_of_memory(error))
             return 2
         except RuntimeError as error:
-            if isinstance(error, dist.DistError) or "gloo" in str(error):
-                # Another rank failed first. torchrun shows the first error that it receives, so
-                # wait until that rank has reported its error.
-                time.sleep(3)
-            raise
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            # torchrun sends SIGTERM once a rank has ended; this rank ends in a few seconds anyway
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            lost = lost_ranks()
+            if not lost:
+                raise
+            report_mistake(lost)
+            return 1
 
     try:
         code = recorded()

@@ -32,7 +32,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text
+from minivlmrl.config.parsing import json_text, parse_json
 from minivlmrl.data.boxes import Box, box_columns, parse_boxes
 from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
@@ -78,10 +78,31 @@ class CompletionsLog:
             lines = self.path.read_bytes().splitlines(keepends=True)
             num_past = sum(is_past(line, progress) for line in read_lines(self.path, LogLine))
             num_bytes = sum(len(line) for line in lines[:num_past])
+            self.report_lost_lines(progress)
         self.path.touch()
         # The file is truncated instead of written again, so that the lines that are kept cannot be
         # lost if the process is killed or the disk is full.
         os.truncate(self.path, num_bytes)
+
+    def report_lost_lines(self, progress: TrainerState):
+        """Print a sentence if the log has no lines of earlier steps, which cannot be repeated."""
+        logged = {(line["stage"], line["step"]) for line in read_lines(self.path, LogLine)}
+        lost = []
+        # the name is METRICS of metrics.py, which imports this module
+        for text in progress.logs.get("metrics.jsonl", "").splitlines():
+            line = parse_json(text)
+            name = line.get("stage"), line.get("step")
+            # only steps with a rollout have rewards, and evaluations have no rewards
+            if "reward" in line and name[1] % self.every == 0 and name not in logged:
+                lost.append(name)
+        if lost:
+            stage, step = lost[0]
+            print(
+                f"{self.path} has no completions of {len(lost)} earlier steps, the first is step "
+                f"{step} of {stage}: the file was cut, or log_completions was different; the run "
+                "goes on without them",
+                flush=True,
+            )
 
     def step(self, trainer: Trainer, step: Step, number: int):
         """Log the completions of an optimizer step if its turn has come and it has a rollout.

@@ -461,6 +461,17 @@ def test_checkpoints_are_never_overwritten_by_default(recipe, copy):
     assert (copy / "metrics.jsonl").read_bytes() == before
 
 
+def test_completions_that_were_cut_are_reported(recipe, copy, capsys):
+    shutil.rmtree(copy / "states" / "000003")
+    whole, log = shutil.copytree(copy, copy.parent / "whole"), copy / "completions.jsonl"
+    log.write_bytes(log.read_bytes()[:100])
+    resume(recipe, copy, "--resume=auto")
+    said = f"{log} has no completions of 1 earlier steps, the first is step 0 of grpo: the file was cut, or"
+    assert said in capsys.readouterr().out
+    resume(recipe, whole, "--resume=auto")
+    assert "has no completions" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("option", ["--resume=never", "--resume=null"])
 def test_torchrun_restarts_need_resume_auto(recipe, copy, monkeypatch, option):
     """Without auto, a restart would delete the earlier checkpoints or refuse to start."""

@@ -1,5 +1,6 @@
 """Test runs under torchrun: a dead rank, a restart, and a signal from a scheduler."""
 
+import contextlib
 import json
 import os
 import signal
@@ -73,6 +74,21 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     one = metrics(tmp_path / "alone")
     assert [line["step"] for line in two] == list(range(6))
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
+
+
+@pytest.mark.parametrize("action", ["os.kill(os.getpid(), signal.SIGKILL)", "import time; time.sleep(600)"])
+def test_a_lost_rank_is_named_in_one_sentence(torchrun, action):
+    """Rank 1 is dead or hangs; rank 0 ended with a traceback of gloo."""
+    process = torchrun("--checkpoint_steps=1", "--timeout=4", action=action)
+    try:
+        _, errors = process.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    sentence = "rank 1 ended or did not answer in time, so rank 0 ends too; look for an earlier error of that rank"
+    assert any(line.startswith(sentence) for line in errors.splitlines()), errors[-3000:]
+    assert "gloo" not in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
