@@ -83,7 +83,7 @@ class Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             problem = f"the alias *{event.anchor} is not supported; write its value instead"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
