@@ -17,7 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from unittest.mock import patch
 
 import PIL.Image
 
@@ -190,10 +189,14 @@ def with_outputs(text: str) -> str:
 def run_cells(cells: list[dict]) -> list[list[dict]]:
     """Run code cells in an empty folder, and return the outputs of each cell in the format of notebooks."""
     space = {"__name__": "__main__"}
-    # with this module, a run prints every tenth step instead of every step
-    kernel = patch.dict(sys.modules, {"ipykernel": ModuleType("ipykernel")})
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), kernel:
-        return [run_cell("".join(cell["source"]), space) for cell in cells]
+    sys.modules["ipykernel"] = ModuleType(
+        "ipykernel"
+    )  # with this module, a run prints every tenth step, not every step
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            return [run_cell("".join(cell["source"]), space) for cell in cells]
+    finally:
+        del sys.modules["ipykernel"]
 
 
 def run_cell(source: str, space: dict) -> list[dict]:
