@@ -139,7 +139,8 @@ def grpo_loss(
     ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
     inputs = TermInputs(per_token_logps, log_ratio, ratio, advantages, mask)
     term = TERMS[options.loss_type]
-    if hasattr(term, "__kwdefaults__"):  # your own term may be an object instead of a function
+    # your own term may be an object instead of a function, or accept all arguments (flag 8)
+    if hasattr(term, "__code__") and not term.__code__.co_flags & 8:
         names = term.__code__.co_varnames  # of arguments, followed by those of local variables
         check_arguments(term_options, names, f"loss_type {options.loss_type}")
     per_token_loss, metrics = term(inputs, options, **term_options)
