@@ -16,7 +16,6 @@ optimizer step, so the gradients of its micro-batches add up to the gradient of 
 how the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses to the tables.
 """
 
-import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -140,9 +139,10 @@ def grpo_loss(
     ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
     inputs = TermInputs(per_token_logps, log_ratio, ratio, advantages, mask)
     term = TERMS[options.loss_type]
-    check_arguments(
-        term_options, inspect.signature(term).parameters, f"loss_type {options.loss_type}"
-    )
+    # your own term may be an object instead of a function, or accept all arguments (flag 8)
+    if hasattr(term, "__code__") and not term.__code__.co_flags & 8:
+        names = term.__code__.co_varnames  # of arguments, followed by those of local variables
+        check_arguments(term_options, names, f"loss_type {options.loss_type}")
     per_token_loss, metrics = term(inputs, options, **term_options)
     if token_weights is not None:
         per_token_loss = per_token_loss * token_weights
@@ -332,8 +332,10 @@ def check_arguments(given: Collection[str], accepted: Collection[str], owner: st
     for name in given:
         if name in accepted:
             continue
-        with_it = [key for key, term in TERMS.items() if name in inspect.signature(term).parameters]
-        where = f"its arguments are {', '.join(accepted)}"
+        with_it = [
+            key for key, term in TERMS.items() if name in (getattr(term, "__kwdefaults__", 0) or ())
+        ]
+        where = f"GRPOLossOptions has {', '.join(GRPOLossOptions.__dataclass_fields__)}"
         if name == "epsilon":
             where = "TRL's epsilon is epsilon_low and epsilon_high of GRPOLossOptions"
         elif name in GRPOLossOptions.__dataclass_fields__:

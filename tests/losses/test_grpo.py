@@ -87,7 +87,7 @@ def test_mistakes_are_refused():
     [
         (lambda one: GRPOLossOptions(epsilon=0.2), "'epsilon'; TRL's epsilon is epsilon_low and epsilon_high"),
         (lambda one: GRPOLossOptions(delta=2.0), "'delta'; it is an argument of grpo_loss for loss_type grpo, "),
-        (lambda one: GRPOLossOptions(label_smoothing=0.1), "'label_smoothing'; its arguments are loss_type, import"),
+        (lambda one: GRPOLossOptions(label_smoothing=0.1), "'label_smoothing'; GRPOLossOptions has loss_type, import"),
         (lambda one: grpo_loss(one, one[0], one, loss_type="bnpo"), "'loss_type'; pass GRPOLossOptions.loss_type="),
         (lambda one: grpo_loss(one, one[0], one, sapo_temperature_pos=1.0), "'sapo_temperature_pos'; it is .* sapo$"),
     ],

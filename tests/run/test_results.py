@@ -95,7 +95,7 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("--rewards={acuracy: 1}", "unknown reward .acuracy."),
+        ("--rewards={colour: 1}", "unknown reward .colour."),
         ("--data.train_file=no.jsonl", r"no\.jsonl: this file of rows does not exist"),
         ("--model.path=nowhere", "nowhere"),
     ],
