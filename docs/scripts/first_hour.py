@@ -189,9 +189,8 @@ def with_outputs(text: str) -> str:
 def run_cells(cells: list[dict]) -> list[list[dict]]:
     """Run code cells in an empty folder, and return the outputs of each cell in the format of notebooks."""
     space = {"__name__": "__main__"}
-    sys.modules["ipykernel"] = ModuleType(
-        "ipykernel"
-    )  # with this module, a run prints every tenth step, not every step
+    # if this module is loaded, a run prints every tenth step instead of every step
+    sys.modules["ipykernel"] = ModuleType("ipykernel")
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             return [run_cell("".join(cell["source"]), space) for cell in cells]
