@@ -333,7 +333,9 @@ def check_arguments(given: Collection[str], accepted: Collection[str], owner: st
         if name in accepted:
             continue
         with_it = [
-            key for key, term in TERMS.items() if name in (getattr(term, "__kwdefaults__", 0) or ())
+            key
+            for key, term in TERMS.items()
+            if name in (getattr(term, "__kwdefaults__", None) or {})
         ]
         where = f"GRPOLossOptions has {', '.join(GRPOLossOptions.__dataclass_fields__)}"
         if name == "epsilon":
