@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
+from yaml.composer import ComposerError
 
 from minivlmrl.config.renames import RENAMED_OPTIONS
 from minivlmrl.config.types import Code, Plain
@@ -83,7 +84,7 @@ class Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             problem = f"the alias *{event.anchor} is not supported; write its value instead"
-            raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
+            raise ComposerError(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
