@@ -89,7 +89,10 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Compute d = (z - top) / T in place from logits z (m, V), clamped to FLOOR ln 2."""
+    """Compute d = (z - top) / T in place from logits z (m, V).
+
+    Values below FLOOR * ln(2) are set to FLOOR * ln(2).
+    """
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)

@@ -244,7 +244,10 @@ class StepTracer:
         return png(PIL.Image.fromarray(rgb.round().byte().numpy()))
 
     def pause(self, trainer: Trainer, step: Step):
-        """Stop tracing before the optimizer update; describe the sequences and first prompts."""
+        """Stop tracing before the optimizer update, and record what the page shows below the code.
+
+        The page shows the packed sequences of the step, and the first prompts with their completions.
+        """
         self.__exit__()
         runs = [describe_packed_run(batch) for batch in step.micro_batches]
         words = {}

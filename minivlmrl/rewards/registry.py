@@ -70,14 +70,17 @@ def last_turn(prompt: Text | list[dict]) -> Text:
 
 @dataclass
 class StageProgress:
-    """Progress of the current stage in optimizer steps, with the names of TRL's trainer_state."""
+    """Progress of the stage in optimizer steps, with the field names of TRL's trainer_state."""
 
     global_step: int = 0
     max_steps: int = 0
 
 
 class RewardLog:
-    """Progress of a stage and metrics of rewards, as TRL's trainer_state and log_metric."""
+    """The two objects that reward functions receive as TRL's arguments `trainer_state` and `log_metric`.
+
+    `trainer_state` contains the progress of the stage, and `log_metric` records a metric.
+    """
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = StageProgress(global_step, max_steps)
