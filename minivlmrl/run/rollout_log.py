@@ -32,7 +32,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text, parse_json
+from minivlmrl.config.parsing import json_text
 from minivlmrl.data.boxes import Box, box_columns, parse_boxes
 from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
@@ -88,11 +88,13 @@ class CompletionsLog:
         """Print a sentence if the log has no lines of earlier steps, which cannot be repeated."""
         logged = {(line["stage"], line["step"]) for line in read_lines(self.path, LogLine)}
         lost = []
-        # the name is METRICS of metrics.py, which imports this module
-        for text in progress.logs.get("metrics.jsonl", "").splitlines():
-            line = parse_json(text)
-            name = line.get("stage"), line.get("step")
+        # The name is METRICS of metrics.py, which imports this module. The file may still have lines
+        # of steps that the run repeats.
+        for line in read_lines(self.folder / "metrics.jsonl", LogLine):
+            name = line["stage"], line["step"]
             # only steps with a rollout have rewards, and evaluations have no rewards
+            if not is_past(line, progress):
+                continue
             if "reward" in line and name[1] % self.every == 0 and name not in logged:
                 lost.append(name)
         if lost:

@@ -77,7 +77,7 @@ def test_a_value_may_follow_its_option_after_a_space(recipe):
     )
     assert (config.data.train_file, config.seed, config.grpo.beta) == ("a.jsonl", -1, 0.5)
     assert config.dpo.use_weighting is True
-    with pytest.raises(ValueError, match="'b': an override has the form"):
+    with pytest.raises(ValueError, match="'b': an override must have the form"):
         load_config(recipe, ["--data.train_file", "a.jsonl", "b"])
 
 

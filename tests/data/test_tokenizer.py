@@ -143,7 +143,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 ])  # fmt: skip
 def test_a_component_that_can_grow_a_text_without_bounds_is_refused(tmp_path, changed, reason):
     """40 of these doublings are four kilobytes; the library aborts the process when the memory is used up."""
-    with pytest.raises(ValueError, match=rf"tokenizer\.json: not a usable tokenizer\.json of Qwen2 \({reason}"):
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: .* not a usable tokenizer\.json of Qwen2 \({reason}"):
         load(tmp_path, SAVED | changed)
 
 

@@ -143,15 +143,15 @@ def test_uninitialised_memory_has_no_numbers(home, replayed, plain, lively, tmp_
     out = tmp_path / "a.html"
     code, _ = replayed(home / "recipe.yaml", "grpo", 1, "--stages=[grpo]", *options, f"--trace={out},{reward}")
     assert code == 0
-    before, after = Page(out).made("x", "long")[:2]
+    before, after = Page(out).values_of("x", "long")[:2]
     assert before == {"of": "uninitialised float32", "shape": [2]} and after["rows"] == [[1.5, 1.5]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
-def test_the_page_opens_where_the_loss_has_been_computed(film, tmp_path, stage):
+def test_the_page_opens_where_the_loss_has_been_computed(run_step, tmp_path, stage):
     """A number in the address opens another event."""
-    page, *_ = film(stage, True)
+    page, *_ = run_step(stage, True)
     first = next(i for i, event in enumerate(page.events) if any(name == "loss" for _, name, _ in event[3]))
     opened = browse(tmp_path / "step.html", "", tmp_path)
     assert f"· #{first} of {len(page.events) - 1}" in opened and 'class="var new" data-path="loss"' in opened

