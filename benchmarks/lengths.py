@@ -50,10 +50,8 @@ def main():
     rows = []
     for row in measure(**sizes, repeats=repeats):
         rows.append(row)
-        print(
-            f"| {' | '.join(f'{value:.3g}' if name == 'ratio' else str(value) for name, value in row.items())} |",
-            flush=True,
-        )
+        *case_sizes, ratio = row.values()
+        print(f"| {' | '.join(map(str, case_sizes))} | {ratio:.3g} |", flush=True)
     write_numbers(options.json, {"rows": rows, "threads": options.threads})
 
 

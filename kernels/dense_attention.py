@@ -137,7 +137,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         out, lse, *state, _ = results
         return FlashOutput(out, lse, tuple(state))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlashOutput(*kernel(q, k, v, 0.0, is_causal), ())
+    out, lse = kernel(q, k, v, 0.0, is_causal)
+    return FlashOutput(out, lse, ())
 
 
 def flash_attention_backward(

@@ -65,7 +65,6 @@ def test_grpo_step(call):
 @pytest.mark.slow
 def test_lengths(call):
     """transformers and our model both run. The script asserts that their log-probabilities are equal."""
-    pytest.importorskip("transformers")
     sizes = {"prompts": (40,), "completions": (16, 256), "groups": (2,)}
     table, numbers = call("lengths", "--quick", "--threads", "1", QUICK=sizes)
     assert "| times ours |" in table
