@@ -8,6 +8,7 @@ gives fewer and larger matrix products, and the keys are not copied.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,78 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return out.unflatten(2, (repeat, L)).flatten(1, 2)
+
+
+class FlashOutput(NamedTuple):
+    """Results of flash_attention."""
+
+    out: Tensor  # (S, H, L, D), the attention outputs
+    lse: Tensor  # (S, H, L), log-sum-exp of the scores of each query, at least in float32
+    state: tuple  # arguments of a GPU's backward pass: lengths and an unused random state
+
+
+def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if flash_attention supports the device, dtype and head dimension of q, k and v.
+
+    The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. The kernel for
+    MPS returns no log-sum-exp. AMD GPUs are excluded, because the log-sum-exp of their kernel is
+    not tested.
+    """
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
+    if q.device.type == "meta":
+        return half
+    if q.device.type == "cuda" and not torch.version.hip:
+        return half and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
+    return q.device.type == "cpu"
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
+    """Compute attention with the fused kernel, outside autograd, and also return log-sum-exps.
+
+    Args:
+        q, k, v: as in dense_attention; has_flash_attention must be True for them.
+        is_causal: if True, query i attends to the keys 0..i. L and T must then be equal.
+    """
+    if q.device.type == "cuda":
+        results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+        out, lse, *state, _ = results
+        return FlashOutput(out, lse, tuple(state))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, is_causal)
+    return FlashOutput(out, lse, ())
+
+
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: FlashOutput, is_causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v with the fused kernel's backward pass.
+
+    The kernel recomputes the weight of each key as exp(score - lse). Therefore k and v may also be
+    a part of the keys to which q attends, if `out` and `lse` are the results for all these keys:
+    the weights are then those of the softmax over all keys. The gradients of k and v are complete,
+    and the gradients of q must be summed over the parts.
+
+    Args:
+        grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
+        result: the results of flash_attention for all keys, with the state for k and v.
+    """
+    out, lse, state = result
+    lse = lse.contiguous()  # the kernel on a GPU does not read the strides
+    if q.device.type == "cuda":
+        (queries, keys, max_queries, max_keys, seed, offset) = state
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
+            offset,
+        )  # fmt: skip
+    inputs = [grad, q, k, v, out]
+    if q.device.type == "cpu":
+        # The kernel sums the gradients of k and v over the queries in the dtype of k and v, which
+        # loses digits in bfloat16.
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        inputs = [x.to(dtype) for x in inputs]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)
+    return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype)
 
 
 def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:

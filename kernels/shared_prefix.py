@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
+from minivlmrl.kernels.dense_attention import (
+    FlashOutput,
+    Reorder,
+    attention_scores,
+    dense_attention,
+    flash_attention,
+    flash_attention_backward,
+    has_flash_attention,
+)
 
-# maximum size of the float32 scores in grouped_attention, in bytes; see completion_attention
-SHARED_BYTES = 2**24
+# Maximum size of the float32 scores in grouped_attention, in bytes. With smaller scores it is faster
+# than the fused kernel.
+MAX_SCORE_BYTES = 2**22
 
 
 def rectangles(
@@ -96,10 +105,10 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention of completions to all keys of their prompt and causally to their own keys.
 
-    On a CPU, the queries of all completions of a prompt are multiplied with the prompt's keys in
-    one product, so the keys are not copied for each completion. On a GPU, or if the scores would
-    take more than SHARED_BYTES, the keys are copied for each completion, and the fused kernel
-    computes attention without storing the scores.
+    The prompt's keys are not copied for each completion. On a CPU, scores of at most
+    MAX_SCORE_BYTES are computed step by step by grouped_attention. Otherwise, JoinedAttention calls
+    the fused kernel, which does not store the scores. Only where has_flash_attention is False, for
+    example for float32 on a GPU, the keys are copied for each completion.
 
     Args:
         q: (R, H, C, D), queries of the completions.
@@ -111,12 +120,64 @@ def completion_attention(
     """
     num_keys = prompt_k.shape[2] + k.shape[2]
     score_bytes = 4 * q[..., 0].numel() * num_keys  # size of the scores in float32
-    if q.device.type == "cpu" and score_bytes <= SHARED_BYTES:
+    if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
+    if has_flash_attention(q, k, v):
+        return JoinedAttention.apply(q, k, v, prompt_k, prompt_v, slots)
     k = torch.cat([slots.expand_to_rows(prompt_k), k], dim=2)
     v = torch.cat([slots.expand_to_rows(prompt_v), v], dim=2)
     # Query i attends to P + i + 1 keys.
     return dense_attention(q, k, v, is_causal=True)
+
+
+class JoinedAttention(torch.autograd.Function):
+    """Compute `completion_attention` with two calls of the fused kernel, without copies or masks.
+
+    In call 1, the queries of all completions of a prompt attend to the prompt's keys. In call 2,
+    each completion attends causally to its own keys. With the output o_j of call j and the
+    log-sum-exp e_j of its scores,
+
+        e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
+
+    is the attention to all keys. In the backward pass, the kernel computes the gradients of each
+    part from `out` and e, see flash_attention_backward. The arguments of apply are those of
+    completion_attention.
+
+    Sources: Hydragen (Juravsky et al., 2024) joins the parts; Ring Attention (Liu et al., 2023)
+    also has the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
+    ) -> Tensor:
+        to_prompt = flash_attention(slots.by_prompt(q), prompt_k, prompt_v)
+        to_own = flash_attention(q, k, v, is_causal=True)
+        prompt_lse = slots.by_row(to_prompt.lse[..., None])  # (R, H, C, 1)
+        own_lse = to_own.lse[..., None]
+        lse = torch.logaddexp(prompt_lse, own_lse)
+        out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
+        out = (out + to_own.out * (own_lse - lse).exp()).to(q.dtype)
+        ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
+        ctx.slots = slots
+        ctx.states = (to_prompt.state, to_own.state)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
+        by_prompt = ctx.slots.by_prompt
+        prompt_state, own_state = ctx.states
+        # in the memory order (R, C, H, D) of q, in which by_prompt copies nothing
+        grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+        result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
+        prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
+            by_prompt(grad), by_prompt(q), prompt_k, prompt_v, result
+        )
+        result = FlashOutput(out, lse[..., 0], own_state)
+        q_grad, k_grad, v_grad = flash_attention_backward(grad, q, k, v, result, is_causal=True)
+        q_grad = q_grad + ctx.slots.by_row(prompt_q_grad)
+        return q_grad, k_grad, v_grad, prompt_k_grad, prompt_v_grad, None
 
 
 def grouped_attention(

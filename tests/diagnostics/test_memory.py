@@ -27,6 +27,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
+from minivlmrl.kernels import shared_prefix
 from minivlmrl.model.build import initialize
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.config import ModelConfig
@@ -82,7 +83,9 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
 
     Model, optimizer and micro-batches are built as in a run.
     """
-    monkeypatch.setattr("minivlmrl.kernels.shared_prefix.SHARED_BYTES", 0)
+    monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
+    # as on a GPU, where float32 has no kernel that returns log-sum-exps
+    monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
     config = ModelConfig.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
     stage = "ppo" if "critic" in form else "grpo"
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
@@ -126,6 +129,24 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
     measured = sum(held.values()) + live.peak + batch.pixel_values.nbytes
     assert sum(size for name, size in planned.items() if name != "logits") == pytest.approx(measured, rel=0.1)
+
+
+def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
+    """On a GPU, attention in float32 copies the keys of a prompt for each completion, and in bfloat16 it does not."""
+    work = BatchShape(prompts=1, num_generations=8, text_tokens=2000, image_tokens=0, completion_tokens=8)
+    costs, run = MemoryEstimator(ModelConfig.from_dict(CONFIGS["wider"])), run_config()
+    saved = {}
+    for dtype in ("float32", "bfloat16"):
+        run.model.dtype = dtype
+        models = TrainedModels(costs.build(run, "grpo"))
+        peak = costs.activations(run, models, work, train=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: False)
+            saved[dtype] = costs.activations(run, models, work, train=True) - peak
+    copied_tokens = work.num_generations * work.text_tokens * costs.config.num_hidden_layers
+    copies = copied_tokens * 2 * costs.config.num_key_value_heads * costs.config.head_dim  # keys and values
+    assert abs(saved["float32"]) < 1000  # the first estimate also creates rotary frequencies
+    assert saved["bfloat16"] > copies * torch.bfloat16.itemsize
 
 
 ALL_FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}

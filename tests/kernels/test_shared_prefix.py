@@ -1,9 +1,13 @@
-"""Tests that PromptSlots arranges rows by their prompt and inverts this arrangement."""
+"""Test the arrangement of rows by their prompt, and each way to compute the attention of completions."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minivlmrl.kernels.shared_prefix import PromptSlots
+from minivlmrl.diagnostics.memory import AllocationTracker
+from minivlmrl.kernels import shared_prefix
+from minivlmrl.kernels.dense_attention import dense_attention, flash_attention, flash_attention_backward
+from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 
 
 @pytest.mark.parametrize("prompt_index", [[0, 0, 1, 1], [0, 0, 0, 1, 2, 2], [0], [0, 2, 2]], ids=str)
@@ -17,3 +21,88 @@ def test_products_with_prompts_equal_those_of_each_row(prompt_index):
     assert slots.by_prompt(rows).shape == (prompts, 2, 3 * slots.slots, 4)
     torch.testing.assert_close(slots.by_row(slots.by_prompt(rows) @ keys.mT), rows @ keys[prompt_index].mT)
     assert torch.equal(slots.expand_to_rows(keys), keys[prompt_index])
+
+
+# prompt of each completion, query heads, key heads, prompt tokens, completion tokens, head dimension
+SIZES = [
+    ([0, 0, 0], 4, 2, 7, 5, 8),
+    ([0, 0, 1], 6, 3, 130, 70, 16),  # prompt 1 has an empty slot
+    ([0, 2, 2], 4, 4, 1, 33, 24),  # prompt 1 has no completion
+    ([0, 0, 1, 1], 8, 1, 20, 100, 64),
+    ([0], 2, 2, 3, 1, 8),
+]
+
+
+def completions_and_prompts(prompt_index, H, K, P, C, D, dtype=torch.float64):
+    """Return random q, k, v, prompt_k, prompt_v and upstream gradient, and the slots of the completions."""
+    R, B = len(prompt_index), max(prompt_index) + 1
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(R, C, H, D), (R, C, K, D), (R, C, K, D), (B, P, K, D), (B, P, K, D), (R, C, H, D)]
+    *inputs, upstream = (torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes)
+    return [x.requires_grad_() for x in inputs], upstream, PromptSlots(torch.tensor(prompt_index), B)
+
+
+def copied_attention(q, k, v, prompt_k, prompt_v, prompt_index):
+    """Compute the attention with a copy of the prompt's keys and values for each completion."""
+    k = torch.cat([prompt_k[prompt_index], k], dim=2)
+    v = torch.cat([prompt_v[prompt_index], v], dim=2)
+    return dense_attention(q, k, v, is_causal=True)
+
+
+@pytest.fixture(params=["written out", "joined", "copied"])
+def way(request, monkeypatch):
+    """Make completion_attention compute in one of its three ways."""
+    monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 2**30 if request.param == "written out" else 0)
+    if request.param == "copied":
+        monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: False)
+    return request.param
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_way_equals_attention_with_copied_keys(sizes, way):
+    inputs, upstream, slots = completions_and_prompts(*sizes)
+    expected = copied_attention(*inputs, sizes[0])
+    actual = completion_attention(*inputs, slots)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    gradients = (torch.autograd.grad(out, inputs, upstream) for out in (actual, expected))
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES[:4], ([0] * 8, 4, 1, 40, 600, 16)], ids=str)
+def test_each_way_in_bfloat16(sizes, way):
+    """The error in bfloat16 is a few roundings of 2^-9, also for gradients that are sums over 4,800 queries."""
+    inputs, upstream, slots = completions_and_prompts(*sizes, dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = copied_attention(*exact, sizes[0])
+    actual = completion_attention(*inputs, slots)
+    gradients = zip(
+        torch.autograd.grad(actual, inputs, upstream),
+        torch.autograd.grad(expected, exact, upstream.double()),
+        strict=True,
+    )
+    for ours, theirs in [(actual, expected), *gradients]:
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - theirs).norm() <= 6e-3 * theirs.norm()
+
+
+def test_the_keys_of_a_prompt_are_not_copied(way):
+    """All tensors of the forward and backward pass are smaller than one copy of the keys for each completion."""
+    inputs, upstream, slots = completions_and_prompts([0] * 8, 2, 2, 1000, 4, 16)
+    with AllocationTracker([*inputs, upstream]) as tracker:
+        torch.autograd.grad(completion_attention(*inputs, slots), inputs, upstream)
+    copied_bytes = len(slots.prompt_index) * inputs[3].nbytes
+    if way == "joined":
+        assert tracker.peak < copied_bytes / 2
+    elif way == "copied":
+        assert tracker.peak > 2 * copied_bytes
+
+
+def test_the_kernel_of_a_gpu_accepts_the_arguments():
+    """Call the kernel of a GPU with tensors that have shapes but no values."""
+    with FakeTensorMode():
+        q = torch.empty(6, 8, 50, 64, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(6, 2, 50, 64, device="cuda", dtype=torch.bfloat16)
+        result = flash_attention(q, k, k, is_causal=True)
+        gradients = flash_attention_backward(q, q, k, k, result, is_causal=True)
+    assert (result.out.shape, result.lse.shape) == (q.shape, q.shape[:3])
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]

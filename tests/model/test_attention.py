@@ -46,9 +46,11 @@ def test_the_mask_is_the_rule(seed):
     assert torch.equal(visible(GroupLayout(prompts, completions)), expected)
 
 
+@pytest.mark.parametrize("max_score_bytes", [2**30, 0], ids=["written out", "fused"])
 @pytest.mark.parametrize("seed", range(4))
-def test_group_attention_equals_masked_attention(seed):
+def test_group_attention_equals_masked_attention(seed, max_score_bytes, monkeypatch):
     """Compare the values and gradients of GroupAttention with attention under the full mask."""
+    monkeypatch.setattr("minivlmrl.kernels.shared_prefix.MAX_SCORE_BYTES", max_score_bytes)
     layout = GroupLayout(*random_lengths(seed))
     inputs = [x.requires_grad_() for x in qkv(layout.num_tokens, seed)]
     upstream = qkv(layout.num_tokens, seed + 100)[0]

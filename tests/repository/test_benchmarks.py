@@ -44,7 +44,7 @@ def call(tmp_path, monkeypatch, capsys):
 def test_a_machine_without_other_trainers_measures_our_side():
     """A rented machine has neither TRL nor a network, so scripts import other trainers only where they compare them."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
-    names = "decode, gpu_grpo, gpu_kernels, gpu_step, grpo_step"
+    names = "decode, gpu_grpo, gpu_kernels, gpu_step, grpo_step, lengths"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); decode.SIZES = ((1, 2),); decode.main()"
     command = [sys.executable, "-c", f"{missing}; import {names}; {run}"]
@@ -60,6 +60,16 @@ def test_grpo_step(call):
     assert "TRL ms" in table
     assert [case["prompt_tokens"] for case in numbers["cases"]] == [48, 288]
     assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in numbers["cases"])
+
+
+@pytest.mark.slow
+def test_lengths(call):
+    """transformers and our model both run. The script asserts that their log-probabilities are equal."""
+    sizes = {"prompts": (40,), "completions": (16, 256), "groups": (2,)}
+    table, numbers = call("lengths", "--quick", "--threads", "1", QUICK=sizes)
+    assert "| times ours |" in table
+    assert [row["completion_tokens"] for row in numbers["rows"]] == [16, 256]
+    assert all(row["ratio"] > 0 for row in numbers["rows"])
 
 
 @pytest.mark.slow
