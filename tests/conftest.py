@@ -25,8 +25,9 @@ from stages import alone, folder, lively, samples, script, stage  # noqa: F401 (
 SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_bias.py::test_x": "test_bias.py"}
 # these files take longest and run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
-    "test_plan", "test_trl_steps", "test_rehearsal", "test_ranks", "test_resume", "test_options", "test_backend",
-    "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun", "test_routes", "test_mutation_study",
+    "test_trl_steps", "test_audit", "test_rehearsal", "test_process_group", "test_checkpoints", "test_memory",
+    "test_trajectories", "test_backend", "test_first_gpu_hour", "test_benchmarks", "test_wheel", "test_torchrun",
+    "test_routes", "test_mutation_study",
 )  # fmt: skip
 
 
