@@ -146,7 +146,8 @@ def triangles(completions, **columns):
 
 
 rewards = {"format": 0.5, triangles: 1.0}
-summary = train("shapes.yaml", rows, held_out, rewards=rewards, output_dir="runs/triangles", model=start, **steps)
+steps |= {"rewards": rewards, "data": {"eval_rewards": ["accuracy"]}}
+summary = train("shapes.yaml", rows, held_out, output_dir="runs/triangles", model=start, **steps)
 lines = [json.loads(line) for line in Path("runs/triangles/metrics.jsonl").read_text().splitlines()]
 print("triangles answered:", *(f"{line['rewards/triangles/mean']:.2f}" for line in (lines[0], lines[-1])))
 print("right answers:     ", *(f"{summary[name]['eval/accuracy_sampled']:.2f}" for name in ("start", "after_grpo")))

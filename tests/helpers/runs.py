@@ -116,7 +116,10 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
         (tmp_path / "model.json").write_text(json.dumps(sizes))
         start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
         own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}"]
-        own += [f"--data.eval_file={home / 'other.jsonl'}", "--sampling.max_new_tokens=14"]
+        PIL.Image.new("RGB", (56, 56), "teal").save(home / "teal.png")
+        question = {"problem": "Hm?", "image": "teal.png", "solution": "teal"}
+        write_lines(home / "teal.jsonl", [question] * 4)
+        own += [f"--data.eval_file={home / 'teal.jsonl'}", "--sampling.max_new_tokens=14"]
         small = ["--sft.max_steps=1", "--grpo.max_steps=1", "--adapter.r=2"]
         folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", name="own") / "checkpoint"
         results = json.loads((folder.parent / "summary.json").read_text())
@@ -126,7 +129,7 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
         capsys.readouterr()
         image = ["--image", str(home / "0.png"), "--max_new_tokens=4"]
         assert main(["chat", "--model", str(folder), "--prompt", "What?", *image]) == 0
-        assert main(["check", str(home / "recipe.yaml"), *own, "--data.eval_file=null", f"--model.path={folder}"]) == 0
+        assert main(["check", str(home / "recipe.yaml"), *own, f"--model.path={folder}"]) == 0
         assert main(["memory", "--model", str(folder), str(home / "recipe.yaml")]) == 0
         assert "GB on each GPU" in capsys.readouterr().out
         return folder
