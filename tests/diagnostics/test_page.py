@@ -22,13 +22,17 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-ne
 # folder of the run that is copied for each test
 FOLDERS = []
 
+JUDGES = "--data.eval_rewards=[accuracy, format]"
+
 
 @pytest.fixture
 def trained(run, plain, lively, tmp_path, tmp_path_factory):
     """Return the folder of a run whose steps train on one group of eight completions."""
     if not FOLDERS:
         options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
-        FOLDERS.append(run("--stages=[grpo]", *options, LETTERS).rename(tmp_path_factory.mktemp("page") / "run"))
+        FOLDERS.append(
+            run("--stages=[grpo]", *options, LETTERS, JUDGES).rename(tmp_path_factory.mktemp("page") / "run")
+        )
     return shutil.copytree(FOLDERS[0], tmp_path / "run")
 
 
