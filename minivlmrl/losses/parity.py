@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,27 +45,49 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
     differences = []  # one line for each case that differs
     steps = []  # arguments of `known_mistakes` for the same cases
     for case, options, batch, value, slope in cases(kind=kind, **only):
-        logps = batch["per_token_logps"].requires_grad_()
-        loss = my_loss(batch, options)
-        if not isinstance(loss, Tensor) or loss.dim():
-            raise ValueError(
-                f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()"
-            )
-        # 0 * sum is added, so that the gradient of a detached loss is 0 instead of an error
-        [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
-        value_error = distance(loss.detach(), value)
-        gradient_error = distance(gradient, slope)
+        found = compare(my_loss, options, batch, value, slope)
         count += 1
-        if not max(value_error, gradient_error) <= tolerance:
-            differences.append(
-                f"{case} {options}: "
-                f"value differs by {value_error:.1e}, gradient by {gradient_error:.1e}"
-            )
-            steps.append((batch, options, loss.detach(), gradient))
+        if not found.error <= tolerance:
+            differences.append(f"{case} {options}: {found}")
+            steps.append((batch, options, found.loss, found.gradient))
     if differences:
         head = f"{len(differences)} of {count} cases differ from TRL"
         raise AssertionError("\n".join([head, *differences, *known_mistakes(steps)]))
     return count
+
+
+@dataclass
+class Comparison:
+    """A loss and its gradient, and their largest differences from TRL, relative as in `distance`."""
+
+    loss: Tensor
+    gradient: Tensor
+    loss_error: float
+    gradient_error: float
+
+    @property
+    def error(self) -> float:
+        """Return the larger error."""
+        return max(self.loss_error, self.gradient_error)
+
+    def __str__(self) -> str:
+        return f"value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
+
+
+def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
+    """Compute a loss and its gradient for a recorded case, and compare them with TRL's.
+
+    Raises:
+        ValueError: `my_loss` does not return a tensor of shape ().
+    """
+    logps = batch["per_token_logps"].requires_grad_()
+    loss = my_loss(batch, options)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
+    # 0 * sum is added, so that the gradient of a detached loss is 0 instead of an error
+    [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
+    loss = loss.detach()
+    return Comparison(loss, ours, distance(loss, value), distance(ours, gradient))
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
