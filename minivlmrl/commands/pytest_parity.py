@@ -96,10 +96,8 @@ def load_loss(target: str | None) -> tuple[str, Callable]:
         ValueError: --loss is missing, or names no function with two arguments.
     """
     if not target or ":" not in target:
-        raise ValueError(
-            f"--loss is {target!r}, but it must name your loss function, such as "
-            "--loss=my_file.py:my_loss"
-        )
+        problem = f"is {target!r}, but it must name" if target else "is missing, it must name"
+        raise ValueError(f"--loss {problem} your loss function: --loss=my_file.py:my_loss")
     file = target.rpartition(":")[0]
     if file.endswith(".py"):
         if not os.path.isfile(file):
@@ -147,7 +145,8 @@ def parse_option(text: str) -> tuple[str, object]:
 def pytest_pycollect_makemodule(module_path, parent):
     """Collect the recorded cases in place of the functions of losses/parity.py."""
     if os.path.samefile(module_path, parity.__file__):
-        return RecordedCases.from_parent(parent, path=module_path)
+        # this id, unlike a path below site-packages, can be passed to `pytest --pyargs` again
+        return RecordedCases.from_parent(parent, path=module_path, nodeid=parity.__name__)
     return None
 
 
