@@ -1,6 +1,7 @@
 """parity, for other people's tests: TRL's recorded numbers find a wrong loss, negatives a picture that is not seen."""
 
 import importlib.util
+import itertools
 import re
 import sys
 
@@ -10,7 +11,7 @@ import torch
 from minivlmrl.data.rows import Prompt
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
-from minivlmrl.losses.parity import cases, check, check_images, distance
+from minivlmrl.losses.parity import cases, check, check_images, compare, distance
 
 import tiny
 
@@ -30,12 +31,13 @@ def my_loss(batch, options):
 
 
 def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):
-    """A token mean over the batch, clipped at .8 and 1.2, as most people write it."""
+    """A token mean over the batch, as most people write it."""
     logps, mask, advantages = batch["per_token_logps"], batch["mask"], batch["advantages"][:, None]
     ratio = (logps - batch["old_per_token_logps"]).exp()
-    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    clipped = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_high"])
+    loss = -torch.min(ratio * advantages, clipped * advantages)
     d = batch["ref_per_token_logps"] - logps
-    kl = (d.exp() - d - 1) * (ratio if weight else 1)
+    kl = (d.exp() - d - 1) * (ratio if weight and options["use_bias_correction_kl"] else 1)
     return average((loss + options["beta"] * kl) * mask, mask)
 
 
@@ -44,8 +46,8 @@ DAPO = {"loss_type": "dapo", "importance_sampling_level": "token"}
 
 def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    assert check(my_loss) == 64 and check(my_loss, kind="dpo") == 15 and check(my_loss, kind="sft") == 2
-    assert check(my_loss, loss_type="dapo") == 8 and check(my_loss, kind="dpo", loss_type="sigmoid") == 1
+    assert check(my_loss) == 87 and check(my_loss, kind="dpo") == 20 and check(my_loss, kind="sft") == 4
+    assert check(my_loss, loss_type="dapo") == 26 and check(my_loss, kind="dpo", loss_type="sigmoid") == 4
 
 
 @pytest.mark.parametrize("only, known", [
@@ -67,7 +69,7 @@ def test_a_check_of_an_unknown_option_lists_the_options(name, hint):
 
 
 def test_the_usual_loss_passes_where_the_batch_is_the_step():
-    assert check(usual, whole_step=True, **DAPO) == 2
+    assert check(usual, whole_step=True, **DAPO) == 8
 
 
 def test_without_the_audit_a_wrong_loss_has_no_name(monkeypatch):
@@ -75,15 +77,56 @@ def test_without_the_audit_a_wrong_loss_has_no_name(monkeypatch):
     with pytest.raises(AssertionError) as error:
         check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
     last = "To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"
-    head, first, second, says = str(error.value).splitlines()
-    assert (head, says) == ("2 of 2 cases differ from TRL", last)
-    assert all(re.match(r"sft\d+ .*: value differs by .*, gradient by 5", line) for line in (first, second))
+    head, *lines, says = str(error.value).splitlines()
+    assert (head, len(lines), says) == ("4 of 4 cases differ from TRL", 4, last)
+    assert all(re.match(r"sft\d+ .*: value differs by .*, gradient by \d", line) for line in lines)
+
+
+WRONG = {
+    "mask of the row before": lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 0)}, options),
+    "mask of the token before": lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options),
+    "advantage of the next row": lambda batch, options: usual(
+        batch | {"advantages": batch["advantages"].roll(1)}, options
+    ),
+    "mean over padding": lambda batch, options: usual(batch, options, lambda x, mask: x.mean()),
+    "mean of rows": lambda batch, options: usual(batch, options, lambda x, mask: (x.sum(1) / mask.sum(1)).mean()),
+    "longest row as divisor": lambda batch, options: usual(
+        batch, options, lambda x, mask: x.sum() / mask.sum(1).max() / len(x)
+    ),
+    "same bound on both sides": lambda batch, options: usual(batch, options | {"epsilon_high": 0.2}),
+    "KL without the ratio": lambda batch, options: usual(batch, options, weight=False),
+    "no KL": lambda batch, options: usual(batch, options | {"beta": 0.0}),
+    "no ratio": lambda batch, options: usual(
+        batch | {"old_per_token_logps": batch["per_token_logps"].detach()}, options
+    ),
+}
+
+
+def test_common_mistakes_differ_in_the_recorded_steps():
+    """Each mistake fails, and no two mistakes have the same gradients in all cases."""
+    losses, gradients = {"none": usual} | WRONG, {}
+    for _, options, batch, *expected in cases(kind="grpo", whole_step=True, tokens=27, **DAPO):
+        for name, loss in losses.items():
+            gradients.setdefault(name, []).append(compare(loss, options, batch, *expected).gradient)
+    for one, other in itertools.combinations(losses, 2):
+        assert distance(torch.stack(gradients[one]), torch.stack(gradients[other])) > 1e-4, (one, other)
+
+
+def test_the_recorded_micro_batches_are_parts_of_a_step():
+    """Losses of the two micro-batches add up to the loss of the step, and their divisor is that of the step."""
+    recorded = [(batch, value) for _, _, batch, value, _ in cases(kind="grpo", tokens=27, **DAPO)]
+    assert len(recorded) == 18
+    for (step, total), (first, one), (second, other) in zip(recorded[::3], recorded[1::3], recorded[2::3], strict=True):
+        assert distance(one + other, total) < 1e-12
+        assert torch.equal(torch.cat([first["mask"], second["mask"]]), step["mask"]) and step["mask"].sum() == 27
+        lengths = step["mask"].sum(1).tolist()
+        assert len({*lengths}) == len(lengths) and max(lengths) < step["mask"].shape[1] and step["advantages"].all()
 
 
 def test_the_audit_names_a_wrong_mask():
     """docs/audit.md shows a wrong average."""
     pytest.importorskip("minivlmrl_audit")
-    with pytest.raises(AssertionError, match=r"2 of the differing cases: .*\(mask: the previous token in its row\)$"):
+    with pytest.raises(AssertionError, match=r"8 of the differing cases: .*\(mask: the previous token in its row\)$"):
         check(
             lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options), whole_step=True, **DAPO
         )
