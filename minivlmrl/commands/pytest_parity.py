@@ -19,15 +19,7 @@ from minivlmrl.losses import parity
 TOLERANCE = 1e-6  # as in parity.check
 PROPERTY = "recorded case"  # property of a test report: name of its case
 # options in the name of a test, if the case has them
-NAMED_OPTIONS = (
-    "loss_type",
-    "importance_sampling_level",
-    "beta",
-    "use_bias_correction_kl",
-    "epsilon_high",
-    "label_smoothing",
-    "whole_step",
-)
+NAMED_OPTIONS = ("loss_type", "importance_sampling_level", "beta", "label_smoothing", "whole_step")
 
 
 @dataclass
@@ -96,7 +88,7 @@ def load_loss(target: str | None) -> tuple[str, Callable]:
         ValueError: --loss is missing, or names no function with two arguments.
     """
     if not target or ":" not in target:
-        problem = f"is {target!r}, but it must name" if target else "is missing, it must name"
+        problem = f"is {target!r}, but it must name" if target else "is missing; it must name"
         raise ValueError(f"--loss {problem} your loss function: --loss=my_file.py:my_loss")
     file = target.rpartition(":")[0]
     if file.endswith(".py"):
@@ -141,6 +133,12 @@ def parse_option(text: str) -> tuple[str, object]:
         return name, value
 
 
+def describe(options: dict) -> str:
+    """Return "name=value, name=value"; the list loss_type of dpo has only one value."""
+    values = {key: x[0] if isinstance(x, list) else x for key, x in options.items()}
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path, parent):
     """Collect the recorded cases in place of the functions of losses/parity.py."""
@@ -156,8 +154,8 @@ class RecordedCases(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
         """Yield the tests; their names contain the name and the options of the case."""
         for name, (options, *_) in self.config.stash[CHECKED_LOSS].cases.items():
-            named = [f"{key}={options[key]}" for key in NAMED_OPTIONS if key in options]
-            text = ",".join(named).translate(str.maketrans("", "", "[]' "))
+            named = {key: options[key] for key in NAMED_OPTIONS if key in options}
+            text = describe(named).replace(" ", "")
             yield RecordedCase.from_parent(self, name=f"{name}[{text}]", case=name)
 
 
@@ -171,9 +169,11 @@ class RecordedCase(pytest.Item):
 
     def runtest(self):
         """Raise AssertionError if the loss or its gradient differs from TRL."""
-        found = self.config.stash[CHECKED_LOSS].compare(self.case)
+        checked = self.config.stash[CHECKED_LOSS]
+        found = checked.compare(self.case)
         if not found.error <= TOLERANCE:
-            raise AssertionError(str(found))
+            options, *_ = checked.cases[self.case]
+            raise AssertionError(f"{found}\noptions: {describe(options)}")
 
     def repr_failure(self, excinfo) -> str:
         """Return only the message, because the traceback contains no code of the user."""

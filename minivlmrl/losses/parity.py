@@ -1,7 +1,8 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
 
-`check` compares a loss with the recorded cases and names known mistakes that explain a difference;
-docs/audit.md describes the keys of `batch` and `options`. `check_images` checks that a trainer's
+`check` compares a loss with the recorded cases and names known mistakes that explain a difference.
+`pytest --pyargs minivlmrl.losses.parity` runs the same cases as tests, see docs/parity_in_ci.md,
+which also describes the keys of `batch` and `options`. `check_images` checks that a trainer's
 log-probabilities depend on the images of their row.
 
 In a clone, `pytest tests/parity` compares all losses and options of minivlmrl with the installed
@@ -20,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# losses of TRL 1.16 with transformers 5.23, written by tests/record/record_fixtures.py of commit
-# cfba8c8
+# losses of TRL 1.16, written by tests/record/record_losses.py, and a tiny model of transformers 5.23,
+# written by tests/record/record_fixtures.py of commit cfba8c8
 FIXTURES = Path(__file__).parent / "fixtures"
 
 

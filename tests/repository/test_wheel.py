@@ -144,6 +144,24 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert status == 1 and "explained by: mask: padding, only in the count" in out, out
 
 
+CI_PAGE = (ROOT / "docs" / "parity_in_ci.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_pytest_finds_a_wrong_loss(wheels, python, tmp_path):
+    """With only the wheels, the command of docs/parity_in_ci.md fails and names the mistake, also in two processes."""
+    code, command, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)[1:]
+    (tmp_path / "my_file.py").write_text(code)
+    arguments = command.replace("\\\n", "").split()[1:]
+    install(python, wheels[1])
+    for options in ((), ("-n", "2")):
+        status, out = run(python, tmp_path, "-m", "pytest", *arguments, *options)
+        [mistake] = re.findall("(?m)^3 of the differing cases: .*", printed)
+        assert status == 1 and mistake in out and out.count("FAILED minivlmrl.losses.parity::grpo") == 3, out
+    status, out = run(python, tmp_path, "-m", "pytest", "--pyargs", "minivlmrl.losses.parity", "--loss=my_file.py:no")
+    assert status == 4 and len(out.splitlines()) == 1 and "did you mean" not in out, out
+
+
 BREVITY = """
 def brevity(completions, **columns):
     return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
@@ -210,7 +228,7 @@ def test_what_a_new_user_does_first(python, tmp_path):
     out = minivlmrl("train", "own_data.yaml", *own, rewards, *few)
     assert "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
     # the wheel contains TRL's recorded numbers
-    assert run(python, tmp_path, "-c", PARITY) == (0, "64 15\n")
+    assert run(python, tmp_path, "-c", PARITY) == (0, "87 20\n")
 
 
 MINE = """
@@ -268,7 +286,8 @@ def test_the_wheels_pass_the_checks_of_an_index(wheels):
         about = Metadata.from_email(written, validate=True)
         assert about.description_content_type == "text/markdown" and about.license_expression == "MIT"
         own = about.name.replace("-", "_")
-        assert {name.partition("/")[0] for name in names} == {own, f"{own}-{about.version}.dist-info"}
+        plugin = {"minivlmrl_pytest.py"} if own == "minivlmrl" else set()
+        assert {name.partition("/")[0] for name in names} == {own, f"{own}-{about.version}.dist-info"} | plugin
         assert f"{own}-{about.version}.dist-info/licenses/LICENSE" in names
         versions.append(str(about.version))
     assert versions[0] == versions[1] and [*map(str, about.requires_dist)] == [f"minivlmrl=={versions[0]}"]
