@@ -10,7 +10,6 @@ import pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config):
     """Load the plugin minivlmrl.commands.pytest_parity if the command line names minivlmrl.losses.parity."""
-    arguments = early_config.known_args_namespace
-    modules = {argument.partition("::")[0] for argument in arguments.file_or_dir}
-    if arguments.pyargs and "minivlmrl.losses.parity" in modules:
+    arguments = early_config.known_args_namespace.file_or_dir
+    if "minivlmrl.losses.parity" in [argument.partition("::")[0] for argument in arguments]:
         early_config.pluginmanager.import_plugin("minivlmrl.commands.pytest_parity")

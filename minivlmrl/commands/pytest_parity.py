@@ -73,7 +73,7 @@ def pytest_configure(config):
         target, function = load_loss(config.option.loss)
         only = dict(map(parse_option, config.option.only))
         recorded = parity.cases(kind=config.option.kind, **only)
-        cases = {name: case for name, *case in recorded}
+        cases = {name: tuple(case) for name, *case in recorded}
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[CHECKED_LOSS] = CheckedLoss(target, function, cases)
@@ -186,12 +186,11 @@ class RecordedCase(pytest.Item):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Print the known mistakes that explain the failed cases; the audit searches for them."""
-    failed = terminalreporter.stats.get("failed", [])
-    names = [dict(report.user_properties).get(PROPERTY) for report in failed]
-    checked = config.stash.get(CHECKED_LOSS, None)
+    checked = config.stash[CHECKED_LOSS]
     steps = []
-    for name in names:
-        if checked is None or name not in checked.cases:
+    for report in terminalreporter.stats.get("failed", []):
+        name = dict(getattr(report, "user_properties", ())).get(PROPERTY)
+        if name is None:  # another test failed
             continue
         options, batch, *_ = checked.cases[name]
         try:

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "parity_in_ci.md").read_text(encoding="utf-8")
 FUNCTIONS = """
 import minivlmrl
-import beside
 
 
 def right(batch, options):
@@ -21,7 +20,9 @@ def right(batch, options):
 
 
 def double(batch, options):
-    return 2 * right(batch, options)
+    mask = batch["mask"].clone()
+    batch["mask"].mul_(2)
+    return 2 * right(batch | {"mask": mask}, options)
 
 
 def one(batch):
@@ -45,7 +46,6 @@ def folder(tmp_path_factory):
     """A folder with functions of a user, and settings that would hide or break tests of another package."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "losses.py").write_text(FUNCTIONS)
-    (folder / "beside.py").write_text("")
     settings = "[pytest]\npython_files = check_*.py\npython_functions = check\nfilterwarnings = error\ntestpaths = no\n"
     (folder / "pytest.ini").write_text(settings + "addopts = --strict-config --strict-markers --doctest-modules\n")
     fixture = "import pytest\n\n\n@pytest.fixture(autouse=True)\ndef fixture():\n    raise RuntimeError\n"
@@ -100,8 +100,8 @@ def test_only_selects_cases(check):
         (["--loss=right"], "--loss is 'right', but it must name your loss function: --loss=my_file.py:my_loss"),
         (["--loss=no.py:right"], "--loss=no.py:right: there is no file FOLDER/no.py"),
         (
-            ["--loss=losses.py:rigth"],
-            "--loss=losses.py:rigth cannot be loaded (AttributeError: module 'FOLDER/losses' has no attribute 'rigth')"
+            ["--loss=losses.py:rihgt"],
+            "--loss=losses.py:rihgt cannot be loaded (AttributeError: module 'FOLDER/losses' has no attribute 'rihgt')"
             "; did you mean right?",
         ),
         (
@@ -135,7 +135,7 @@ def test_a_wrong_option_is_one_sentence(check, folder, arguments, message):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("fails", "losses.py:fails raised KeyError: 'colour' in FOLDER/losses.py:20"),
+        ("fails", "losses.py:fails raised KeyError: 'colour' in FOLDER/losses.py:21"),
         ("number", "my_loss returned 1.0, but it must return a tensor of shape ()"),
     ],
 )
@@ -145,10 +145,22 @@ def test_a_function_that_fails_is_one_sentence(check, folder, name, message):
     assert "Traceback" not in out and "mistakes" not in out
 
 
-def test_without_the_audit_the_summary_says_how_to_install_it(check, monkeypatch):
-    monkeypatch.setattr("minivlmrl.losses.parity.known_mistakes", lambda steps: [f"{len(steps)} cases"])
+def test_the_summary_names_mistakes_of_the_recorded_tensors(check, monkeypatch):
+    """The function may change its arguments, so it gets copies of the tensors."""
+
+    def known_mistakes(steps):
+        return [f"{len(steps)} cases, a mask of {max(batch['mask'].max() for batch, *_ in steps)}"]
+
+    monkeypatch.setattr("minivlmrl.losses.parity.known_mistakes", known_mistakes)
     status, out, _ = check("--loss=losses.py:double", "--kind=sft", "-q")
-    assert status == 1 and re.search(r"= mistakes in losses.py:double =+\n4 cases\n", out), out
+    assert status == 1 and re.search(r"= mistakes in losses.py:double =+\n4 cases, a mask of 1.0\n", out), out
+
+
+def test_a_file_may_import_modules_of_its_folder(check, folder):
+    (folder / "deep").mkdir()
+    (folder / "deep" / "loss.py").write_text("from functions_beside import right\n")
+    (folder / "deep" / "functions_beside.py").write_text(FUNCTIONS)
+    assert check("--loss=deep/loss.py:right", "--kind=sft")[0] == 0
 
 
 def run(folder, *arguments):

@@ -159,9 +159,7 @@ def test_pytest_finds_a_wrong_loss(wheels, python, tmp_path):
         [mistake] = re.findall("(?m)^3 of the differing cases: .*", printed)
         assert status == 1 and mistake in out and out.count("FAILED minivlmrl.losses.parity::grpo") == 3, out
     status, out = run(python, tmp_path, "-m", "pytest", "--pyargs", "minivlmrl.losses.parity", "--loss=my_file.py:no")
-    assert status == 4 and out.startswith("ERROR: --loss=my_file.py:no cannot be loaded") and "Traceback" not in out, (
-        out
-    )
+    assert status == 4 and out.strip().startswith("ERROR: --loss=my_file.py:no cannot") and out.count("\n") < 3, out
 
 
 BREVITY = """
