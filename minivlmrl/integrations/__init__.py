@@ -1,0 +1,1 @@
+"""Parts of minivlmrl for other libraries, which are imported only on request."""
