@@ -4,6 +4,9 @@ docs/trl.md shows how to use it. TRL is not a dependency of minivlmrl. This modu
 newer, because older releases divide some losses by other totals.
 """
 
+# TRL loads its classes lazily, and its trainer gets attributes at run time, which pyright cannot see.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 import copy
 import inspect
 import math
