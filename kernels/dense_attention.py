@@ -8,6 +8,7 @@ gives fewer and larger matrix products, and the keys are not copied.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from minivlmrl.kernels.batch_invariant import (
+    GradientOf,
+    block_scores,
+    block_softmax,
+    block_weighted_sum,
+    is_batch_invariant,
+)
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
 # Limits for computing the formula step by step on a CPU. Up to this number of keys and this head
@@ -78,28 +86,49 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     """
     (_, H, L, D) = q.shape
     (_, K, T, _) = k.shape
+    if is_batch_invariant():
+        functions = [
+            partial(f, is_causal=is_causal) for f in (written_out_attention, dense_attention)
+        ]
+        return GradientOf.apply(*functions, q, k, v)
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         # This operator does not store a mask, and skips masked blocks. torch's causal_lower_right
         # calls the same operator.
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    written_out = q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM
-    if is_causal and L == T and not written_out:
+    if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
+        return written_out_attention(q, k, v, is_causal)
+    if is_causal and L == T:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    repeat = H // K
-    # (S, K, repeat*L, D): the queries of the `repeat` query heads of a key head, stacked
-    q = q.unflatten(1, (K, repeat)).flatten(2, 3)
+    q, mask = stack_queries(q, k, is_causal)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.unflatten(2, (H // K, L)).flatten(1, 2)
+
+
+def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
+    """Stack the queries of the H / K query heads of each key head along the token axis.
+
+    Args:
+        q, k, is_causal: as in dense_attention.
+    Returns:
+        The queries (S, K, H/K*L, D), and the mask (H/K*L, T), or None without is_causal.
+    """
+    repeat = q.shape[1] // k.shape[1]
+    L = q.shape[2]
+    T = k.shape[2]
     mask = None
     if is_causal:
-        # (repeat*L, T): one mask row per stacked query
         mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1)
-    if written_out:
-        # (S, K, repeat*L, T): the weight of each key for each stacked query
-        weights = attention_scores(q, k, mask).softmax(-1)
-        out = weights.to(q.dtype) @ v
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out.unflatten(2, (repeat, L)).flatten(1, 2)
+    return q.unflatten(1, (-1, repeat)).flatten(2, 3), mask
+
+
+def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """Compute `dense_attention` step by step, with all scores in memory."""
+    L = q.shape[2]
+    q, mask = stack_queries(q, k, is_causal)
+    # (S, K, H/K*L, T): the weight of each key for each stacked query
+    weights = softmax_of_scores(attention_scores(q, k, mask)).to(q.dtype)
+    return weighted_sum(weights, v).unflatten(2, (-1, L)).flatten(1, 2)
 
 
 class FlashOutput(NamedTuple):
@@ -181,7 +210,11 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
         q: (..., L, D), queries.
         k: (..., T, D), keys.
         mask: 0 or -inf, either (L, T) or with as many dimensions as the scores.
+
+    In batch_invariant_mode, T is rounded up to whole blocks of keys, see block_scores.
     """
+    if is_batch_invariant():
+        return block_scores(q, k, mask)
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
         # The scale is applied to the float32 scores, because a scaled bfloat16 q would be rounded.
@@ -195,3 +228,13 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
         mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).flatten(0, -3)
         scores = torch.baddbmm(mask, queries, keys, alpha=scale)
     return scores.unflatten(0, q.shape[:-2])
+
+
+def softmax_of_scores(scores: Tensor) -> Tensor:
+    """Compute the softmax of attention scores over the keys, the last axis."""
+    return block_softmax(scores) if is_batch_invariant() else scores.softmax(-1)
+
+
+def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
+    """Compute weights @ v: (..., L, D), with weights (..., L, T) and values v (..., T, D)."""
+    return block_weighted_sum(weights, v) if is_batch_invariant() else weights @ v

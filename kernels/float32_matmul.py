@@ -8,6 +8,8 @@ attention score of 220 by up to 0.5. Scores of this size occur in Qwen2.5 becaus
 import torch
 from torch import Tensor
 
+from minivlmrl.kernels.batch_invariant import is_batch_invariant, tiled_matmul
+
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute a @ b with a float32 result (float64 for float64 inputs).
@@ -17,6 +19,9 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         out: memory for the result; only supported for matrices.
     """
     out_dtype = torch.promote_types(a.dtype, torch.float32)
+    if is_batch_invariant():
+        product = tiled_matmul(a.to(out_dtype), b.to(out_dtype))
+        return product if out is None else out.copy_(product)
     # PyTorch supports the argument out_dtype only on CUDA.
     if a.dtype == out_dtype or not a.is_cuda or torch.version.hip:
         return torch.matmul(a.to(out_dtype), b.to(out_dtype), out=out)

@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.kernels.backend import to_device
+from minivlmrl.kernels.batch_invariant import GELU, Linear, linear, silu
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.window_attention import Segments, window_attention
@@ -34,12 +34,12 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by value of config.norm
@@ -178,7 +178,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
-        return F.linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
+        return linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
 
 
 class VisionBlock(nn.Module):
@@ -198,8 +198,8 @@ class VisionAttention(nn.Module):
     def __init__(self, config: "VisionConfig"):
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
@@ -216,9 +216,7 @@ class PatchMerger(nn.Module):
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
         self.mlp = nn.Sequential(
-            nn.Linear(self.width, self.width),
-            nn.GELU(),
-            nn.Linear(self.width, config.out_hidden_size),
+            Linear(self.width, self.width), GELU(), Linear(self.width, config.out_hidden_size)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,236 @@
+"""Products and softmax sums whose bits do not depend on the other rows of a batch.
+
+The sampler computes one token of many completions at a time, and the trainer all tokens of a few
+completions. Both compute the same formulas, but a matrix product adds its terms in an order that
+depends on the shape of the matrices, so the log-probabilities differ in the last digits. In
+`batch_invariant_mode`, the sampler and the trainer of this package compute equal bits, because of
+three rules:
+
+1.  A product of rows is computed in tiles of ROWS rows; the last tile is padded. Therefore all
+    products with the same weight have the same shape, and a row does not depend on other rows.
+2.  The sums of attention over keys are computed in blocks of KEYS keys, which are added one after
+    the other. The keys of the prompt and those of the completion fill separate blocks. The padding
+    adds exact zeros, so the lengths of other prompts and completions have no influence.
+3.  Activation functions are written out with exp, tanh and erf, which torch computes alike for all
+    numbers of a tensor. Its own silu, gelu and sigmoid use another formula for the last numbers.
+4.  The sampler computes log-probabilities with score_rows_, the formula of the trainer.
+
+The gradients need no such rules: the backward pass is that of the usual functions.
+
+The mode is a global switch, because the rules concern every layer of a model. docs/exact.md shows
+how much each rule contributes, and how much time it takes.
+Source: He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines, 2025), which calls
+kernels of this kind batch-invariant.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS = 16  # rows of a tile
+KEYS = 32  # keys of a block
+CHUNK = 2**14  # numbers that torch adds in one call; it never divides so few among threads
+
+_enabled = False
+
+
+@contextmanager
+def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
+    """Follow the rules inside a `with` block, if `enabled`; otherwise do not follow them."""
+    global _enabled
+    before = _enabled
+    _enabled = enabled
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def is_batch_invariant() -> bool:
+    """Return True inside a `with batch_invariant_mode()` block."""
+    return _enabled
+
+
+class Linear(nn.Linear):
+    """torch.nn.Linear, which follows rule 1 in batch_invariant_mode."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x @ weight.T + bias, by rule 1 in batch_invariant_mode.
+
+    Args:
+        x: (N, n).
+        weight: (m, n).
+        bias: (m,).
+    """
+    if not _enabled:
+        return F.linear(x, weight, bias)
+    return _TiledLinear.apply(x, weight, bias)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Compute x / (1 + exp(-x)), by rule 3 in batch_invariant_mode."""
+    return _activate(x, F.silu, lambda x: x / (1 + (-x).exp()))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Compute QuickGELU, x / (1 + exp(-1.702 x)), by rule 3 in batch_invariant_mode."""
+    return _activate(
+        x, lambda x: x * torch.sigmoid(1.702 * x), lambda x: x / (1 + (-1.702 * x).exp())
+    )
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Compute GELU, by rule 3 in batch_invariant_mode.
+
+    Args:
+        approximate: "none" for x / 2 (1 + erf(x / sqrt(2))), or "tanh" for
+            x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as in torch.
+    """
+
+    def written_out(x: Tensor) -> Tensor:
+        if approximate == "none":
+            return x * 0.5 * (1 + torch.erf(x * 0.5**0.5))
+        return x * 0.5 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * (x * x * x))))
+
+    return _activate(x, functools.partial(F.gelu, approximate=approximate), written_out)
+
+
+class GELU(nn.GELU):
+    """torch.nn.GELU, which follows rule 3 in batch_invariant_mode."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, self.approximate)
+
+
+def _activate(x: Tensor, usual: Callable, written_out: Callable) -> Tensor:
+    if not _enabled:
+        return usual(x)
+
+    def in_float32(x: Tensor) -> Tensor:
+        return written_out(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+    return GradientOf.apply(in_float32, usual, x)
+
+
+class _TiledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = tiled_matmul(x, weight.T)
+        return out if bias is None else out + bias
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if needs_x else None,
+            grad.T @ x if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
+
+
+def tiled_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a @ b in tiles of ROWS rows of a (rule 1).
+
+    Args:
+        a: (..., L, n).
+        b: (..., n, m), with the same leading dimensions as a.
+    """
+    length = a.shape[-2]
+    tiles = F.pad(a, (0, 0, 0, -length % ROWS)).contiguous().unflatten(-2, (-1, ROWS))
+    # Every tile is multiplied by the same b. It is only copied if there are leading dimensions.
+    repeated = b.unsqueeze(-3).expand(*tiles.shape[:-2], *b.shape[-2:])
+    out = torch.bmm(tiles.flatten(0, -3), repeated.flatten(0, -3))
+    return out.view(*tiles.shape[:-1], b.shape[-1]).flatten(-3, -2)[..., :length, :]
+
+
+def block_scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Compute attention scores, padded with -inf to whole blocks of KEYS keys (rule 2).
+
+    See attention_scores for the arguments.
+
+    Returns:
+        (..., L, T') in float32 (float64 for float64 inputs), where T' is T rounded up.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k = q.to(dtype), k.to(dtype)
+    T = k.shape[-2]
+    blocks = [tiled_matmul(q, block.mT.contiguous()) for block in _blocks(k)]
+    scores = torch.cat(blocks, dim=-1).mul_(q.shape[-1] ** -0.5)
+    scores[..., T:] = float("-inf")
+    if mask is not None:
+        scores[..., :T] += mask
+    return scores
+
+
+def block_softmax(scores: Tensor) -> Tensor:
+    """Compute the softmax of scores from block_scores (..., T') over the last axis (rule 2)."""
+    exps = (scores - scores.amax(-1, keepdim=True)).exp_()
+    sums = [block.sum(-1, keepdim=True) for block in exps.split(KEYS, dim=-1)]
+    return exps / functools.reduce(torch.add, sums)
+
+
+def block_weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
+    """Compute weights @ v, with weights (..., L, T') from block_softmax and v (..., T, D) (rule 2).
+
+    The sums are float32 (float64 for float64 inputs), and the result has the dtype of the weights.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    pairs = zip(weights.to(dtype).split(KEYS, dim=-1), _blocks(v.to(dtype)), strict=True)
+    products = [tiled_matmul(block_weights, block) for block_weights, block in pairs]
+    return functools.reduce(torch.add, products).to(weights.dtype)
+
+
+def _blocks(x: Tensor) -> list[Tensor]:
+    """Split the keys x (..., T, D) into blocks of KEYS keys; the last one is padded with zeros."""
+    x = F.pad(x, (0, 0, 0, -x.shape[-2] % KEYS))
+    return [block.contiguous() for block in x.split(KEYS, dim=-2)]
+
+
+class GradientOf(torch.autograd.Function):
+    """Compute one function, with the gradient of another one that equals it except for rounding.
+
+    Arguments of apply:
+        function: computes the result from the tensors.
+        usual: a function whose gradient is used; it is called outside of batch_invariant_mode.
+        tensors: the arguments of both.
+    """
+
+    @staticmethod
+    def forward(ctx, function: Callable, usual: Callable, *tensors: Tensor) -> Tensor:
+        ctx.usual = usual
+        ctx.save_for_backward(*tensors)
+        return function(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[2:]
+        inputs = [
+            x.detach().requires_grad_(need)
+            for x, need in zip(ctx.saved_tensors, needs, strict=True)
+        ]
+        with torch.enable_grad(), batch_invariant_mode(False):
+            out = ctx.usual(*inputs)
+        needed = [x for x in inputs if x.requires_grad]
+        grads = iter(torch.autograd.grad(out, needed, grad))
+        return None, None, *(next(grads) if need else None for need in needs)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Compute x.sum(-1) for x (N, V), in batch_invariant_mode by adding parts of CHUNK columns.
+
+    For a single long row, torch would divide the sum among its threads.
+    """
+    if not _enabled:
+        return x.sum(-1)
+    return functools.reduce(torch.add, [part.sum(-1) for part in x.split(CHUNK, dim=-1)])
