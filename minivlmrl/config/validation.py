@@ -105,6 +105,8 @@ def check_rollout(run: RunConfig) -> WithoutEffect:
     elif not run.uses_fsdp:
         reason = "each rank has all weights unless sharding.enabled or model.compute_dtype is set"
         yield "rollout.gather_weights", reason
+    if run.rollout.batch_invariant:
+        yield "rollout.max_logp_mismatch", "with rollout.batch_invariant, no difference is allowed"
     if engine == "native" and run.adapter.dropout > 0:
         yield (
             "rollout.max_logp_mismatch",

@@ -14,6 +14,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.files import locked
+from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import CheckpointManager
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
@@ -79,7 +80,9 @@ def train_stages(
                 trainer.save(results.folder)
                 world.barrier()  # because the next stage may read the files that were just saved
             trainer = trainers[stage](config, model, processor, world, state.step)
-            train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
+            samples = not trainer.answers
+            with batch_invariant_mode(samples and config.rollout.batch_invariant):
+                train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
             state.begin_stage(number + 1)
         results.write(trainer)
 

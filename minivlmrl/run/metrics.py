@@ -272,6 +272,9 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     if (run.model.compute_dtype or run.model.dtype) in ("bfloat16", "float16"):
         name = "rollout/logp_mismatch_rms"
         bound = bound / 10
+    if run.rollout.batch_invariant:
+        name = "rollout/logp_mismatch"
+        bound = 0.0
     mismatch = metrics.get(name, 0.0)
     if mismatch > bound and not run.adapter.dropout:  # the sampler applies no dropout
         raise ValueError(

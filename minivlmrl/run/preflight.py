@@ -77,6 +77,22 @@ def check_experts(config: RunConfig, model: Qwen2_5_VL):
             )
 
 
+def check_batch_invariant(config: RunConfig, model: Qwen2_5_VL, world: World):
+    """Raise ValueError if rollout.batch_invariant is set, but the model cannot follow its rules."""
+    if not config.rollout.batch_invariant:
+        return
+    if world.device.type != "cpu":
+        obstacle = f"it runs only on a CPU, but the device is {world.device}"
+    elif model.config.recurrent is not None:
+        obstacle = (
+            f"the recurrent layers of {model.config.model_type} compute tokens one by one in the "
+            "sampler, but in chunks in the trainer"
+        )
+    else:
+        return
+    raise ValueError(f"rollout.batch_invariant is true, but {obstacle}; set it to false")
+
+
 def check_positions(
     config: RunConfig,
     needs: dict[str, str],

@@ -30,6 +30,7 @@ from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
 from minivlmrl.run.preflight import (
+    check_batch_invariant,
     check_experts,
     check_positions,
     collect_notes,
@@ -62,6 +63,7 @@ def prepare(
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
     check_experts(config, model)
+    check_batch_invariant(config, model, world)
     if world.is_main:
         describe_run(config, model, world)
         describe_thought(processor)

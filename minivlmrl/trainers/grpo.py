@@ -515,6 +515,17 @@ def check_rollout_options(run: RunConfig, stage: str):
         )
     check_environment(run)
     find_engine(run.sampling).check(run)
+    if run.rollout.batch_invariant:
+        others = {
+            "adapter.r": run.adapter.r,
+            "sampling.environment": run.sampling.environment,
+            "sampling.engine": run.sampling.engine != "native",
+        }
+        for option in [name for name, value in others.items() if value]:
+            raise ValueError(
+                "rollout.batch_invariant needs the native sampler without tools and adapters; "
+                f"remove {option}, or set rollout.batch_invariant to false"
+            )
     if REWARD_MODEL in run.rewards:
         from minivlmrl.trainers.reward_model import check_stage_order
 
