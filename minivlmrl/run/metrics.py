@@ -265,16 +265,22 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 
     In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch.
     In 16 bits, rounding errors of single tokens can be larger than this bound. Therefore the root
-    mean square of the differences is checked instead, with a tenth of the bound.
+    mean square of the differences is checked instead, with a tenth of the bound. With
+    rollout.batch_invariant, no difference is allowed.
     """
+    largest = metrics.get("rollout/logp_mismatch", 0.0)
+    if run.rollout.batch_invariant and largest:
+        raise ValueError(
+            f"rollout/logp_mismatch is {largest:.3g} nats, but it must be 0 with "
+            "rollout.batch_invariant: on this processor, a product or a function of torch depends "
+            "on the batch; set rollout.batch_invariant to false, and report your processor and "
+            "torch.__version__ in an issue"
+        )
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
     if (run.model.compute_dtype or run.model.dtype) in ("bfloat16", "float16"):
         name = "rollout/logp_mismatch_rms"
         bound = bound / 10
-    if run.rollout.batch_invariant:
-        name = "rollout/logp_mismatch"
-        bound = 0.0
     mismatch = metrics.get(name, 0.0)
     if mismatch > bound and not run.adapter.dropout:  # the sampler applies no dropout
         raise ValueError(

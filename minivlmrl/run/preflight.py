@@ -179,6 +179,7 @@ def collect_notes(
             "log_completions",
             "num_logged_prompts",
             "rollout.max_logp_mismatch",
+            "rollout.batch_invariant",
         ):
             if is_set(name, config):
                 yield f"{name} has no effect, because no stage samples completions"

@@ -211,7 +211,7 @@ def test_weights_without_a_gradient_are_reported():
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound):
     """Check only the root mean square in 16 bits, because single tokens may be off by over a nat."""
     model = SimpleNamespace(dtype=dtypes[0], compute_dtype=dtypes[1])
-    run = SimpleNamespace(rollout=SimpleNamespace(max_logp_mismatch=1.0), adapter=LoRAOptions(), model=model)
+    run = SimpleNamespace(rollout=RolloutOptions(), adapter=LoRAOptions(), model=model)
     other = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"} - {metric}
     check_mismatch(run, {metric: 0.9 * bound, other.pop(): 9.0})
     check_mismatch(run, {"loss": 1.0})
@@ -221,6 +221,12 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric,
         check_mismatch(run, {metric: 1.5 * bound})
     run.adapter.dropout = 0.1
     check_mismatch(run, {metric: 1.5 * bound})
+
+
+def test_a_batch_invariant_run_allows_no_mismatch():
+    run = SimpleNamespace(rollout=RolloutOptions(batch_invariant=True))
+    with pytest.raises(ValueError, match=r"^rollout/logp_mismatch is 1e-07 nats, but it must be 0 with rollout\.batch"):
+        check_mismatch(run, {"rollout/logp_mismatch": 1e-7})
 
 
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
