@@ -513,8 +513,6 @@ def check_rollout_options(run: RunConfig, stage: str):
             f"the section rewards is empty, but the stage {stage} needs at least one reward; "
             "add one, for example rewards: {accuracy: 1.0}"
         )
-    check_environment(run)
-    find_engine(run.sampling).check(run)
     if run.rollout.batch_invariant:
         others = {
             "adapter.r": run.adapter.r,
@@ -526,6 +524,8 @@ def check_rollout_options(run: RunConfig, stage: str):
                 "rollout.batch_invariant needs the native sampler without tools and adapters; "
                 f"remove {option}, or set rollout.batch_invariant to false"
             )
+    check_environment(run)
+    find_engine(run.sampling).check(run)
     if REWARD_MODEL in run.rewards:
         from minivlmrl.trainers.reward_model import check_stage_order
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import metrics
 
-from minivlmrl.config.options import LoRAOptions, RunConfig, SamplingOptions
+from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
 from minivlmrl.diagnostics.warnings import (
     BASELINE_ROLLOUTS,
     IDLE_EXPERT_STEPS,

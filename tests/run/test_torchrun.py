@@ -107,3 +107,11 @@ def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     assert f"preempted: --resume=auto continues from {state}" in out, errors[-3000:]
     assert f"{number.name}: the run saves a checkpoint as soon as possible" in errors
     assert "KeyboardInterrupt" not in errors
+
+
+def test_two_ranks_compute_the_bits_of_their_samplers(torchrun, tmp_path):
+    options = ["--stages=[grpo]", "--grpo.max_steps=3", "--grpo.prompts_per_step=4", "--rollout.batch_invariant=true"]
+    process = torchrun(*options)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors[-3000:]
+    assert [line["rollout/logp_mismatch"] for line in metrics(tmp_path / "run")] == [0.0] * 3
