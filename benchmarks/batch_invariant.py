@@ -132,7 +132,7 @@ def differences(model, processor) -> dict[str, torch.Tensor]:
 
 
 def share(difference: torch.Tensor) -> str:
-    return f"{100 * (difference == 0).double().mean():.1f} %, {difference.max():.1e}"
+    return f"{100 * (difference == 0).double().mean():.2f} %, {difference.max():.1e}"
 
 
 def print_table(columns: list[str], rows: list[list[str]]):

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import check_field
 from minivlmrl.data.rows import random_numbers
+from minivlmrl.kernels.batch_invariant import is_batch_invariant, linear
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.plain_weights import (
@@ -76,8 +76,11 @@ class LoRALinear(ReplacedLinear):
         adapter_input = x.to(self.lora_A.dtype)
         if self.drop is not None:
             adapter_input = self.drop(adapter_input)
-        low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
+        low_rank = linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
+        if is_batch_invariant():
+            adapted = wide_result + self.scaling * linear(low_rank, self.lora_B)
+            return adapted.to(base_result.dtype)
         # addmm scales the matrix product and adds it to wide_result in one operation
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)

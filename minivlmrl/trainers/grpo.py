@@ -515,13 +515,13 @@ def check_rollout_options(run: RunConfig, stage: str):
         )
     if run.rollout.batch_invariant:
         others = {
-            "adapter.r": run.adapter.r,
+            "adapter.dropout": run.adapter.dropout,
             "sampling.environment": run.sampling.environment,
             "sampling.engine": run.sampling.engine != "native",
         }
         for option in [name for name, value in others.items() if value]:
             raise ValueError(
-                "rollout.batch_invariant needs the native sampler without tools and adapters; "
+                "rollout.batch_invariant needs the native sampler without tools and without dropout; "
                 f"remove {option}, or set rollout.batch_invariant to false"
             )
     check_environment(run)

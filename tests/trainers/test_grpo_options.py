@@ -272,7 +272,13 @@ SEVERAL_STEPS = [
 
 
 @pytest.mark.parametrize(
-    "more", [["--sampling.top_k=9"], ["--model.dtype=bfloat16"], ["--model.freeze=[vision, merger]"]]
+    "more",
+    [
+        ["--sampling.top_k=9"],
+        ["--model.dtype=bfloat16"],
+        ["--model.freeze=[vision, merger]"],
+        ["--adapter={r: 4, quantize: nf4}"],
+    ],
 )
 def test_a_batch_invariant_run_has_no_mismatch(run, plain, lively, more):
     """There are several steps, passes and micro-batches on each rollout, and rows that end early."""
@@ -294,11 +300,12 @@ def test_the_stages_without_sampling_keep_their_bits(run, plain):
 
 
 @pytest.mark.parametrize(("option", "names"), [
-    ("--adapter.r=2", "adapter.r"), ("--sampling.environment=recipes/tools.py:Shop", "sampling.environment"),
+    ("--adapter={r: 2, dropout: 0.1}", "adapter.dropout"),
+    ("--sampling.environment=recipes/tools.py:Zoom", "sampling.environment"),
     ("--sampling.engine=vllm", "sampling.engine"),
 ])  # fmt: skip
 def test_a_batch_invariant_run_refuses_other_samplers(stage, option, names):
-    message = f"rollout.batch_invariant needs the native sampler without tools and adapters; remove {names}, or"
+    message = f"rollout.batch_invariant needs the native sampler without tools and without dropout; remove {names}, or"
     with pytest.raises(ValueError, match=re.escape(message)):
         stage("grpo", "--rollout.batch_invariant=true", option)
 
