@@ -249,7 +249,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="of `seconds`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `curves`")
-    parser.add_argument("--options", nargs="*", default=[], help="more options of train.py, for `curves`")
+    parser.add_argument("--options", type=str.split, default=[], help="more options of train.py, for `curves`")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     tables: dict[str, Callable] = {"bits": bits, "rules": rules, "seconds": seconds, "curves": curves}

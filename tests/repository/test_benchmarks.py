@@ -101,3 +101,15 @@ def test_every_stage_and_policy_loss_is_in_the_learning_table():
     stages = {stage for name in recipes for stage in load_config(ROOT / "recipes" / name).stage_names}
     assert stages == {*TRAINERS, "kto"}
     assert {"shapes.yaml", "shapes_mpo.yaml"} <= recipes
+
+
+@pytest.mark.slow
+def test_batch_invariant(call):
+    table, numbers = call("batch_invariant", "bits", FAMILIES={"Qwen2.5-VL": "shapes_model.json"})
+    assert "| Qwen2.5-VL | float32 | one batch |" in table
+    assert {row["batch_invariant"] for row in numbers["rows"]} == {"100.00 %, 0.0e+00"}
+    table, numbers = call("batch_invariant", "rules", "--repeats=1")
+    assert [row["rules"] for row in numbers["rows"]][::5] == ["all rules", "no rule"]
+    short = ["--sft.max_steps=2", "--grpo.max_steps=2", "--data.eval_rows=4"]
+    table, numbers = call("batch_invariant", "curves", "--seeds", "3", *["--options=" + " ".join(short)])
+    assert numbers["rows"][0]["mismatch with"] == 0
