@@ -1,0 +1,300 @@
+"""Build a vision-language model from the decoder of a text model and a new vision tower.
+
+    python recipes/from_parts.py Qwen2.5-0.5B-Instruct/ my-vlm/             # a folder of Hugging Face
+    python recipes/from_parts.py qwen2.5-0.5b-instruct-q4_k_m.gguf my-vlm/  # a GGUF file; pip install gguf
+    python recipes/from_parts.py Qwen3-0.6B/ my-vlm/ --depth=12 --width=384 --heads=6
+
+The decoders of Qwen2-VL and Qwen2.5-VL are those of Qwen2 and Qwen2.5, and the decoder of Qwen3-VL is that of Qwen3.
+For text, whose three positions (time, height, width) are equal, M-RoPE is the usual RoPE. Therefore the new model
+computes the logits of the text model, until training changes its weights. The tower and its merger are random, so the
+model sees nothing before they are trained. docs/from_parts.md is the page about this script.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from torch import Tensor
+
+from minivlmrl.config.parsing import read_json
+from minivlmrl.data.tokenizer import QWEN2_SPLIT, SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from minivlmrl.files import weight_files
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors, save_model
+
+FAMILIES = {"qwen2": ("qwen2_5_vl", "qwen2_vl"), "qwen3": ("qwen3_vl",)}  # model_type of text -> families
+# keys of a text model's config.json that describe its decoder
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+# GGUF's names of tensors -> ours; {} is the number of the layer
+GGUF_TENSORS = {
+    "token_embd.weight": EMBEDDING,
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": HEAD,
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+# keys of SIZES -> GGUF's names, after "qwen2." or "qwen3."
+GGUF_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens in a GGUF file
+
+
+@dataclass
+class TextModel:
+    """A text model as it was read: sizes, weights and tokenizer."""
+
+    source: Path
+    model_type: str  # qwen2 or qwen3
+    sizes: dict[str, Any]  # values of SIZES
+    weights: dict[str, Tensor]  # by the names of our decoder
+    tokenizer: Tokenizer
+
+
+@dataclass
+class Tower:
+    """Sizes of the new vision tower."""
+
+    depth: int = 6  # blocks
+    width: int = 256  # hidden size of the blocks; their MLPs are four times as wide
+    heads: int = 4
+    patch_size: int = 14  # pixels
+
+
+def read_text_model(source: Path) -> TextModel:
+    """Read a folder of Hugging Face or a GGUF file.
+
+    Raises:
+        ValueError: the source is neither, or not a model of a known type.
+    """
+    if source.is_dir():
+        return read_folder(source)
+    if source.suffix == ".gguf" and source.is_file():
+        return read_gguf(source)
+    raise ValueError(f"{source} is neither a folder with config.json nor a .gguf file")
+
+
+def check_model_type(model_type: object, source: Path):
+    if model_type not in FAMILIES:
+        raise ValueError(f"{source}: the text model is {model_type!r}, but it must be {' or '.join(FAMILIES)}")
+
+
+def read_folder(folder: Path) -> TextModel:
+    """Read a folder of Hugging Face, with config.json, tokenizer.json and safetensors files."""
+    config = read_json(folder / "config.json")
+    check_model_type(config.get("model_type"), folder / "config.json")
+    if config.get("use_sliding_window"):
+        raise ValueError(f"{folder / 'config.json'}: use_sliding_window is true, which is not supported")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{folder / 'config.json'}: the rotary embedding is scaled ({rope}), which is not supported")
+    sizes = {"rope_theta": rope.get("rope_theta")} | config
+    sizes = {name: sizes[name] for name in SIZES if sizes.get(name) is not None}
+    weights = {name: tensor.clone() for file in weight_files(folder) for name, tensor in read_tensors(file)}
+    if sizes.get("tie_word_embeddings"):
+        weights.pop(HEAD, None)
+    tokenizer = load_tokenizer_with_images(folder / "tokenizer.json")
+    return TextModel(folder, config["model_type"], sizes, weights, tokenizer)
+
+
+def load_tokenizer_with_images(file: Path) -> Tokenizer:
+    """Load a tokenizer.json, and add the control tokens that it lacks, such as <|image_pad|> in Qwen2."""
+    if not file.is_file():
+        raise ValueError(f"{file}: the file does not exist")
+    backend = Backend.from_file(str(file))
+    known = backend.get_vocab()
+    missing = [token for token in SPECIAL_TOKENS if token not in known]
+    if not missing:
+        tokenizer = load_tokenizer(file)
+        tokenizer.files["tokenizer.json"] = file.read_bytes()
+        return tokenizer
+    backend.add_special_tokens(missing)
+    return Tokenizer(backend)
+
+
+def read_gguf(file: Path) -> TextModel:
+    """Read a GGUF file, whose quantised tensors are converted to float32."""
+    try:
+        from gguf import GGUFReader, dequantize
+    except ImportError as error:
+        raise ValueError(f"{file}: reading a GGUF file needs the package gguf; run pip install gguf") from error
+    try:
+        reader = GGUFReader(file)
+    except (ValueError, IndexError, OSError) as error:
+        raise ValueError(f"{file} is not a complete GGUF file ({error}); download it again") from error
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    model_type = fields.get("general.architecture")
+    check_model_type(model_type, file)
+    sizes = {name: fields.get(f"{model_type}.{key}") for name, key in GGUF_SIZES.items()}
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    weights = {}
+    for tensor in reader.tensors:
+        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        weights[gguf_name(tensor.name, file)] = values.view(*reversed(tensor.shape.tolist()))
+    sizes["vocab_size"] = len(weights[EMBEDDING])
+    sizes["tie_word_embeddings"] = HEAD not in weights
+    return TextModel(file, str(model_type), sizes, weights, gguf_tokenizer(fields))
+
+
+def gguf_name(name: str, file: Path) -> str:
+    """Translate the name of a tensor in a GGUF file."""
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if layer is None and name in GGUF_TENSORS:
+        return GGUF_TENSORS[name]
+    if layer is not None and f"blk.{{}}.{layer[2]}" in GGUF_TENSORS:
+        return GGUF_TENSORS[f"blk.{{}}.{layer[2]}"].format(layer[1]) + f".{layer[3]}"
+    raise ValueError(f"{file}: a decoder of Qwen2 or Qwen3 has no tensor {name!r}")
+
+
+def gguf_tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """Build the tokenizer from the tokens and merges of a GGUF file."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    types = fields["tokenizer.ggml.token_type"]
+    kept = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    backend = Backend(models.BPE(kept, merges))
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    # tokens of the vocabulary keep their ids
+    backend.add_tokens([token for token, i in kept.items() if types[i] == USER_DEFINED])
+    controls = [token for token, i in kept.items() if types[i] == CONTROL]
+    backend.add_special_tokens(controls + [token for token in SPECIAL_TOKENS if token not in kept])
+    return Tokenizer(backend)
+
+
+def make_config(text: TextModel, family: str, tower: Tower) -> dict:
+    """Make the config.json of the new model, for random_model."""
+    sizes = dict(text.sizes)
+    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+    vision = {
+        "depth": tower.depth, "num_heads": tower.heads, "patch_size": tower.patch_size, "in_chans": 3,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": tower.width, "mlp_ratio": 4, "hidden_size": sizes["hidden_size"]}
+    else:
+        vision |= {"hidden_size": tower.width, "intermediate_size": 4 * tower.width}
+        vision["out_hidden_size"] = sizes["hidden_size"]
+    if family == "qwen2_5_vl":  # every third block attends to the whole picture
+        blocks = list(range(2, tower.depth, 3)) or [0]
+        vision |= {"window_size": 8 * tower.patch_size, "fullatt_block_indexes": blocks}
+    if family == "qwen3_vl":
+        vision |= {"num_position_embeddings": 32**2, "deepstack_visual_indexes": []}
+    return {
+        "model_type": family,
+        "text_config": sizes,
+        "rope_scaling": {"type": "mrope", "mrope_section": mrope_section(family, head_dim // 2)},
+        "rope_theta": sizes["rope_theta"],
+        "tie_word_embeddings": sizes.get("tie_word_embeddings", False),
+        "vision_config": vision,
+    }
+
+
+def mrope_section(family: str, frequencies: int) -> list[int]:
+    """Divide the rotary frequencies among time, height and width in the ratio of the published models.
+
+    Published models have heads of 128: 16, 24 and 24 frequencies in Qwen2-VL and Qwen2.5-VL, 24, 20 and 20 in Qwen3-VL.
+    """
+    each = frequencies * (20 if family == "qwen3_vl" else 24) // 64
+    return [frequencies - 2 * each, each, each]
+
+
+def decoder_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters that come from the text model; a tied head is the embedding."""
+    for name, parameter in model.named_parameters():
+        if not name.startswith("visual."):
+            yield name, parameter
+
+
+@torch.no_grad()
+def build(text: TextModel, out: Path, family: str, tower: Tower, seed: int = 0):
+    """Build the model with the decoder of `text` and a random tower, and save it to the folder `out`.
+
+    Raises:
+        ValueError: a weight is missing or does not fit, or the tokenizer has more tokens than the head.
+    """
+    if len(text.tokenizer) > text.sizes["vocab_size"]:
+        raise ValueError(
+            f"{text.source}: with the tokens for pictures, the tokenizer has {len(text.tokenizer)} tokens, but the "
+            f"head has only {text.sizes['vocab_size']} rows; use a model with more rows, such as Qwen2.5"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps(make_config(text, family, tower)))
+        model, processor = random_model(file, text.tokenizer, seed)
+    model.to(text.weights[EMBEDDING].dtype)
+    weights = dict(text.weights)
+    for name, parameter in decoder_parameters(model):
+        if name not in weights:
+            raise ValueError(f"{text.source}: the tensor {name} is missing; download the model again")
+        weight = weights.pop(name)
+        if weight.shape != parameter.shape:
+            raise ValueError(
+                f"{text.source}: the tensor {name} has shape {tuple(weight.shape)}, but the config requires "
+                f"{tuple(parameter.shape)}"
+            )
+        parameter.copy_(weight)
+    if weights:
+        raise ValueError(f"{text.source}: the decoder has no parameter {min(weights)}")
+    save_model(out, model, processor)
+    new = sum(p.numel() for p in model.visual.parameters())
+    old = sum(p.numel() for _, p in decoder_parameters(model))
+    print(f"wrote {out}: {family} with {old:,} parameters of {text.source} and {new:,} new ones")
+
+
+def main(arguments: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("text", type=Path, help="a folder of Hugging Face, or a .gguf file, of Qwen2, Qwen2.5 or Qwen3")
+    parser.add_argument("out", type=Path, help="folder of the new model")
+    parser.add_argument("--family", help="qwen2_5_vl (default) or qwen2_vl; for Qwen3, qwen3_vl")
+    parser.add_argument("--depth", type=int, default=Tower.depth, help="blocks of the tower")
+    parser.add_argument("--width", type=int, default=Tower.width, help="hidden size of the tower")
+    parser.add_argument("--heads", type=int, default=Tower.heads)
+    parser.add_argument("--patch_size", type=int, default=Tower.patch_size, help="in pixels")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    options = parser.parse_args(arguments)
+    try:
+        text = read_text_model(options.text)
+        families = FAMILIES[text.model_type]
+        family = options.family or families[0]
+        if family not in families:
+            raise ValueError(f"--family is {family}, but a decoder of {text.model_type} fits {' or '.join(families)}")
+        tower = Tower(options.depth, options.width, options.heads, options.patch_size)
+        build(text, options.out, family, tower, options.seed)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()
