@@ -225,6 +225,7 @@ class DecodeAttention:
             self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
+        self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
         # Keys and values of the completions in each layer, (R, K, capacity, D). row_bias is -inf
         # after the newest token of each row, so that the unused part of the cache is masked.
         R = len(prompt_index)
@@ -232,6 +233,8 @@ class DecodeAttention:
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of keys in the longest row; steps read only these keys
+        # Without tools, all rows have equally many tokens, and row_bias is not needed.
+        self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
         self.rows = to_device(torch.arange(R), self.device)  # (R,) original index of each row
@@ -280,10 +283,13 @@ class DecodeAttention:
             growth: number of tokens by which the longest row grows.
         """
         self.num_row_keys += growth
+        self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
         # The position is clamped, because a finished row that was not dropped yet may exceed the
         # capacity.
         self.newest.add_(tokens).clamp_(max=capacity - 1)
+        if not self.masks_rows:
+            return
         later = torch.arange(capacity, device=self.device) > self.newest[:, None]
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
@@ -292,7 +298,10 @@ class DecodeAttention:
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
-            keys.scatter_(2, index, new[:, :, None])
+            if self.masks_rows:
+                keys.scatter_(2, index, new[:, :, None])
+            else:
+                keys[:, :, self.num_row_keys - 1] = new
         return [keys[:, :, : self.num_row_keys] for keys in self.row_kv[layer_index]]
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -303,8 +312,9 @@ class DecodeAttention:
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
         # One matrix product multiplies the keys of a prompt by the queries of all its rows.
-        prompt_bias = self.prompt_bias[:, None, None]  # (B, 1, 1, P)
-        row_bias = self.row_bias[..., : self.num_row_keys]  # (R, 1, 1, C)
+        # (B, 1, 1, P) and (R, 1, 1, C), or None if no key is masked
+        prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None
+        row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
         to_row = self.slots.by_prompt(attention_scores(q, row_k, row_bias))
         weights = softmax_of_scores(torch.cat([to_prompt, to_row], dim=-1)).to(q.dtype)
