@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl_audit import optimizer_checks, step_checks
+from minivlmrl_audit import known_bugs, optimizer_checks, step_checks, step_names
 from minivlmrl_audit.dump import DAMAGES, Dump, read
 from minivlmrl_audit.minivlmrl_api import error_context
-from minivlmrl_audit.perturbations import TABLE, Change, formula
+from minivlmrl_audit.perturbations import Change, formula
 
 # Largest error that counts as agreement, relative to the size of the terms that were summed. It is
 # a small multiple of the rounding error of float32.
@@ -70,7 +70,7 @@ searched = partial(tqdm, delay=20, leave=False, disable=None)
 class Cause:
     """A possible mistake: a way in which a stage may deviate from its definition.
 
-    It is either listed in known_bugs.yaml or composed from the quantities listed there.
+    It is either listed in known_bugs.py or composed from the quantities listed there.
     """
 
     name: str
@@ -157,52 +157,56 @@ class Finding:
         return self.error <= TOLERANCE
 
 
-# causes of known_bugs.yaml; fields missing in a row are taken from the row's group
-CAUSES = [Cause(**group["of"] | row) for group in TABLE["causes"] for row in group["list"]]
-FACTOR = Cause(**TABLE["factor"])  # a fitted factor that multiplies all numbers of a stage
+CAUSES = [Cause(**fields) for fields in known_bugs.CAUSES]
+FACTOR = Cause(**known_bugs.FACTOR)  # a fitted factor that multiplies all numbers of a stage
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names that known_bugs.yaml uses for a stage of this step."""
+    """Return the names that known_bugs.py uses for a stage of this step."""
     other_name = "logps" if name in LOGPS else name
     return {name, d.about["kind"] if name == "loss" else other_name}
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List the causes for a stage of this step: first those of known_bugs.yaml, then composed ones."""
+    """List the causes for a stage of this step: first those of known_bugs.py, then composed ones."""
     names = names_of(name, d)
     result = [cause for cause in CAUSES if names & set(cause.stages)]
-    for thing in TABLE["things"]:
-        if names & set(thing["stages"]) and thing.get("needs", "input_ids") in d:
-            result += composed(thing, d, "mask" in names)
+    for quantity in known_bugs.QUANTITIES:
+        if names & set(quantity.stages) and quantity.needs in d:
+            result += composed(quantity, d, "mask" in names)
     # causes specific to this kind of loss or model come before general causes
     result.sort(key=lambda cause: not (names - {"loss", "logps"}) & set(cause.stages))
-    for scope in TABLE["scopes"]:
+    for scope in known_bugs.SCOPES:
         if names & set(scope["stages"]):
             alone = [cause for cause in result if cause.may_be_inside(scope)]
             result += [cause.inside(use) for use in scope["uses"] for cause in alone]
     return result
 
 
-def composed(thing: dict, d: Dump, in_mask: bool) -> list[Cause]:
+def composed(quantity: known_bugs.Quantity, d: Dump, in_mask: bool) -> list[Cause]:
     """Compose causes in which a quantity has a wrong value, such as 0 or the value of another row."""
-    changes = dict(thing.get("terms", {}))
-    for operators in thing.get("operators", []):
-        changes |= TABLE["operators"][operators]
-    for kind in thing.get("units", []):
+    changes = dict(quantity.terms)
+    for operators in quantity.operators:
+        changes |= known_bugs.OPERATORS[operators]
+    for kind in quantity.units:
         for unit in getattr(d, kind):
-            for says, text in thing.get("changes", {"{}": None}).items():
+            for says, function in quantity.changes.items():
                 # the completion mask cannot select tokens while the mask itself is compared
                 if not (in_mask and "counted" in unit):
-                    changes[says.format(unit)] = (kind, unit, text)
-    fields = ("stages", "source", "costs", "about")
-    shared_fields = {name: thing[name] for name in fields if name in thing}
-    name = thing["thing"]
+                    changes[says.format(unit)] = (kind, unit, function)
     result = []
     for text, change in changes.items():
-        all_changes = {name: change, **thing.get("also", {})}
-        says = f"{thing['says']} {text}"
-        result.append(Cause(f"{name}: {text}", says, change=all_changes, **shared_fields))
+        result.append(
+            Cause(
+                f"{quantity.name}: {text}",
+                f"{quantity.says} {text}",
+                stages=quantity.stages,
+                change={quantity.name: change, **quantity.also},
+                source=quantity.source,
+                costs=quantity.costs,
+                about=quantity.about,
+            )
+        )
     return result
 
 
@@ -480,7 +484,9 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
 
     base_answer = computed(name, d, {})
     # a fitted multiplier may equal a known count of the step, or its inverse
-    multiplies = cause is FACTOR or "c * x" in cause.change.values()
+    multiplies = cause is FACTOR or any(
+        value is known_bugs.times for value in cause.change.values()
+    )
     sources = known_numbers(d, next(iter(base_answer))) if multiplies else {}
     distances = {}  # for each candidate number, the distances in all suspects
     for number in [*NUMBERS, *sources]:
@@ -562,13 +568,13 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     key: name of the explained tensor, which selects the counts that apply.
     """
     named_numbers = [(0.0, "exactly zero")]
-    for says, (text, keys) in TABLE["factors"].items():
-        number = formula(text, about=d.about)
+    for says, (function, keys) in known_bugs.FACTORS.items():
+        number = formula(function, about=d.about)
         if number not in (None, 0, 1) and re.match(keys, key):
             named_numbers.append((number, says))
     units = defaultdict(list)  # for each count, the names of the quantities that have it
-    for unit, (text, keys) in TABLE["counts"].items():
-        count = formula(text, step=d, about=d.about)
+    for unit, (function, keys) in known_bugs.COUNTS.items():
+        count = formula(function, step=d, about=d.about)
         if count not in (None, 0, 1) and re.match(keys, key):
             units[count].append(unit)
     counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
@@ -641,7 +647,7 @@ def report(findings: list[Finding], d: Dump) -> str:
 def notes(d: Dump) -> list[str]:
     """Return sentences about what agreement does not say of this step."""
     filters = []
-    for name, off in TABLE["filters"].items():
+    for name, off in step_names.FILTERS.items():
         if d.about.get(name) not in off:
             filters.append(f"{name} = {d.about[name]}")
     result = []

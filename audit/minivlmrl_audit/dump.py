@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl_audit import perturbations
+from minivlmrl_audit import perturbations, step_names
+from minivlmrl_audit.formulas import first
 from minivlmrl_audit.minivlmrl_api import (
     check_field,
     error_context,
@@ -29,11 +30,10 @@ from minivlmrl_audit.step_fields import check_fields
 
 # exceptions that a field or tensor with a wrong type or shape can cause
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-NAMES = perturbations.TABLE
-NEEDED = NAMES["needed"]
-BY_TOKEN = NEEDED + NAMES["by token"]
-BY_ROW = BY_TOKEN + NAMES["by row"]
-INDICES = {*NAMES["indices"]}
+NEEDED = step_names.NEEDED
+BY_TOKEN = NEEDED + step_names.BY_TOKEN
+BY_ROW = BY_TOKEN + step_names.BY_ROW
+INDICES = {*step_names.INDICES}
 MODELS = "model", "old_model", "ref_model"  # fields with folders of weights
 OF_ROLLOUT = "../{}/"  # folder of the step that sampled a row, beside the folder of this step
 
@@ -105,7 +105,7 @@ class Dump(dict):
         is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id"))
         texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
         self["lengths"] = counted_mask.sum(1)
-        self["num_turns"] = perturbations.first(self.turns()[1]).sum(1)
+        self["num_turns"] = first(self.turns()[1]).sum(1)
         self["row_lengths"] = attended.sum(1)
         self["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
         if "ref_per_token_logps" in self:
@@ -222,7 +222,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
 def check_row_numbers(tensors: dict[str, Tensor]):
     """Raise ValueError if `row` does not hold indices of the completions in the rollout."""
     row = tensors.get("row")
-    count = next((len(tensors[name]) for name in NAMES["of rollout"] if name in tensors), None)
+    count = next((len(tensors[name]) for name in step_names.OF_ROLLOUT if name in tensors), None)
     if row is None or count is None:
         return
     for i, number in enumerate(row.flatten().tolist()):

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
 from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.formulas import clipped, first
 from minivlmrl_audit.minivlmrl_api import (
     GroupBatch,
     Prompt,
@@ -16,7 +17,7 @@ from minivlmrl_audit.minivlmrl_api import (
     load_model,
     pack,
 )
-from minivlmrl_audit.perturbations import Change, clipped, first, shown_as
+from minivlmrl_audit.perturbations import Change, shown_as
 from minivlmrl_audit.step_checks import Answer, shown
 
 # tolerated error of a number that went through a model in float32, as a multiple of the tolerance

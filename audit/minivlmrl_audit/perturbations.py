@@ -6,53 +6,60 @@ calls, a formula may apply to only some tokens, such as "the first turn". Deviat
 same effect on a step are listed only once.
 """
 
-import math  # noqa: F401 (formulas use this module)
 import re
 from collections.abc import Callable
-from dataclasses import replace  # noqa: F401
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils import get_total_norm
 
-from minivlmrl_audit.minivlmrl_api import (
-    importance_ratio,  # noqa: F401
-    kept_tokens,  # noqa: F401
-    kl_term,  # noqa: F401
-    parse_yaml,
+from minivlmrl_audit.formulas import first
+from minivlmrl_audit.known_bugs import SCOPES
+from minivlmrl_audit.units import (
+    BLOCKS,
+    ENDS,
+    PARTS,
+    PICTURES,
+    REGIONS,
+    ROW_SETS,
+    ROWS,
+    SHUFFLES,
+    TOKENS,
 )
-
-TABLE = {}  # known bugs, parts of a step to which a bug may be limited, and names of tensors
-for name in ("known_bugs.yaml", "units.yaml", "step.yaml"):
-    TABLE |= parse_yaml((Path(__file__).parent / name).read_bytes())
 
 
 class FormulaError(Exception):
-    """A formula in known_bugs.yaml is invalid. The fault is in that file, not in the audited step."""
+    """A function of known_bugs.py or units.py is invalid; the audited step is not at fault."""
 
 
-def formula(text: str, **names):
-    """Evaluate a Python formula of known_bugs.yaml.
+def formula(function: Callable, **names):
+    """Call a function of known_bugs.py or units.py.
 
     Args:
-        text: expression that may use the globals of this file and `names`.
-        names: values that the expression may use, by name.
+        function: its parameters are some of `names`.
+        names: values that the function may use, by name.
 
     Raises:
-        RuntimeError, ValueError: the sizes or options of the step do not fit the formula.
-        FormulaError: the formula itself is invalid.
+        RuntimeError, ValueError: the sizes or options of the step do not fit the function.
+        FormulaError: the function itself is invalid.
     """
     try:
-        return eval(text, globals() | names)
+        return function(**{name: names[name] for name in parameters_of(function)})
     except (RuntimeError, ValueError):
-        raise  # the sizes or options of the step do not fit, so the formula is not at fault
+        raise  # the sizes or options of the step do not fit, so the function is not at fault
     except Exception as error:
+        code = function.__code__
         raise FormulaError(
-            f"known_bugs.yaml: the formula {text!r} is invalid: {type(error).__name__}: {error}"
+            f"{Path(code.co_filename).name}:{code.co_firstlineno}: the formula is invalid: "
+            f"{type(error).__name__}: {error}"
         ) from error
+
+
+def parameters_of(function: Callable) -> tuple[str, ...]:
+    """Return the names of the parameters of a Python function."""
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
 class Change(dict):
@@ -67,7 +74,7 @@ class Change(dict):
 
         A replacement is one of:
             - a value;
-            - a formula of x, `names`, the step and the fitted number c;
+            - a function of x, `names`, the step and the fitted number c;
             - (kind, unit, None), which reorders x by one of the orders in the Dump;
             - (kind, unit, formula), whose formula can also use `region`. For tokens and images,
               `region` is a mask of the unit. It has the shape of x, because it is indexed by
@@ -85,7 +92,7 @@ class Change(dict):
             if kind == "pictures":
                 region = formula(region, **names)
             names["region"] = region[selection] if selection else region
-        if not isinstance(deviation, str):
+        if not callable(deviation):
             return deviation
         return formula(deviation, x=x, c=self.get("c", 1.0), step=self.d, **names)
 
@@ -93,10 +100,10 @@ class Change(dict):
         """Return the deviation for one use of a quantity, such as "the baseline".
 
         The result is empty if this deviation is limited to another use of the same quantity. The
-        uses of each quantity are listed under `scopes` in known_bugs.yaml.
+        uses of each quantity are listed in SCOPES of known_bugs.py.
         """
         other_uses = {*self.get("inside", ())} - {use}
-        for scope in TABLE["scopes"]:
+        for scope in SCOPES:
             if use in scope["uses"] and not other_uses.isdisjoint(scope["uses"]):
                 return Change(self.d, {})
         return self
@@ -107,7 +114,7 @@ class Change(dict):
         return self.d.rows[unit] if kind == "rows" else self.d.all_rows
 
 
-def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list, list]:
+def edited(x: list, flags: list, region: list, change: Callable, **names) -> tuple[list, list]:
     """Apply a formula to parts of a list, and return the new items and their flags.
 
     The list x is split into runs of consecutive items with equal `flags` and equal `region` values.
@@ -119,7 +126,7 @@ def edited(x: list, flags: list, region: list, text: str, **names) -> tuple[list
     for (flag, inside), run in groupby(triples, key=lambda triple: triple[:2]):
         items = [item for _, _, item in run]
         if inside:
-            items = formula(text, x=items, **names)
+            items = formula(change, x=items, **names)
         new_items += items
         new_flags += [flag] * len(items)
     return new_items, new_flags
@@ -132,27 +139,9 @@ def shown_as(change: dict, pictures: list, num_given: int) -> list:
         return pictures
     count = len(pictures)
     region = formula(
-        TABLE["pictures"][unit], number=torch.arange(count), num_pictures=count, num_given=num_given
+        PICTURES[unit], number=torch.arange(count), num_pictures=count, num_given=num_given
     )
     return edited(pictures, [0] * count, region.tolist(), text)[0]
-
-
-def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype. In case of a tie, return the trainer's value `theirs`.
-
-    `theirs` is returned if the dtype can represent it and it is at most 0.501 rounding units away
-    from x, because x may lie halfway between two representable numbers.
-    """
-    unit = torch.finfo(dtype).eps * x.abs()
-    is_rounded = theirs == theirs.to(dtype)
-    return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
-
-
-def between(starts: Tensor, ends: Tensor) -> Tensor:
-    """Return a mask (n, S) of the columns from each start up to the column before the next end."""
-    num_started = starts.cumsum(1)
-    num_ended = (num_started * ends).cummax(1).values
-    return num_started > num_ended
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> dict[str, Tensor]:
@@ -178,20 +167,20 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
         group = d.get("group", all_rows * 0)[all_rows]
         units["its group"] = [rollout_order[group == number] for number in group.unique()]
         units["the rollout"] = [rollout_order]
-        for text, order in TABLE["shuffles"].items():
+        for text, order in SHUFFLES.items():
             orders[text] = formula(order, order=rollout_order, row=row)
     if not of_rollout:
         units["its micro-batch"] = d.micro_batches
         units["the step"] = [all_rows]
     for unit, blocks in units.items():
-        orders |= ordered("rows", unit, blocks, all_rows)
+        orders |= ordered(ROWS, unit, blocks, all_rows)
         if len(set(map(len, blocks))) == 1:  # all blocks have the same size
-            orders |= ordered("blocks", unit.split()[-1], [torch.stack(blocks)], all_rows)
+            orders |= ordered(BLOCKS, unit.split()[-1], [torch.stack(blocks)], all_rows)
     return different(orders, all_rows)
 
 
 def ordered(
-    table: str, unit: str, blocks: list[Tensor], same: Tensor, **names
+    table: dict[str, Callable], unit: str, blocks: list[Tensor], same: Tensor, **names
 ) -> dict[str, Tensor]:
     """Apply each formula of a table to every block of indices, such as the rows of a group.
 
@@ -199,7 +188,7 @@ def ordered(
     """
     indices = torch.cat(blocks)
     orders = {}
-    for text, order in TABLE[table].items():
+    for text, order in table.items():
         sources = [formula(order, x=block, **names) for block in blocks]
         orders[text.format(unit)] = same.put(indices, torch.cat(sources))
     return orders
@@ -222,7 +211,7 @@ def token_orders(d) -> dict[str, Tensor]:
     orders = {}
     for unit, mask in units.items():
         blocks = [numbers[row][mask[row]] for row in d.all_rows]
-        orders |= ordered("tokens", unit, blocks, numbers, attended=attended)
+        orders |= ordered(TOKENS, unit, blocks, numbers, attended=attended)
     return different(orders, numbers)
 
 
@@ -239,7 +228,7 @@ def row_sets(d) -> dict[str, Tensor]:
             # number of completions of the same group with a different reward
             names["others"] = (same & is_other).sum(1)
     sets = {}
-    for says, (needed, text) in TABLE["row sets"].items():
+    for says, (needed, text) in ROW_SETS.items():
         if needed in names and names[needed].dim() == 1:
             rows = formula(text, **names)
             if rows.sum() > 1:  # a single row fits too many descriptions
@@ -265,34 +254,13 @@ def spans(d) -> dict[str, Tensor]:
     return different(spans, row)
 
 
-def clipped(
-    gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None
-) -> dict[str, Tensor]:
-    """Scale gradients so that their total norm is at most max_norm, like torch's clip_grad_norm_.
-
-    Args:
-        max_norm: None or 0 disables clipping.
-        norm: total norm to use; None computes the norm of `gradients`.
-    """
-    if norm is None:
-        norm = get_total_norm(gradients.values()).item()
-    share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
-    return {name: x * share for name, x in gradients.items()}
-
-
-def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Sum x over the tokens of each span, and return the sum at every token, in the shape of x."""
-    totals = x.new_zeros(int(span.max()) + 1)
-    return totals.index_add(0, span.flatten(), x.flatten())[span]
-
-
 def rollout_sets(d) -> dict[str, Tensor]:
     """Return the sets of `row_sets` as masks (N,) over the completions of the rollout."""
     order = d.get("row", d.all_rows).argsort()
     sets = {}
     for says, rows in d.row_sets.items():
         # a set that depends on advantages is skipped, because the stage computes the advantages
-        if len(order) == len(d["group"]) and TABLE["row sets"][says][0] != "advantages":
+        if len(order) == len(d["group"]) and ROW_SETS[says][0] != "advantages":
             sets[says] = rows[order]
     return sets
 
@@ -300,11 +268,11 @@ def rollout_sets(d) -> dict[str, Tensor]:
 def parts_of_model(d) -> dict[str, Callable]:
     """Return parts of the model, as {description: function that tests a parameter's name}.
 
-    The parts are listed in units.yaml. One more part is added for each component of a parameter's
+    The parts are listed in units.py. One more part is added for each component of a parameter's
     name, such as layers.0.
     """
     names = d.parameters("before") or d.parameters("grad")
-    patterns = dict(TABLE["parts"])
+    patterns = dict(PARTS)
     for name in names:
         for component in re.findall(r"[a-z_]\w*(?:\.\d+)?(?=\.|$)", name):
             patterns[f"parameters of {component}"] = rf"(^|\.){re.escape(component)}(\.|$)"
@@ -315,10 +283,10 @@ def parts_of_model(d) -> dict[str, Callable]:
     return {says: re.compile(patterns[says]).search for says in parts}
 
 
-def picture_numbers(d) -> dict[str, str]:
+def picture_numbers(d) -> dict[str, Callable]:
     """Return the formulas that select images of a row, or {} if each row has at most one image."""
     grids = d.get("sampler_image_grid_thw", d.get("image_grid_thw", ()))
-    return TABLE["pictures"] if len(grids) > len(d.all_rows) else {}
+    return PICTURES if len(grids) > len(d.all_rows) else {}
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
@@ -330,7 +298,7 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
         forced: (n, S) mask of the tokens of tool responses. If there are no tool responses, fewer
             sets are returned.
     """
-    table = TABLE["regions"] if forced.any() else TABLE["ends"]
+    table = REGIONS if forced.any() else ENDS
     prompt = torch.zeros_like(drawn)  # ids of the sampler do not include the prompt
     if ids.shape == d["input_ids"].shape:
         prompt = d["attention_mask"].bool() & ~d.completion
@@ -346,15 +314,3 @@ def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Te
     }
     regions = {text: formula(tokens, **names) for text, tokens in table.items()}
     return different(regions, torch.tensor(False))
-
-
-def first(x: Tensor, k: int = 1) -> Tensor:
-    """Return a mask of the first k columns of each run of True in the mask x (..., S)."""
-    count = x.cumsum(-1)
-    earlier_runs = (count * ~x).cummax(-1).values
-    return x & (count - earlier_runs <= k)
-
-
-def last(x: Tensor, k: int = 1) -> Tensor:
-    """Return a mask of the last k columns of each run of True in the mask x (n, S)."""
-    return first(x.flip(1), k).flip(1)

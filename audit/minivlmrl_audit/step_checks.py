@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl_audit.dump import Dump
+from minivlmrl_audit.formulas import first
 from minivlmrl_audit.minivlmrl_api import (
     AVERAGES,
     TERMS,
@@ -32,7 +33,7 @@ from minivlmrl_audit.minivlmrl_api import (
     off_policy_mask,
 )
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
-from minivlmrl_audit.perturbations import Change, first, shown_as
+from minivlmrl_audit.perturbations import Change, shown_as
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
@@ -347,7 +348,7 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
 class PolicyPieces(NamedTuple):
     """Inputs of the loss terms of some rows. Tensors have shape (rows, S) unless noted.
 
-    The formulas of known_bugs.yaml use these field names.
+    The formulas of known_bugs.py use these field names.
     """
 
     part: Tensor  # indices of the rows

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
-from minivlmrl_audit import dump
+from minivlmrl_audit import dump, step_names
 from minivlmrl_audit.options import options_of
 from minivlmrl_audit.step_checks import here_or_later
 
@@ -72,7 +72,7 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     TRL orders the rows of a micro-batch like this: all chosen answers, then all rejected answers.
     """
     loss = options_of("dpo", vars(trainer.args))
-    if not set(dump.NAMES["smoothed losses"]) & set(loss["loss_type"]):
+    if not set(step_names.SMOOTHED_LOSSES) & set(loss["loss_type"]):
         loss["label_smoothing"] = 0.0
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
@@ -112,8 +112,8 @@ def grpo_options(trainer) -> dict:
         "stop_token_ids": list(trainer.eos_token_ids),
         "pad_token_id": trainer._tokenizer.pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
-        **{name: config.get(name) for name in dump.NAMES["options of a rollout"]},
-        **{name: sampling.get(name) for name in dump.NAMES["filters"]},
+        **{name: config.get(name) for name in step_names.OPTIONS_OF_A_ROLLOUT},
+        **{name: sampling.get(name) for name in step_names.FILTERS},
     }
 
 
@@ -207,7 +207,7 @@ class Steps(ExitStack, TrainerCallback):
     def begin(self, inputs: dict, *_):
         """Record the row tensors and images of a micro-batch."""
         part = self.rows(inputs)
-        names = {name: name for name in dump.BY_ROW} | dump.NAMES["inputs"]
+        names = {name: name for name in dump.BY_ROW} | step_names.INPUTS
         for their_name, name in names.items():
             if inputs.get(their_name) is not None:
                 part.setdefault(name, torch.as_tensor(inputs[their_name]))
@@ -395,7 +395,7 @@ class GRPOSteps(Steps):
 
 def keep_outputs(part: dict, output, mask=1):
     """Record the per-token outputs (n, T) of a forward and, during backward, their masked gradient."""
-    for output_name, (name, slope_name) in dump.NAMES["outputs"].items():
+    for output_name, (name, slope_name) in step_names.OUTPUTS.items():
         x = output.get(output_name)
         if x is not None:
             part[name] = x.detach().clone()

@@ -651,7 +651,7 @@ BUGS = {
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
         "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()", kind="sft",
     )),
-    # bugs that known_bugs.yaml does not list; their name is composed of a quantity and a change
+    # bugs that known_bugs.py does not list; their name is composed of a quantity and a change
     "rewards_by_view": Bug("", trl=score(
         "advantages", "rewards of, repeat", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)",

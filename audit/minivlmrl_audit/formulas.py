@@ -1,0 +1,56 @@
+"""Functions that the formulas of known_bugs.py and units.py call."""
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+
+def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round x to a dtype. In case of a tie, return the trainer's value `theirs`.
+
+    `theirs` is returned if the dtype can represent it and it is at most 0.501 rounding units away
+    from x, because x may lie halfway between two representable numbers.
+    """
+    unit = torch.finfo(dtype).eps * x.abs()
+    is_rounded = theirs == theirs.to(dtype)
+    return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
+
+
+def between(starts: Tensor, ends: Tensor) -> Tensor:
+    """Return a mask (n, S) of the columns from each start up to the column before the next end."""
+    num_started = starts.cumsum(1)
+    num_ended = (num_started * ends).cummax(1).values
+    return num_started > num_ended
+
+
+def clipped(
+    gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None
+) -> dict[str, Tensor]:
+    """Scale gradients so that their total norm is at most max_norm, like torch's clip_grad_norm_.
+
+    Args:
+        max_norm: None or 0 disables clipping.
+        norm: total norm to use; None computes the norm of `gradients`.
+    """
+    if norm is None:
+        norm = get_total_norm(gradients.values()).item()
+    share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+    return {name: x * share for name, x in gradients.items()}
+
+
+def total_by(x: Tensor, span: Tensor) -> Tensor:
+    """Sum x over the tokens of each span, and return the sum at every token, in the shape of x."""
+    totals = x.new_zeros(int(span.max()) + 1)
+    return totals.index_add(0, span.flatten(), x.flatten())[span]
+
+
+def first(x: Tensor, k: int = 1) -> Tensor:
+    """Return a mask of the first k columns of each run of True in the mask x (..., S)."""
+    count = x.cumsum(-1)
+    earlier_runs = (count * ~x).cummax(-1).values
+    return x & (count - earlier_runs <= k)
+
+
+def last(x: Tensor, k: int = 1) -> Tensor:
+    """Return a mask of the last k columns of each run of True in the mask x (n, S)."""
+    return first(x.flip(1), k).flip(1)
