@@ -387,7 +387,7 @@ def test_a_folder_of_weights_outside_of_the_step_is_not_written(tmp_path):
 @pytest.mark.parametrize("kind, step, change, rate", [
     ("linear", 0, {}, 0.0), ("linear", 1, {}, 0.5), ("linear", 4, {}, 0.75), ("cosine", 6, {}, 0.5),
     ("constant", 9, {}, 1), ("linear", 1, {"warmup": 0}, 0.9),
-    ("linear", 4, {"type": "'constant'"}, 1), ("linear", 1, {"step": "2 * x"}, 1),
+    ("linear", 4, {"type": "constant"}, 1), ("linear", 1, {"step": lambda x: 2 * x}, 1),
 ])  # fmt: skip
 def test_learning_rates_of_a_schedule(kind, step, change, rate):
     """Learning rates of ten steps, two of them warmup, also with a mistake in the schedule."""
