@@ -1,0 +1,155 @@
+"""recipes/miniwob.py: clicks of many completions in one browser, rewards of the page, errors of the browser."""
+
+import base64
+import importlib.metadata
+import io
+import shutil
+from importlib.util import find_spec
+
+import PIL.Image
+import pytest
+
+from recipes import miniwob
+
+INSTALLED = all(map(find_spec, ("selenium", "miniwob"))) and all(map(shutil.which, ("chromium", "chromedriver")))
+
+
+class BrowserError(Exception):
+    """Stands for an exception of selenium or of its connection."""
+
+
+class FakeDriver:
+    """A page whose right half is right (1), and whose left half is wrong (-1), except for the first column."""
+
+    def __init__(self, num_failures=0):
+        self.num_failures = num_failures
+        self.closed = False
+
+    def execute_script(self, script, seed=None):
+        if script == miniwob.START:
+            self.seed, self.reward, self.num_clicks = seed, None, 0
+        return self.reward
+
+    def execute_cdp_cmd(self, name, options):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise BrowserError("tab crashed")
+        if name == "Page.captureScreenshot":
+            file = io.BytesIO()
+            color = (len(self.seed), self.num_clicks, 0 if self.reward is None else 255)
+            PIL.Image.new("RGB", (options["clip"]["width"], options["clip"]["height"]), color).save(file, "png")
+            return {"data": base64.b64encode(file.getvalue()).decode()}
+        if options["type"] == "mouseReleased":
+            self.num_clicks += 1
+            if options["x"] > 0:
+                self.reward = 1 if options["x"] >= 80 else -1
+        return {}
+
+    def quit(self):
+        self.closed = True
+
+
+@pytest.fixture
+def drivers(monkeypatch):
+    """Replace the browser; the list has the drivers to open, and the last one stays."""
+    waiting, opened = [FakeDriver()], []
+
+    def open_browser(page):
+        if not opened:
+            opened.append(waiting.pop(0))
+        return opened[-1]
+
+    open_browser.cache_clear = opened.clear
+    monkeypatch.setattr(miniwob, "open_browser", open_browser)
+    return waiting
+
+
+def begin(kind=miniwob.Page, seed="a/0"):
+    environment = kind()
+    environment.reset(page_seed=seed, solution="")
+    return environment
+
+
+def test_completions_that_share_a_browser_do_not_mix(drivers):
+    first, second = begin(), begin(seed="a longer seed")
+    assert first.click(0, 0).getpixel((0, 0)) == (3, 1, 0) and not first.done  # a click beside everything
+    assert second.click(10, 5).getpixel((0, 0)) == (13, 1, 255)
+    assert first.click(100, 5).getpixel((0, 0)) == (3, 2, 255)  # also the former click
+    assert first.done and second.done and (first.get_reward(), second.get_reward()) == (1.0, -1.0)
+    assert first.clicks == [(0, 0), (100, 5)]
+
+
+def test_an_episode_without_an_end_is_no_better_than_a_wrong_click(drivers):
+    environment = begin()
+    for x, y in [(160, 0), (0, 210), (-1, 0)]:
+        with pytest.raises(ValueError, match=r"outside of the page, which has 160 columns and 210 rows"):
+            environment.click(x, y)
+    assert environment.get_reward() == -1.0 and not environment.done and environment.clicks == []
+
+
+def test_a_killed_tab_is_tried_again_once(drivers):
+    broken, whole = FakeDriver(num_failures=1), FakeDriver()
+    drivers[:] = [broken, whole]
+    environment = begin()
+    environment.click(100, 0)
+    assert environment.get_reward() == 1.0 and broken.closed and not whole.closed
+    drivers[:] = [FakeDriver(num_failures=1)]
+    whole.num_failures = 1
+    with pytest.raises(BrowserError):
+        begin().click(100, 0)
+    assert whole.closed
+
+
+def test_the_time_limit_closes_the_browser(drivers):
+    [driver] = drivers
+    driver.execute_cdp_cmd = lambda *_: exec("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        begin().click(1, 1)
+    assert driver.closed
+
+
+def test_rows_and_the_blind_control(drivers):
+    rows = miniwob.Pages(2, "eval")
+    assert len(rows) == 2 and rows[1].columns["page_seed"] == "eval/1" and rows[1].images[0].size == (160, 210)
+    assert rows[0].images[0].getpixel((0, 0)) == (6, 0, 0)
+    blind = begin(miniwob.Blind)
+    assert blind.click(100, 0).getcolors() == [(160 * 210, (128, 128, 128))] and blind.get_reward() == 1.0
+    assert miniwob.Pages(1, "eval", miniwob.Blind)[0].images[0].getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_missing_packages_are_named(monkeypatch):
+    with pytest.raises(ImportError, match=r"no_such_package.*needs: pip install miniwob selenium"):
+        miniwob.import_package("no_such_package")
+
+    def not_found(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_found)
+    with pytest.raises(ImportError, match=r"miniwob; recipes/miniwob.py needs: pip install miniwob selenium"):
+        miniwob.serve_pages.__wrapped__()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"program chromium is not installed; apt-get install chromium"):
+        miniwob.find_program("chromium")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="needs miniwob, selenium, chromium and chromedriver")
+def test_one_box_of_the_real_page_is_right():
+    try:
+        for seed in ("a/0", "a/1"):
+            boxes = miniwob.find_boxes(seed)
+            assert len({color for color, _, _ in boxes}) == 4 and boxes == miniwob.find_boxes(seed)
+            environments = [begin(seed=seed) for _ in boxes]
+            for environment, (_, x, y) in zip(environments, boxes, strict=True):
+                environment.click(x, y)
+            assert sorted(environment.get_reward() for environment in environments) == [-1, -1, -1, 1]
+            beside = begin(seed=seed)
+            beside.click(1, 209)
+            assert not beside.done and beside.get_reward() == -1
+        [first, again, other] = [miniwob.Pages(2, s)[0].images[0].tobytes() for s in ("a", "a", "c")]
+        assert first == again != other
+        miniwob.open_browser(miniwob.PAGE).quit()  # the next call finds a dead browser, and starts a new one
+        assert miniwob.find_boxes("a/1") == boxes
+    finally:
+        miniwob.open_browser(miniwob.PAGE).quit()
+        miniwob.open_browser.cache_clear()
