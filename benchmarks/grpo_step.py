@@ -1,13 +1,13 @@
 """Time a GRPO step (rollout, reference, loss, backward, update) in minivlmrl and in TRL.
 
-python benchmarks/grpo_step.py                  # a table, about two minutes on two cores; needs `pip install .[test]`
+python benchmarks/grpo_step.py                  # a table, about ten minutes on two cores; needs `pip install .[test]`
 python benchmarks/grpo_step.py --json FILE      # also write the numbers
 
 The peer is TRL with transformers' Qwen2_5_VLForConditionalGeneration; the first line prints the versions. Both sides
 start from the same random weights (recipes/shapes_model.json) and use the same prompts, with equal tokens and pixels,
-and 8 completions of exactly 14 tokens for each prompt. Steps of TRL and of minivlmrl alternate in one process, so that
-other load on the machine slows both. Before timing, both sides score the same completions, and the log-probabilities
-must agree.
+and 8 completions of exactly 14, 128 or 512 tokens for each prompt. Steps of TRL and of minivlmrl alternate in one
+process, so that other load on the machine slows both. Before timing, both sides score the same completions, and the
+log-probabilities must agree.
 """
 
 import argparse
@@ -46,8 +46,9 @@ from minivlmrl.trainers.grpo import GRPOTrainer
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with the images of CASES
-CASES = ((56, 16), (112, 8), (224, 4))  # side of an image in pixels, number of prompts in a step
 NUM_GENERATIONS, NEW_TOKENS = 8, 14
+# side of an image in pixels, number of prompts in a step, tokens per completion
+CASES = ((56, 16, 14), (112, 8, 14), (224, 4, 14), (56, 4, 128), (224, 4, 128), (56, 4, 512), (224, 4, 512))
 COMMON = {
     "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
 }  # fmt: skip
@@ -123,13 +124,14 @@ def main():
     transformers.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     print(f"{versions}, {options.threads} threads, {platform.machine()}")
-    print(f"{'prompt tokens':>13} {'prompts':>8} {'ours ms':>8} {'TRL ms':>8} {'ratio':>6} {'max |dlogp|':>12}")
+    columns = f"{'prompt tokens':>13} {'prompts':>8} {'new tokens':>10} {'ours ms':>8} {'TRL ms':>8} {'ratio':>6}"
+    print(f"{columns} {'max |dlogp|':>12}")
     cases = []
-    for size, prompts in CASES:
-        case = measure(size, prompts, options.steps)
+    for size, prompts, new_tokens in CASES:
+        case = measure(size, prompts, options.steps, new_tokens=new_tokens)
         cases.append(case)
         numbers = f"{case['ours_ms']:8.0f} {case['trl_ms']:8.0f} {case['ratio']:6.2f} {case['logps_difference']:12.1e}"
-        print(f"{case['prompt_tokens']:13} {prompts:8} {numbers}", flush=True)
+        print(f"{case['prompt_tokens']:13} {prompts:8} {new_tokens:10} {numbers}", flush=True)
     if options.json:
         found = {
             "cases": cases,
@@ -162,6 +164,7 @@ def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens
         "image_pixels": size,
         "prompt_tokens": prompt_tokens,
         "prompts": prompts,
+        "new_tokens": new_tokens,
         "ours_ms": round(our_ms, 1),
         "trl_ms": round(trl_ms, 1),
         "ratio": round(trl_ms / our_ms, 2),

@@ -56,7 +56,7 @@ def test_a_machine_without_other_trainers_measures_our_side():
 @pytest.mark.slow
 def test_grpo_step(call):
     """TRL and our trainer both run. The script asserts that their ids, pixels and log-probabilities are equal."""
-    table, numbers = call("grpo_step", "--steps", "1", "--threads", "1", CASES=((56, 2), (224, 1)))
+    table, numbers = call("grpo_step", "--steps", "1", "--threads", "1", CASES=((56, 2, 14), (224, 1, 20)))
     assert "TRL ms" in table
     assert [case["prompt_tokens"] for case in numbers["cases"]] == [48, 288]
     assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in numbers["cases"])
@@ -66,10 +66,11 @@ def test_grpo_step(call):
 def test_lengths(call):
     """transformers and our model both run. The script asserts that their log-probabilities are equal."""
     sizes = {"prompts": (40,), "completions": (16, 256), "groups": (2,)}
-    table, numbers = call("lengths", "--quick", "--threads", "1", QUICK=sizes)
-    assert "| times ours |" in table
-    assert [row["completion_tokens"] for row in numbers["rows"]] == [16, 256]
-    assert all(row["ratio"] > 0 for row in numbers["rows"])
+    table, numbers = call("lengths", "--quick", "--max_tokens=200", QUICK=sizes, WIDE={"hidden_size": 128})
+    assert "| default | 40 | 256 | 2 | 1.07 | left out | left out |" in table and "wide, decoding: " in table
+    short, long = numbers["rows"][:2]
+    assert short["counted"] == pytest.approx(112 / 72) and "decoding" not in long
+    assert all(short[name] > 0 for name in ("decoding", "training", "MB", "MB of transformers"))
 
 
 @pytest.mark.slow
