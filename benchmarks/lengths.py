@@ -3,6 +3,7 @@
     python benchmarks/lengths.py                   # the whole table: about an hour on one core
     python benchmarks/lengths.py --models default  # only the model of the default recipe
     python benchmarks/lengths.py --quick           # four short cases with one timed call each
+    python benchmarks/lengths.py --profile         # where the time of decoding goes, for 32 rows of 256 tokens
     python benchmarks/lengths.py --json FILE       # also write the numbers
 
 `default` is the model of the default recipe, and `wide` has a width of 1,024, 8 heads of 128 and 2 layers. Both have
@@ -71,6 +72,7 @@ COLUMNS = ("model", "P", "C", "G", "counted", "decoding", "training", "MB", "MB 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="four short cases with one timed call each")
+    parser.add_argument("--profile", action="store_true", help="print where the time of decoding goes")
     parser.add_argument("--models", nargs="+", choices=("default", "wide"), default=["default", "wide"])
     parser.add_argument("--repeats", type=int, help="pairs of timed calls, by default 3, or 1 with --quick")
     parser.add_argument("--max_tokens", type=int, default=80_000, help="largest (P + C) G")
@@ -78,6 +80,8 @@ def main():
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.profile:
+        return print_profile(build("default"))
     repeats = options.repeats or (1 if options.quick else 3)
     sizes = QUICK if options.quick else {"prompts": PROMPTS, "completions": COMPLETIONS, "groups": GROUPS}
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
@@ -148,13 +152,14 @@ def peak_megabytes(call: Callable) -> float:
 
 
 @torch.inference_mode()
-def decode(model: Qwen2_5_VL, case: Case):
-    """Sample the completions of a case, all with the same length."""
+def decode(model: Qwen2_5_VL, case: Case, prompts: int = 1):
+    """Sample the completions of a case, all with the same length, for one or several copies of its prompt."""
     G = len(case.completions)
     C = len(case.completions[0])
-    sample_token = make_token_sampler(1.0, (), sample_by_uniforms(torch.rand(G, C).double(), CARD), device=CARD)
-    (group,) = generate(model, [case.prompt], G, C, sample_token)
-    assert {len(completion.ids) for completion in group} == {C}
+    uniforms = torch.rand(prompts * G, C, dtype=torch.float64)
+    sample_token = make_token_sampler(1.0, (), sample_by_uniforms(uniforms, CARD), device=CARD)
+    groups = generate(model, [case.prompt] * prompts, G, C, sample_token)
+    assert {len(completion.ids) for group in groups for completion in group} == {C}
 
 
 def decode_with_transformers(model: torch.nn.Module, case: Case):
@@ -164,6 +169,24 @@ def decode_with_transformers(model: torch.nn.Module, case: Case):
     lengths = {"max_new_tokens": C, "min_new_tokens": C, "pad_token_id": 0}
     ids = model.generate(**case.inputs, **lengths, do_sample=True, top_k=0, num_return_sequences=G)
     assert ids.shape == (G, len(case.prompt.input_ids) + C)
+
+
+def print_profile(model: Qwen2_5_VL):
+    """Print the share of the operations in the time of decoding 4 x 8 completions of 256 tokens."""
+    case = make_case(model.config, 40, 256, 8)
+    decode(model, case, prompts=4)  # warm-up
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        decode(model, case, prompts=4)
+    names = {
+        "products with weights": ("aten::mm", "aten::addmm"),
+        "products with keys and values": ("aten::bmm", "aten::baddbmm"),
+    }
+    times = {event.key: (event.self_cpu_time_total, event.count) for event in profiler.key_averages()}
+    total = sum(time for time, _ in times.values())
+    for name, keys in names.items():
+        print(f"{name}: {sum(times[key][0] for key in keys) / total:.0%}")
+    others = [count for key, (_, count) in times.items() if key.startswith("aten::")]
+    print(f"everything else; calls of operations in a step: {sum(others) / 256:.0f}")
 
 
 def cell(value: str | float | None) -> str:
