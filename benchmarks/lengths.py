@@ -16,10 +16,11 @@ with unequal lengths, transformers would also compute the padding.
     training    the GRPO loss and its gradients for the whole group at once
 
 The calls of both sides alternate. Each pair gives a ratio, seconds of transformers / seconds of minivlmrl, and the
-table has the median, because single times depend on the machine. `counted` is the ratio of the numbers of tokens that
-both sides process, (P + C) G / (P + C G); a ratio above it comes from fewer operations per token, and one below it
-from attention, which costs the same on both sides. `MB` is the peak memory of a training step without weights and
-gradients, as the allocator of torch counts it. Before timing, the log-probabilities of both sides must agree.
+table has the median. On a CPU these are seconds of CPU time, so that other processes matter less. `counted` is the
+ratio of the numbers of tokens that both sides process, (P + C) G / (P + C G); a ratio above it comes from fewer
+operations per token, and one below it from attention, which costs the same on both sides. `MB` is the peak memory of a
+training step without weights and gradients, as the allocator of torch counts it. Before timing, the log-probabilities
+of both sides must agree.
 
 Cases with more tokens than --max_tokens are left out, and the table says so.
 """
@@ -29,6 +30,7 @@ import itertools
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -133,10 +135,19 @@ def median_ratio(ours: Callable, theirs: Callable, repeats: int, model: torch.nn
     ratios = []
     for _ in range(repeats):
         model.zero_grad()
-        seconds = seconds_of(ours)
+        seconds = cpu_seconds(ours)
         model.zero_grad()
-        ratios.append(seconds_of(theirs) / seconds)
+        ratios.append(cpu_seconds(theirs) / seconds)
     return statistics.median(ratios)
+
+
+def cpu_seconds(call: Callable) -> float:
+    """Measure the CPU time of a call, or the elapsed time on a GPU."""
+    if CARD.type != "cpu":
+        return seconds_of(call)
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
 
 
 def peak_megabytes(call: Callable) -> float:
