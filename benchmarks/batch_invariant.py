@@ -5,7 +5,7 @@
     python benchmarks/batch_invariant.py seconds --repeats 3     # whole runs of the default recipe, in turn
     python benchmarks/batch_invariant.py curves --seeds 0 1 2    # the default recipe with and without the option
 
-`bits` and `rules` sample 8 completions of at most 20 tokens for each of 6 prompts with pictures and questions of
+`bits` and `rules` sample 8 completions of at most 20 tokens for each of 6 prompts with images and questions of
 several sizes, and score them with the trainer. A token is equal if its float32 log-probability has the same bits.
 `rules` leaves out one rule of kernels/batch_invariant.py at a time. Its seconds are CPU time of sampling 16 x 8
 completions of the default recipe, and of a forward and backward pass over them, on one thread. It is the median of
@@ -86,7 +86,7 @@ def build(family: str, dtype: torch.dtype) -> tuple:
 
 
 def varied_prompts(processor, count: int = 6) -> list:
-    """Make prompts whose pictures and questions have several sizes."""
+    """Make prompts whose images and questions have several sizes."""
     prompts = []
     for i, row in enumerate(Shapes(count, "varied", prompt_template="{problem}")):
         side = 42 + 14 * (i % 4)

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from torch import Tensor
 
 from minivlmrl.config.parsing import read_json
-from minivlmrl.data.tokenizer import QWEN2_SPLIT, SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer, qwen2_backend
 from minivlmrl.files import weight_files
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors, save_model
@@ -180,12 +180,7 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Tokenizer:
     types = fields["tokenizer.ggml.token_type"]
     kept = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    backend = Backend(models.BPE(kept, merges))
-    backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()
+    backend = qwen2_backend(models.BPE(kept, merges))
     # tokens of the vocabulary keep their ids
     backend.add_tokens([token for token, i in kept.items() if types[i] == USER_DEFINED])
     controls = [token for token, i in kept.items() if types[i] == CONTROL]
@@ -246,7 +241,7 @@ def build(text: TextModel, out: Path, family: str, tower: Tower, seed: int = 0):
     """
     if len(text.tokenizer) > text.sizes["vocab_size"]:
         raise ValueError(
-            f"{text.source}: with the tokens for pictures, the tokenizer has {len(text.tokenizer)} tokens, but the "
+            f"{text.source}: with the image tokens, the tokenizer has {len(text.tokenizer)} tokens, but the "
             f"head has only {text.sizes['vocab_size']} rows; use a model with more rows, such as Qwen2.5"
         )
     with tempfile.TemporaryDirectory() as folder:

@@ -156,6 +156,17 @@ def check_components(part: str, kinds: list[str], allowed: Sequence[str]):
             raise ValueError(f"its {part} contains {kind} {kinds.count(kind)} times; keep one")
 
 
+def qwen2_backend(model: models.BPE) -> tokenizers.Tokenizer:
+    """Combine a byte-level BPE model with the normalisation and the splitting of Qwen2."""
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on texts.
 
@@ -166,15 +177,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size: maximum number of tokens, including control tokens, if it is large enough for
             the 256 byte values.
     """
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()
+    backend = qwen2_backend(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=max(0, vocab_size - len(SPECIAL_TOKENS)),
-        initial_alphabet=sorted(byte_level.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
