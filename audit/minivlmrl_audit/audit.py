@@ -62,6 +62,8 @@ PAIRED_NUMBERS = 12  # pairs of causes are tried only if at least this many numb
 MODEL_CAUSES = 16  # used instead of PAIRED for stages in which each cause needs a model's forward
 # initial values of the search for the free number of a fitted cause
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]
+# stage: what its numbers are grouped by, see count_groups
+GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
 # progress bar of a search, shown only after 20 seconds
 searched = partial(tqdm, delay=20, leave=False, disable=None)
 
@@ -90,6 +92,10 @@ class Cause:
     def is_fitted(self) -> bool:
         """Return whether this cause has a free number that is fitted to the trainer's values."""
         return "{c}" in self.name or "c" in self.change
+
+    def has_unlikely_number(self) -> bool:
+        """Return whether a number was fitted that is far from 1 and has no known origin."""
+        return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, scope: dict) -> bool:
         """Return whether this cause can be limited to one use of a quantity.
@@ -151,6 +157,7 @@ class Finding:
     # causes with the fewest parts that explain the stage; empty if no known cause explains it
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
+    groups: int = 0  # number of independent groups in which a number differs, see count_groups
 
     @property
     def ok(self) -> bool:
@@ -238,6 +245,7 @@ def audit(d: Dump) -> list[Finding]:
         if finding.ok:
             continue
         finding.where = where(answer)
+        finding.groups = count_groups(name, answer, d)
         look_for_causes(finding, d, differing)
     return findings
 
@@ -359,7 +367,10 @@ def explain(name: str, d: Dump) -> list[Cause]:
         explanations = [again for cause in explanations for again in fits(name, d, cause)]
     smallest_error = min((cause.error for cause in explanations), default=0.0)
     limit = max(10 * smallest_error, TOLERANCE / 100)
-    return [cause for cause in explanations if cause.error <= limit]
+    explanations = [cause for cause in explanations if cause.error <= limit]
+    # rewards that are 0.0001 times as large give the same advantages as an epsilon of 1, which is
+    # the likelier mistake
+    return sorted(explanations, key=Cause.has_unlikely_number)
 
 
 def search(name: str, d: Dump) -> list[Cause]:
@@ -672,11 +683,15 @@ def finding_lines(finding: Finding) -> list[str]:
     numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
     lines = [line.rstrip()]
+    if finding.again:
+        return [*lines, f"{'':12}same cause as in an earlier stage: {finding.explained[0]}"]
+    if not finding.ok and finding.groups < 2:
+        unit = GROUPS.get(finding.stage, "number")
+        text = f"only one {unit} differs, too few to tell causes apart; audit a larger step"
+        lines.append(f"{'':12}{text}")
     if not (finding.ok or finding.explained):
         lines.append(f"{'':12}no known cause explains the difference")
         return lines + [f"{'':16}{text}" for text in finding.where[1:]]
-    if finding.again:
-        return [*lines, f"{'':12}same cause as in an earlier stage: {finding.explained[0]}"]
     word = "explained by"
     for cause in finding.explained[:SHOWN]:
         lines.append(f"{'':12}{word}: {cause}")

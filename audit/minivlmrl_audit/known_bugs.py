@@ -48,6 +48,16 @@ def group(*causes: dict[str, Any], **shared: Any) -> list[dict[str, Any]]:
     return [shared | cause for cause in causes]
 
 
+def row_means(terms, mask):
+    """Average the terms of each row over its tokens."""
+    return terms.sum(1) / mask.sum(1).clamp(min=1)
+
+
+def has_advantage(step):
+    """Return a mask (n,) of the rows with an advantage other than 0."""
+    return (step["advantages"].view(len(step["input_ids"]), -1) != 0).any(1)
+
+
 def times(c, x):
     """Multiply by the fitted number."""
     return c * x
@@ -539,6 +549,47 @@ CAUSES = [
                 "inside": ["the count"],
             },
             "stages": ["loss"],
+        },
+        {
+            "name": "sum of row means",
+            "says": "the means of the rows are added within a micro-batch instead of averaged",
+            "change": {
+                "mean": lambda step, terms, mask: (
+                    row_means(terms, mask).sum() / len(step.micro_batches)
+                )
+            },
+            "stages": ["grpo"],
+            "source": "verl issue 7200",
+        },
+        {
+            "name": "sum of row means over the step",
+            "says": "the means of the rows are added over the whole step instead of averaged",
+            "change": {"mean": lambda terms, mask: row_means(terms, mask).sum()},
+            "stages": ["grpo"],
+            "source": "verl issue 7200",
+        },
+        {
+            "name": "mean of rows with an advantage",
+            "says": "the mean of the rows is only over those with an advantage other than 0",
+            "change": {
+                "mean": lambda step, terms, mask: (
+                    row_means(terms, mask).sum() / has_advantage(step).sum()
+                )
+            },
+            "stages": ["grpo"],
+            "source": "DAPO (arXiv 2503.14476), eq. 11",
+            "about": "",
+        },
+        {
+            "name": "tokens of rows with an advantage",
+            "says": "the mean divides only by tokens of rows with an advantage other than 0",
+            "change": {
+                "mask": lambda x, step: x * has_advantage(step)[:, None],
+                "inside": ["the count"],
+            },
+            "stages": ["grpo"],
+            "source": "DAPO (arXiv 2503.14476), eq. 11",
+            "about": "",
         },
         {
             "name": "dft with gradient",
@@ -1168,6 +1219,16 @@ CAUSES = [
             ),
             "change": {"model folder": lambda x, step: step.about.get("model") or x},
         },
+        {
+            "name": "old ones with dropout",
+            "says": "the policy is in training mode, so its dropout is active",
+            "change": {
+                "mode": lambda theirs, x, step: (
+                    theirs if "old_model" in step.about.get("training", ()) else x
+                )
+            },
+            "costs": "the ratios are random",
+        },
         stages=["logps of old"],
         source="TRL PR 3725",
         costs="rows that were sampled at an earlier step have a ratio of 1",
@@ -1768,6 +1829,25 @@ QUANTITIES = [
                 x.view(int(grid[0]), int(grid[1]) // 2, 2, int(grid[2]) // 2, 2, -1)
                 .permute(0, 1, 3, 2, 4, 5)
                 .flatten(0, 4)
+            ),
+            "the patches of each image are in the opposite order": lambda x: x.flip(0),
+            "each patch has the pixels of the next patch": lambda x: x.roll(-1, 0),
+            "each patch has the pixels of the previous patch": lambda x: x.roll(1, 0),
+            "each merged square has the patches of the next square": lambda x: x.roll(-4, 0),
+            "each merged square has the patches of the previous square": lambda x: x.roll(4, 0),
+            "the first two patches are exchanged": lambda x: torch.cat([x[1:2], x[:1], x[2:]]),
+            "rows and columns of patches are exchanged": lambda x, grid: (
+                x.view(int(grid[0]), int(grid[1]) // 2, int(grid[2]) // 2, 2, 2, -1)
+                .permute(0, 2, 1, 4, 3, 5)
+                .flatten(0, 4)
+            ),
+            "the patches of each square are exchanged across its diagonal": lambda x: (
+                x.view(-1, 2, 2, x.shape[-1]).transpose(1, 2).flatten(0, 2)
+            ),
+            "images are upside down": lambda x, grid: (
+                x.view(int(grid[0]), int(grid[1]) // 2, int(grid[2]) // 2, 2, 2, 3, 2, 14, 14)
+                .flip(1, 3, 7)
+                .view(len(x), -1)
             ),
             "images are mirrored": lambda x, grid: (
                 x.view(int(grid[0]), int(grid[1]) // 2, int(grid[2]) // 2, 2, 2, 3, 2, 14, 14)
@@ -3059,6 +3139,14 @@ FACTORS = {
 COUNTS = {
     "micro-batches": (lambda step: len(step.micro_batches), "loss|logps|grad|after|learning"),
     "rows": (lambda step: len(step["input_ids"]), "loss|logps"),
+    "rows with an advantage other than 0": (
+        lambda step: (
+            None
+            if step.get("advantages") is None or has_advantage(step).all()
+            else has_advantage(step).sum().item()
+        ),
+        "loss|logps",
+    ),
     "counted tokens": (lambda step: step["completion_mask"].sum().item(), "loss|logps"),
     "ranks": (lambda about: about.get("world_size", 1), ""),
     "completions of a group": (

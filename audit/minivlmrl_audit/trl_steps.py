@@ -220,9 +220,14 @@ class Steps(ExitStack, TrainerCallback):
 
         In DPO, also record the log-probabilities of the reference model.
         """
-        if model is not self.trainer.model and model.training and any(noises(model)):
-            self.about["training"] = ["ref_model"]
         logps = getattr(output, "log_probs", None)
+        name = None
+        if model is not self.trainer.model:
+            name = "ref_model"
+        elif logps is not None and not logps.requires_grad:
+            name = "old_model"  # without gradients, the policy scores what it has just sampled
+        if name and model.training and any(noises(model)):
+            self.about["training"] = sorted({name, *self.about.get("training", ())})
         if not self.parts or logps is None:
             return
         part = self.parts[-1]

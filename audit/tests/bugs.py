@@ -237,6 +237,33 @@ def rolled_images(self, model, options):
     return model, options | {"pixel_values": patches.roll(-len(patches) // len(options["image_grid_thw"]), 0)}
 
 
+def of_images(change: Callable) -> Callable:
+    """Return a patch that changes the patches (images, patches of an image, patch_dim) of all images."""
+
+    def call(self, model, options):
+        patches = options["pixel_values"]
+        images = patches.view(len(options["image_grid_thw"]), -1, patches.shape[-1])
+        return model, options | {"pixel_values": change(images).reshape(patches.shape)}
+
+    return forward(call)
+
+
+def with_dropout(put, trainer):
+    """Compute the old log-probabilities with dropout in the attention."""
+
+    def call(function, self, model, *arguments, **options):
+        layers = [module for module in model.modules() if hasattr(module, "attention_dropout")]
+        is_old = not torch.is_grad_enabled() and model is not self.ref_model
+        for module in layers:
+            module.attention_dropout = 0.3 if is_old else 0.0
+        result = function(self, model, *arguments, **options)
+        for module in layers:
+            module.attention_dropout = 0.0
+        return result
+
+    around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", call)(put, trainer)
+
+
 ENDS_WITH_PICTURES = (
     "{% for message in messages %}{% for part in message.content | reverse %}"
     "{{ part.text if part.type == 'text' else '<|image_pad|>' }}{% endfor %}{% endfor %}"
@@ -379,6 +406,11 @@ def equal_later(completions, trainer_state, **_):
     return [float(len(chat[0]["content"])) if trainer_state.global_step == 0 else 1.0 for chat in completions]
 
 
+def once(completions, **_):
+    """Return equal rewards for the first group, so that its advantages are 0."""
+    return [1.0 if i < 4 else len(chat[0]["content"]) + 1 / (2 + i) for i, chat in enumerate(completions)]
+
+
 def two_missing_rewards(completions, **_):
     """Return a reward per completion, and None for two of them."""
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
@@ -392,6 +424,7 @@ PARTS = "self.current_gradient_accumulation_steps"
 SUM = "loss = (per_token_loss * mask).sum()"
 KL_TERM = "per_token_loss + self.beta * per_token_kl"
 K3 = "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps) - 1"
+ROW_MEANS = "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()"
 SUM_OF_RATIOS = "log_importance_weights = (log_ratio * mask).sum(-1)"
 DELTA = "delta_score = chosen_scores - rejected_scores"
 CLIPS = {"max_grad_norm": 0.01}
@@ -711,6 +744,20 @@ BUGS = {
         change_param_groups(lambda _, found: found[1].update(eps=1e-3)),
         {"weight_decay": 0.1}, late=True,
     )),
+    "row_means_added": Bug("verl-project/verl/issues/7200", trl=loss(
+        "the means of the rows are added within a micro-batch", ROW_MEANS, ROW_MEANS.replace(".mean()", ".sum()"),
+        {"loss_type": "grpo"},
+    )),
+    "mean_of_rows_with_an_advantage": Bug("", trl=loss(
+        "only over those with an advantage other than 0", ROW_MEANS,
+        ROW_MEANS.replace(".mean()", ".sum() / (advantages != 0).sum()"),
+        {"loss_type": "grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once,)},
+    )),
+    "patches_reversed": Bug("", trl=InTRL("logps", "opposite order", of_images(lambda images: images.flip(1)))),
+    "patches_of_the_next": Bug("", trl=InTRL(
+        "logps", "pixels of the next patch", of_images(lambda images: images.roll(-1, 1)),
+    )),
+    "old_logps_with_dropout": Bug("", trl=InTRL("logps of old", "its dropout is active", with_dropout, OFF, at=1)),
     "advantages_as_mask": Bug("verl-project/verl/issues/2506", trl=loss(
         "multiplied by its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()",
     )),
