@@ -560,6 +560,7 @@ CAUSES = [
             },
             "stages": ["grpo"],
             "source": "verl issue 7200",
+            "about": "",
         },
         {
             "name": "sum of row means over the step",
@@ -567,6 +568,7 @@ CAUSES = [
             "change": {"mean": lambda terms, mask: row_means(terms, mask).sum()},
             "stages": ["grpo"],
             "source": "verl issue 7200",
+            "about": "",
         },
         {
             "name": "mean of rows with an advantage",

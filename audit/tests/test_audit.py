@@ -154,6 +154,13 @@ def test_equal_orders_of_rows_are_listed_once():
     assert d.columns["the previous token in its counted tokens and 0 for the first"][1].tolist() == [-1, 5, 6, 8, 9]
 
 
+def test_the_report_says_when_too_few_numbers_differ():
+    for rows, is_said in (([1.0, 1.0, 0.3, 1.0, 1.0, 1.0], True), ([1.0, 1.0, 0.3, 1.0, 0.7, 1.0], False)):
+        d = step(gradient=lambda x, rows=rows: x * torch.tensor(rows)[:, None])
+        text = "only one row, pair or micro-batch differs, too few to tell causes apart; audit a larger step"
+        assert (text in report(audit(d), d)) == is_said
+
+
 @pytest.mark.slow
 def test_an_unexplained_difference_is_located_after_a_bounded_search(monkeypatch):
     rows = torch.tensor([1.0, 3.0, 0.3, 5.0, 0.7, 2.0])[:, None]
