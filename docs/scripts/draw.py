@@ -9,6 +9,7 @@ windows.svg  attention windows of the vision tower for an odd grid, by model.vis
 mrope.svg    positions of text, an image and text on three axes, by model.rope.get_rope_index
 recurrent.svg  inputs that each output of a recurrent layer depends on, found by gradients
 zoom.svg     accuracy of recipes/zoom.yaml on ten seeds, and texts of seed 0, from zoom.json (written by `keep`)
+public_task.svg  held-out accuracy on the public task, from docs/public_task.json
 form.svg     accuracy and answered calls of a run of zoom.yaml whose calls get no reward, from zoom.json
 """
 
@@ -446,9 +447,48 @@ def zoom() -> str:
     return picture.svg()
 
 
+TRAINERS = {"ours": ("minivlmrl, 10 seeds", BLUES[1]), "trl": ("TRL 1.16, 3 seeds", ORANGES[1])}
+SYMPTOMS = {
+    "ours": ("no bug", INK),
+    "no_kl": ("no KL", BLUES[1]),
+    "mask_off_by_one": ("the mask leaves out the last token", BLUES[2]),
+    "images_of_next_row": ("images of the next row", ORANGES[0]),
+    "no_image_in_training": ("no image in training", ORANGES[1]),
+    "labels_of_next_row": ("labels of the next row", ORANGES[2]),
+}
+
+
+def public_task() -> str:
+    """Draw held-out accuracy over completions: of two trainers, and of this trainer with bugs (means of three seeds)."""
+    runs = json.loads((DOCS / "public_task.json").read_text())
+    curves = {name: [run["accuracies"] for run in runs if run["run"] == name] for name in SYMPTOMS | TRAINERS}
+    picture = Picture(860, 330, "held-out accuracy over completions, of two trainers and of a trainer with bugs")
+    for left, title, shown in ((60, "Two trainers without a bug", TRAINERS), (470, "minivlmrl with bugs", SYMPTOMS)):
+        wide, top, high = 330, 50, 210
+        picture.text(left + wide / 2, 28, title, 15, bold=True)
+        for share in (0, 0.25, 0.5, 0.75, 1):
+            y = top + high * (1 - share)
+            picture.line([(left, y), (left + wide, y)], FAINT)
+            picture.text(left - 8, y + 4, f"{share:g}", 12, SOFT, "end")
+        for name, (_, color) in shown.items():
+            each = curves[name]
+            if shown is SYMPTOMS:  # fsum, because sum() rounds differently since Python 3.12
+                each = [[math.fsum(values) / 3 for values in zip(*each[:3], strict=True)]]
+            for curve in each:
+                points = [(left + wide * i / (len(curve) - 1), top + high * (1 - x)) for i, x in enumerate(curve)]
+                picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 2 if shown is SYMPTOMS else 1.4)
+        for x, words in ((left, "0"), (left + wide / 2, "10,240"), (left + wide, "20,480 completions")):
+            picture.text(x, top + high + 20, words, 12, SOFT, "end" if x == left + wide else "middle")
+        for number, (words, color) in enumerate(shown.values()):
+            column, row = divmod(number, 2)
+            x = left + (0, 95, 285)[column] if shown is SYMPTOMS else left + 180 * number
+            picture.text(x, top + high + 42 + 18 * (row if shown is SYMPTOMS else 0), words, 12, color, "start", bold=True)
+    return picture.svg()
+
+
 PICTURES = {"step.svg": step, "clip.svg": clip, "gae.svg": gae_picture}
 PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent}
-PICTURES |= {"zoom.svg": zoom, "form.svg": form}
+PICTURES |= {"zoom.svg": zoom, "form.svg": form, "public_task.svg": public_task}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

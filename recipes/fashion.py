@@ -1,0 +1,121 @@
+"""Name the piece of clothing in a small photograph: the data set Fashion-MNIST as a task, for recipes/fashion.yaml.
+
+    apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
+    hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
+
+Fashion-MNIST (MIT licence, arXiv 1708.07747) has 60,000 training and 10,000 test photographs of 28 x 28 grey pixels in
+ten classes. SFT trains on a few of the training photographs, a fifth of them with a random label. GRPO trains on all of
+them, with the reward alone.
+"""
+
+import gzip
+import io
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import PIL.Image
+
+from minivlmrl.data.messages import conversation
+from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
+from minivlmrl.tasks.registry import Task
+
+LABELS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+PROBLEM = "Which piece of clothing?"
+SIZE = 42  # side of an image in pixels; with patches of 7 pixels, an image has 9 tokens
+FILES = {"train": "train", "test": "t10k"}  # split: prefix of its files
+
+
+@cache
+def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the photographs (n, 28, 28) and labels (n,) of a split, both uint8.
+
+    Args:
+        folder: a folder with the four files of Debian's package, or with the parquet files of the Hub.
+    """
+    images = folder / f"{FILES[split]}-images-idx3-ubyte.gz"
+    if images.is_file():
+        labels = images.with_name(f"{FILES[split]}-labels-idx1-ubyte.gz")
+        # the headers have 16 and 8 bytes
+        return (
+            np.frombuffer(gzip.decompress(images.read_bytes()), np.uint8, offset=16).reshape(-1, 28, 28),
+            np.frombuffer(gzip.decompress(labels.read_bytes()), np.uint8, offset=8),
+        )
+    tables = sorted(folder.rglob(f"{split}-*.parquet"))
+    if not tables:
+        raise ValueError(
+            f"{folder} has neither {images.name} nor {split}-*.parquet; install Debian's package dataset-fashion-mnist "
+            "or download zalando-datasets/fashion_mnist from the Hub, and set data.task to fashion.py:TASK(folder=...)"
+        )
+    import pyarrow.parquet
+
+    rows = [row for table in tables for row in pyarrow.parquet.read_table(table).to_pylist()]
+    pictures = [np.asarray(PIL.Image.open(io.BytesIO(row["image"]["bytes"]))) for row in rows]
+    return np.stack(pictures), np.array([row["label"] for row in rows], np.uint8)
+
+
+@dataclass
+class Fashion(Sequence[Row]):
+    """Photographs of a split as rows; `chosen` are the numbers of its photographs."""
+
+    folder: Path
+    split: str
+    chosen: Sequence[int]
+    seed: int = 0
+    wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
+    prompt_template: str = "{problem}"
+    system_prompt: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Row:
+        number = self.chosen[index]
+        images, labels = read_split(self.folder, self.split)
+        image = PIL.Image.fromarray(images[number]).resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC)
+        label = LABELS[labels[number]]
+        rng = random.Random(f"fashion/{self.seed}/{number}")
+        shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
+        messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
+        return Row(messages, [image.convert("RGB")], {"problem": PROBLEM, "solution": label}, shown_label)
+
+
+def tokenizer() -> Tokenizer:
+    """Train a byte-level BPE tokenizer on all texts of the task."""
+    texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *LABELS]
+    return train_tokenizer(texts, vocab_size=512)
+
+
+def datasets(
+    data,
+    seed: int,
+    folder: str = "/usr/share/datasets/fashion-mnist",
+    demonstrations: Annotated[int, ">= 1"] = 500,
+    wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.2,
+) -> tuple[dict[str, Dataset], Dataset]:
+    """Build the rows for SFT and GRPO from the training split, and the held-out rows from the test split.
+
+    Args:
+        data: section `data` of the recipe.
+        folder: folder of the data set, see read_split.
+        demonstrations: number of rows for SFT.
+        wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
+    """
+    rows = partial(
+        Fashion, Path(folder), seed=seed, prompt_template=data.prompt_template, system_prompt=data.system_prompt
+    )
+    count = len(read_split(Path(folder), "train")[1])
+    order = random.Random(seed).sample(range(count), count)
+    training: dict[str, Dataset] = {
+        "demonstrations": rows("train", order[:demonstrations], wrong_labels=wrong_demonstrations),
+        "prompts": rows("train", order),
+    }
+    return training, rows("test", range(min(data.eval_rows, len(read_split(Path(folder), "test")[1]))))
+
+
+TASK = Task(datasets, tokenizer, lambda held_out: 1 / len(LABELS), "chance")

@@ -1,0 +1,79 @@
+"""Test recipes/fashion.py on small files in the two formats of Fashion-MNIST."""
+
+import gzip
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import PIL.Image
+import pyarrow
+import pyarrow.parquet
+import pytest
+from runs import summary
+
+from minivlmrl.config.import_utils import load_name
+from recipes.fashion import LABELS, TASK, read_split
+
+ROOT = Path(__file__).parents[2]
+IMAGES = np.random.default_rng(0).integers(0, 256, (30, 28, 28), dtype=np.uint8)
+CLASSES = np.arange(30, dtype=np.uint8) % 10
+SPLITS = {"train": (IMAGES[:20], CLASSES[:20]), "test": (IMAGES[20:], CLASSES[20:])}
+
+
+def write_debian(folder):
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        images, labels = SPLITS[split]
+        sizes = np.array([2051, len(images), 28, 28], ">i4").tobytes()
+        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(sizes + images.tobytes()))
+        header = np.array([2049, len(labels)], ">i4").tobytes()
+        (folder / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(header + labels.tobytes()))
+
+
+def write_hub(folder):
+    (folder / "fashion_mnist").mkdir()
+    for split, (images, labels) in SPLITS.items():
+        rows = []
+        for image, label in zip(images, labels.tolist(), strict=True):
+            PIL.Image.fromarray(image).save(file := io.BytesIO(), "PNG")
+            rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": label})
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, folder / "fashion_mnist" / f"{split}-00000-of-00001.parquet")
+
+
+@pytest.mark.parametrize("write", [write_debian, write_hub])
+def test_both_formats_have_the_same_photographs(tmp_path, write):
+    write(tmp_path)
+    for split, expected in SPLITS.items():
+        for array, own in zip(read_split(tmp_path, split), expected, strict=True):
+            assert array.dtype == np.uint8 and np.array_equal(array, own)
+
+
+def test_rows_of_sft_have_wrong_labels_and_rows_of_grpo_none(tmp_path):
+    write_debian(tmp_path)
+    data = SimpleNamespace(prompt_template="{problem}", system_prompt=None, eval_rows=5)
+    training, held_out = TASK.datasets(data, 0, str(tmp_path), demonstrations=12, wrong_demonstrations=0.5)
+    demonstrations, prompts = training["demonstrations"], training["prompts"]
+    assert (len(demonstrations), len(prompts), len(held_out)) == (12, 20, 5)
+    is_wrong = [row.completion != row.columns["solution"] for row in demonstrations]
+    assert 1 <= sum(is_wrong) <= 10
+    assert sorted(row.columns["solution"] for row in prompts) == sorted(LABELS[label] for label in CLASSES[:20])
+    for label, image, row in zip(CLASSES[20:], IMAGES[20:], held_out, strict=False):
+        assert row.columns["solution"] == LABELS[label]
+        shown = np.asarray(row.images[0].convert("L").resize((28, 28)), np.float64)
+        assert np.corrcoef(shown.ravel(), image.ravel())[0, 1] > 0.5
+
+
+def test_a_folder_without_the_data_set_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"has neither train-images-idx3-ubyte\.gz nor train-\*\.parquet; install"):
+        read_split(tmp_path, "train")
+
+
+@pytest.mark.slow
+def test_the_recipe_runs(run, plain, tmp_path):
+    write_debian(tmp_path)
+    steps = [f"--{stage}.{option}" for stage in ("sft", "grpo") for option in ("max_steps=1", "prompts_per_step=2")]
+    task = f"--data.task={ROOT}/recipes/fashion.py:TASK(folder={str(tmp_path)!r}, demonstrations=4)"
+    folder = run(task, "--num_threads=1", "--data.eval_rows=4", *steps, recipe=ROOT / "recipes/fashion.yaml")
+    assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    assert load_name(f"{ROOT}/recipes/fashion.py:TASK").chance(None) == 0.1
