@@ -459,7 +459,7 @@ SYMPTOMS = {
 
 
 def public_task() -> str:
-    """Draw held-out accuracy over completions: of two trainers, and of this trainer with bugs (means of three seeds)."""
+    """Draw held-out accuracy over completions, of two trainers and of one trainer with bugs (means of three seeds)."""
     runs = json.loads((DOCS / "public_task.json").read_text())
     curves = {name: [run["accuracies"] for run in runs if run["run"] == name] for name in SYMPTOMS | TRAINERS}
     picture = Picture(860, 330, "held-out accuracy over completions, of two trainers and of a trainer with bugs")
@@ -481,8 +481,10 @@ def public_task() -> str:
             picture.text(x, top + high + 20, words, 12, SOFT, "end" if x == left + wide else "middle")
         for number, (words, color) in enumerate(shown.values()):
             column, row = divmod(number, 2)
-            x = left + (0, 95, 285)[column] if shown is SYMPTOMS else left + 180 * number
-            picture.text(x, top + high + 42 + 18 * (row if shown is SYMPTOMS else 0), words, 12, color, "start", bold=True)
+            x, y = left + 180 * number, top + high + 42
+            if shown is SYMPTOMS:
+                x, y = left + (0, 95, 285)[column], y + 18 * row
+            picture.text(x, y, words, 12, color, "start", bold=True)
     return picture.svg()
 
 

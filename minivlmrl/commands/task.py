@@ -36,7 +36,7 @@ train on it and what a correct trainer reaches.
 def main(arguments: list[str]):
     """Run the command `task`."""
     parser = argparse.ArgumentParser(
-        prog="python -m minivlmrl task", description=__doc__.splitlines()[0]
+        prog="python -m minivlmrl task", description=str(__doc__).splitlines()[0]
     )
     parser.add_argument("name", choices=["shapes"], help="the only task so far")
     parser.add_argument("folder", type=Path, help="folder to create")
