@@ -1,7 +1,8 @@
-"""Environment around a page of MiniWoB++: screenshot in, click out, and the page's own reward.
+"""Environment around a page of MiniWoB++: task and screenshot in, click out, and the page's own reward.
 
     pip install miniwob selenium && apt-get install chromium chromium-driver
     python recipes/miniwob.py --rows=192    # success of baselines that need no model
+    python train.py recipes/miniwob.yaml    # SFT on demonstrations, half of them wrong, then GRPO
 
 The pages are those of the package `miniwob`, served from the installed package by a local server, so no network is
 used. A completion clicks at a pixel of the page, which is 160 pixels wide and 210 high:
@@ -29,6 +30,8 @@ import PIL.Image
 
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Row
+from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
+from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 PAGE = "click-color"
 WIDTH, HEIGHT = 160, 210  # pixels of every page of MiniWoB++
@@ -43,6 +46,10 @@ BOXES = """return [...document.querySelectorAll('#area .color')].map(box => {
     const {x, y, width, height} = box.getBoundingClientRect();
     return [box.dataset.color, Math.round(x + width / 2), Math.round(y + height / 2)];
 });"""
+INSTRUCTION = "return core.getUtterance();"  # for example: Click on the red colored box.
+COLORS = (
+    "red", "lime", "blue", "yellow", "cyan", "magenta", "black", "white", "grey", "orange", "pink", "purple", "olive",
+)  # fmt: skip
 
 
 def import_package(name: str) -> Any:
@@ -117,9 +124,12 @@ def play(driver: Any, seed: str, clicks: list[tuple[int, int]]) -> tuple[PIL.Ima
         for kind in ("mousePressed", "mouseReleased"):
             event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
             driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
+    reward = driver.execute_script(REWARD)
+    if reward is not None and clicks:  # nobody sees the screen after the end
+        return PIL.Image.new("RGB", (WIDTH, HEIGHT), "white"), reward
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
     png = base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})["data"])
-    return PIL.Image.open(io.BytesIO(png)).convert("RGB"), driver.execute_script(REWARD)
+    return PIL.Image.open(io.BytesIO(png)).convert("RGB"), reward
 
 
 class Page:
@@ -163,6 +173,22 @@ class Blind(Page):
         return PIL.Image.new("RGB", super()._play().size, "grey")
 
 
+@functools.lru_cache(maxsize=4096)
+def first_screen(environment: type[Page], page_seed: str) -> PIL.Image.Image:
+    """Return the screenshot of a page before the first click."""
+    page = environment()
+    page.reset(page_seed)
+    return page._play()
+
+
+@functools.lru_cache(maxsize=4096)
+def instruction(page: str, page_seed: str) -> str:
+    """Return what a page tells its user to do."""
+    return with_browser(
+        page, lambda driver: (driver.execute_script(START, page_seed), driver.execute_script(INSTRUCTION))[1]
+    )
+
+
 @dataclass
 class Pages:
     """Dataset of first screens. Row i of a seed is always the same page."""
@@ -170,18 +196,53 @@ class Pages:
     size: int
     seed: str
     environment: type[Page] = Page
+    demonstrated: bool = False  # add a click at the centre of a box of click-color
+    wrong: float = 0.0  # fraction of demonstrations that click at a random box
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
-        columns = {"page_seed": f"{self.seed}/{index}", "solution": ""}
-        environment = self.environment()
-        environment.reset(**columns)
-        screen = environment._play()
-        return Row(conversation("Click.", {"image": 1}), [screen], columns)
+        index = range(self.size)[index]  # raises IndexError, which ends iteration
+        page_seed = f"{self.seed}/{index}"
+        problem = instruction(self.environment.page, page_seed)
+        columns = {"problem": problem, "page_seed": page_seed, "solution": ""}
+        click = self.demonstration(page_seed, problem) if self.demonstrated else None
+        screen = first_screen(self.environment, page_seed)
+        return Row(conversation(problem, {"image": 1}), [screen], columns, click)
+
+    def demonstration(self, page_seed: str, problem: str) -> str:
+        boxes = find_boxes(page_seed)
+        rng = random.Random(f"miniwob/{page_seed}")
+        color = rng.choice(boxes)[0] if rng.random() < self.wrong else problem.split()[3]
+        x, y = next((x, y) for name, x, y in boxes if name == color)
+        return f"<click>{x}, {y}</click>"
 
 
+def tokenizer() -> Tokenizer:
+    """Train byte-level BPE on all texts of the task; each tag is one token."""
+    questions = [f"user\nClick on the {color} colored box." for color in COLORS]
+    trained = train_tokenizer(["system\nYou are a helpful assistant.", "assistant\n", *questions], vocab_size=384)
+    trained.backend.add_tokens(["<click>", "</click>"])
+    return trained
+
+
+def task(environment: type[Page] = Page) -> Task:
+    """Create the task with pages of an environment."""
+
+    def datasets(data, seed, demonstrations=400, wrong_demonstrations=0.5):
+        training = {
+            "demonstrations": Pages(
+                demonstrations, f"{seed}/sft", environment, demonstrated=True, wrong=wrong_demonstrations
+            ),
+            "prompts": Pages(FRESH_ROWS, f"{seed}/grpo", environment),
+        }
+        return training, Pages(data.eval_rows, "eval", environment)
+
+    return Task(datasets, tokenizer, chance=lambda held_out: 1 / 4, chance_name="chance")
+
+
+@functools.lru_cache(maxsize=4096)
 def find_boxes(page_seed: str) -> list[tuple[str, int, int]]:
     """Return the colour and the centre of each box of click-color, from the elements of the page."""
 
@@ -206,6 +267,15 @@ def baselines(num_rows: int, seed: str) -> dict[str, float]:
             environment.click(x, y)
             solved[name] += environment.get_reward() > 0
     return {name: count / num_rows for name, count in solved.items()}
+
+
+TASK = task()
+BLIND = task(Blind)
+
+
+def solved(environments, **columns) -> list[float]:
+    """Return 1 for each page that was solved, else 0, for evaluation."""
+    return [float((page.reward or 0) > 0) for page in environments]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import shutil
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -28,6 +29,10 @@ class FakeDriver:
     def execute_script(self, script, seed=None):
         if script == miniwob.START:
             self.seed, self.reward, self.num_clicks = seed, None, 0
+        if script == miniwob.INSTRUCTION:
+            return "Click on the red colored box."
+        if script == miniwob.BOXES:
+            return [["red", 120, 60], ["blue", 40, 60]]
         return self.reward
 
     def execute_cdp_cmd(self, name, options):
@@ -49,10 +54,14 @@ class FakeDriver:
         self.closed = True
 
 
+class Drivers(list):
+    """The browsers to open; `opened` has the open one."""
+
+
 @pytest.fixture
 def drivers(monkeypatch):
     """Replace the browser; the list has the drivers to open, and the last one stays."""
-    waiting, opened = [FakeDriver()], []
+    waiting, opened = Drivers([FakeDriver()]), []
 
     def open_browser(page):
         if not opened:
@@ -60,7 +69,10 @@ def drivers(monkeypatch):
         return opened[-1]
 
     open_browser.cache_clear = opened.clear
+    for cached in (miniwob.first_screen, miniwob.instruction, miniwob.find_boxes):
+        cached.cache_clear()
     monkeypatch.setattr(miniwob, "open_browser", open_browser)
+    waiting.opened = opened
     return waiting
 
 
@@ -73,8 +85,9 @@ def begin(kind=miniwob.Page, seed="a/0"):
 def test_completions_that_share_a_browser_do_not_mix(drivers):
     first, second = begin(), begin(seed="a longer seed")
     assert first.click(0, 0).getpixel((0, 0)) == (3, 1, 0) and not first.done  # a click beside everything
-    assert second.click(10, 5).getpixel((0, 0)) == (13, 1, 255)
-    assert first.click(100, 5).getpixel((0, 0)) == (3, 2, 255)  # also the former click
+    assert second.click(10, 5).getpixel((0, 0)) == (255, 255, 255)  # no screenshot after the end
+    first.click(100, 5)
+    assert drivers.opened[-1].num_clicks == 2  # also the former click
     assert first.done and second.done and (first.get_reward(), second.get_reward()) == (1.0, -1.0)
     assert first.clicks == [(0, 0), (100, 5)]
 
@@ -112,9 +125,22 @@ def test_rows_and_the_blind_control(drivers):
     rows = miniwob.Pages(2, "eval")
     assert len(rows) == 2 and rows[1].columns["page_seed"] == "eval/1" and rows[1].images[0].size == (160, 210)
     assert rows[0].images[0].getpixel((0, 0)) == (6, 0, 0)
+    assert rows[0].columns["problem"] == "Click on the red colored box." and rows[0].completion is None
     blind = begin(miniwob.Blind)
     assert blind.click(100, 0).getcolors() == [(160 * 210, (128, 128, 128))] and blind.get_reward() == 1.0
     assert miniwob.Pages(1, "eval", miniwob.Blind)[0].images[0].getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers):
+    clicks = [row.completion for row in miniwob.Pages(40, "sft", demonstrated=True, wrong=0.5)]
+    assert {*clicks} == {"<click>120, 60</click>", "<click>40, 60</click>"}
+    assert 4 <= clicks.count("<click>40, 60</click>") <= 16  # half of the random boxes are right
+    assert {row.completion for row in miniwob.Pages(9, "sft", demonstrated=True)} == {"<click>120, 60</click>"}
+    training, held_out = miniwob.TASK.datasets(SimpleNamespace(eval_rows=3), 0, demonstrations=5)
+    assert (len(training["demonstrations"]), len(held_out)) == (5, 3)
+    assert training["prompts"][0].columns["page_seed"] == "0/grpo/0" and training["prompts"][0].completion is None
+    ids = miniwob.tokenizer().encode("<click>120, 60</click>")
+    assert len(ids) < 11 and miniwob.tokenizer().decode(ids) == "<click>120, 60</click>"
 
 
 def test_missing_packages_are_named(monkeypatch):
