@@ -37,7 +37,6 @@ METRIC = "eval/accuracy_sampled"
 BUGS = {
     "labels_of_next_row": ["--bug", "rewards_see_other_rows"],
     "images_of_next_row": ["--bug", "pictures_of_others"],
-    "no_image_in_training": ["--bug", "no_picture_in_training"],
     "mask_off_by_one": ["--bug", "end_token_masked"],
     "no_kl": ["--grpo.beta=0"],
 }

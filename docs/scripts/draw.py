@@ -451,10 +451,9 @@ TRAINERS = {"ours": ("minivlmrl, 10 seeds", BLUES[1]), "trl": ("TRL 1.16, 3 seed
 SYMPTOMS = {
     "ours": ("no bug", INK),
     "no_kl": ("no KL", BLUES[1]),
-    "mask_off_by_one": ("the mask leaves out the last token", BLUES[2]),
     "images_of_next_row": ("images of the next row", ORANGES[0]),
-    "no_image_in_training": ("no image in training", ORANGES[1]),
     "labels_of_next_row": ("labels of the next row", ORANGES[2]),
+    "mask_off_by_one": ("mask without the last token", BLUES[2]),
 }
 
 
@@ -483,7 +482,7 @@ def public_task() -> str:
             column, row = divmod(number, 2)
             x, y = left + 180 * number, top + high + 42
             if shown is SYMPTOMS:
-                x, y = left + (0, 95, 285)[column], y + 18 * row
+                x, y = left + (0, 65, 210)[column], y + 18 * row
             picture.text(x, y, words, 12, color, "start", bold=True)
     return picture.svg()
 
