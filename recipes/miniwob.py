@@ -57,7 +57,7 @@ def import_package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{error}; recipes/miniwob.py needs: pip install miniwob selenium") from None
+        raise ValueError(f"{error}; recipes/miniwob.py needs: pip install miniwob selenium") from None
 
 
 def find_program(name: str) -> str:
@@ -80,7 +80,7 @@ def serve_pages() -> str:
     try:
         folder = importlib.metadata.distribution("miniwob").locate_file("miniwob/html")
     except ImportError as error:
-        raise ImportError(f"{error}; recipes/miniwob.py needs: pip install miniwob selenium") from None
+        raise ValueError(f"{error}; recipes/miniwob.py needs: pip install miniwob selenium") from None
     handler = functools.partial(QuietHandler, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -447,7 +447,7 @@ def zoom() -> str:
     return picture.svg()
 
 
-TRAINERS = {"ours": ("minivlmrl, 10 seeds", BLUES[1]), "trl": ("TRL 1.16, 3 seeds", ORANGES[1])}
+TRAINERS = {"ours": ("minivlmrl, {} seeds", BLUES[1]), "trl": ("TRL 1.16, {} seeds", ORANGES[1])}
 SYMPTOMS = {
     "ours": ("no bug", INK),
     "no_kl": ("no KL", BLUES[1]),
@@ -478,12 +478,12 @@ def public_task() -> str:
                 picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 2 if shown is SYMPTOMS else 1.4)
         for x, words in ((left, "0"), (left + wide / 2, "10,240"), (left + wide, "20,480 completions")):
             picture.text(x, top + high + 20, words, 12, SOFT, "end" if x == left + wide else "middle")
-        for number, (words, color) in enumerate(shown.values()):
+        for number, (name, (words, color)) in enumerate(shown.items()):
             column, row = divmod(number, 2)
             x, y = left + 180 * number, top + high + 42
             if shown is SYMPTOMS:
                 x, y = left + (0, 65, 210)[column], y + 18 * row
-            picture.text(x, y, words, 12, color, "start", bold=True)
+            picture.text(x, y, words.format(len(curves[name])), 12, color, "start", bold=True)
     return picture.svg()
 
 

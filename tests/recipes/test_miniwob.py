@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import PIL.Image
 import pytest
+from runs import summary
 
 from recipes import miniwob
 
@@ -144,14 +145,14 @@ def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    with pytest.raises(ImportError, match=r"no_such_package.*needs: pip install miniwob selenium"):
+    with pytest.raises(ValueError, match=r"no_such_package.*needs: pip install miniwob selenium"):
         miniwob.import_package("no_such_package")
 
     def not_found(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", not_found)
-    with pytest.raises(ImportError, match=r"miniwob; recipes/miniwob.py needs: pip install miniwob selenium"):
+    with pytest.raises(ValueError, match=r"miniwob; recipes/miniwob.py needs: pip install miniwob selenium"):
         miniwob.serve_pages.__wrapped__()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(FileNotFoundError, match=r"program chromium is not installed; apt-get install chromium"):
@@ -179,3 +180,12 @@ def test_one_box_of_the_real_page_is_right():
     finally:
         miniwob.open_browser(miniwob.PAGE).quit()
         miniwob.open_browser.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="needs miniwob, selenium, chromium and chromedriver")
+def test_the_recipe_runs(run, plain):
+    steps = [f"--{stage}.{option}" for stage in ("sft", "grpo") for option in ("max_steps=1", "prompts_per_step=2")]
+    task = "--data.task=recipes/miniwob.py:TASK(demonstrations=4)"
+    folder = run(task, "--data.eval_rows=2", "--grpo.num_generations=2", *steps, recipe="recipes/miniwob.yaml")
+    assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
