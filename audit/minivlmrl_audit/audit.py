@@ -59,7 +59,7 @@ SHOWN = 4  # maximum number of printed explanations per stage
 LIKELY_CAUSES = 8
 PAIRED = 400  # number of causes with which each likely cause is tried as a pair
 PAIRED_NUMBERS = 12  # pairs of causes are tried only if at least this many numbers differ
-MODEL_CAUSES = 16  # used instead of PAIRED for stages in which each cause needs a model's forward
+MODEL_CAUSES = 24  # used instead of PAIRED for stages in which each cause needs a model's forward
 # initial values of the search for the free number of a fitted cause
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]
 # stage: what its numbers are grouped by, see count_groups

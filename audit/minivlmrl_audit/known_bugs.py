@@ -1835,16 +1835,11 @@ QUANTITIES = [
             "the patches of each image are in the opposite order": lambda x: x.flip(0),
             "each patch has the pixels of the next patch": lambda x: x.roll(-1, 0),
             "each patch has the pixels of the previous patch": lambda x: x.roll(1, 0),
-            "each merged square has the patches of the next square": lambda x: x.roll(-4, 0),
-            "each merged square has the patches of the previous square": lambda x: x.roll(4, 0),
             "the first two patches are exchanged": lambda x: torch.cat([x[1:2], x[:1], x[2:]]),
             "rows and columns of patches are exchanged": lambda x, grid: (
                 x.view(int(grid[0]), int(grid[1]) // 2, int(grid[2]) // 2, 2, 2, -1)
                 .permute(0, 2, 1, 4, 3, 5)
                 .flatten(0, 4)
-            ),
-            "the patches of each square are exchanged across its diagonal": lambda x: (
-                x.view(-1, 2, 2, x.shape[-1]).transpose(1, 2).flatten(0, 2)
             ),
             "images are upside down": lambda x, grid: (
                 x.view(int(grid[0]), int(grid[1]) // 2, int(grid[2]) // 2, 2, 2, 3, 2, 14, 14)
