@@ -45,15 +45,15 @@ def main(arguments: list[str]):
         raise ValueError(f"{folder} already exists; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     # the held-out rows and the first training rows of the default run with seed 0
-    write_rows(folder, "train", shapes.Shapes(NUM_TRAIN, "0/grpo"))
-    write_rows(folder, "eval", shapes.Shapes(NUM_EVAL, "eval"))
+    write_split(folder, "train", shapes.Shapes(NUM_TRAIN, "0/grpo"))
+    write_split(folder, "eval", shapes.Shapes(NUM_EVAL, "eval"))
     train_model(folder / "model")
     shutil.copy(recipes_folder() / "shapes_reward.py", folder / "reward.py")
     (folder / "README.md").write_text(README)  # at last, as a sign that the folder is complete
     print(f"wrote {folder}")
 
 
-def write_rows(folder: Path, split: str, rows: shapes.Shapes):
+def write_split(folder: Path, split: str, rows: shapes.Shapes):
     """Write the images of a split, and its rows in the formats of three trainers."""
     (folder / split).mkdir()
     lines: dict[str, list[dict]] = {

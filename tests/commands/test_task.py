@@ -27,7 +27,7 @@ FILES = ("train.jsonl", "easyr1_train.jsonl", "verl_train.json")
 @pytest.fixture
 def rows(tmp_path):
     rows = shapes.Shapes(5, "0/grpo")
-    task.write_rows(tmp_path, "train", rows)
+    task.write_split(tmp_path, "train", rows)
     return rows
 
 
