@@ -15,3 +15,16 @@ def test_the_result_is_not_rounded_to_the_dtype_of_its_factors(shape, dtype):
     found = float32_matmul(a, b)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), a.double() @ b.double(), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new memory", "given memory"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_wide_factor_is_converted_in_pieces(monkeypatch, given, dtype):
+    monkeypatch.setattr("minivlmrl.kernels.float32_matmul.COLUMNS", 3)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(5, 16, generator=generator).bfloat16()
+    b = torch.randn(7, 16, generator=generator).to(dtype).T
+    out = torch.full((5, 7), torch.nan) if given else None
+    found = float32_matmul(a, b, out)
+    assert out is None or found.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), atol=1e-5, rtol=1e-6)
