@@ -1,11 +1,12 @@
-"""Environment around a page of MiniWoB++: task and screenshot in, click out, and the page's own reward.
+"""Environment around pages of MiniWoB++: task and screenshot in, click out, and the page's own reward.
 
     pip install miniwob selenium && apt-get install chromium chromium-driver
-    python recipes/miniwob.py --rows=192    # success of baselines that need no model
-    python train.py recipes/miniwob.yaml    # SFT on demonstrations, half of them wrong, then GRPO
+    python recipes/miniwob.py click-color --rows=192  # success of baselines that need no model
+    python train.py recipes/miniwob.yaml              # SFT on demonstrations, half of them wrong, then GRPO
 
 The pages are those of the package `miniwob`, served from the installed package by a local server, so no network is
-used. A completion clicks at a pixel of the page, which is 160 pixels wide and 210 high:
+used. TARGETS has the pages that can be trained on. A completion clicks at a pixel of the page, which is 160 pixels wide
+and 210 high:
     <click>80, 120</click>
 A seed determines the page. Therefore all completions of a process can share one browser: for each click, the
 environment loads the page of its seed again, repeats the former clicks of its episode, and then clicks.
@@ -33,23 +34,64 @@ from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
-PAGE = "click-color"
 WIDTH, HEIGHT = 160, 210  # pixels of every page of MiniWoB++
 FAILURE = -1.0  # what a page of MiniWoB++ gives when its time is over
-BOX = (49, 103)  # centre of the first box of click-color on every page that we looked at
 BROWSER_LOCK = threading.RLock()  # the threads that prepare prompts use the browser too
 # The clock of the page would end an episode while other completions use the browser, so it is set to an hour. The
 # reward without the share of time that is left has the name WOB_RAW_REWARD_GLOBAL.
 START = "core.EPISODE_MAX_TIME = 3600000; Math.seedrandom(arguments[0]); core.startEpisodeReal();"
 REWARD = "return WOB_DONE_GLOBAL ? WOB_RAW_REWARD_GLOBAL : null;"
-BOXES = """return [...document.querySelectorAll('#area .color')].map(box => {
-    const {x, y, width, height} = box.getBoundingClientRect();
-    return [box.dataset.color, Math.round(x + width / 2), Math.round(y + height / 2)];
-});"""
-INSTRUCTION = "return core.getUtterance();"  # for example: Click on the red colored box.
+
+
+@dataclass(frozen=True)
+class Targets:
+    """JavaScript that finds what can be clicked on a page and what is right, for demonstrations and baselines."""
+
+    selector: str  # CSS selector of the elements
+    name: str  # name of the element e
+    right: str  # name of the elements that solve the page
+    texts: tuple[str, ...]  # instructions of the page, to train the tokenizer
+
+    @property
+    def script(self) -> str:
+        """Return the instruction, the name that is right, and each element's name, left, top, width and height."""
+        return f"""const describe = e => {{
+            const {{x, y, width, height}} = e.getBoundingClientRect();
+            return [{self.name}, x, y, width, height];
+        }};
+        return [core.getUtterance(), {self.right}, [...document.querySelectorAll({self.selector!r})].map(describe)];"""
+
+
 COLORS = (
     "red", "lime", "blue", "yellow", "cyan", "magenta", "black", "white", "grey", "orange", "pink", "purple", "olive",
 )  # fmt: skip
+BUTTONS = ("submit", "okay", "ok", "yes", "no", "cancel", "next", "previous")
+TARGETS = {
+    # four coloured boxes
+    "click-color": Targets(
+        "#area .color",
+        "e.dataset.color",
+        "core.getUtterance().split(' ')[3]",
+        tuple(f"Click on the {color} colored box." for color in COLORS),
+    ),
+    # a figure, and five buttons with the words Rectangle, Circle, Triangle, Letter and Number
+    "identify-shape": Targets(
+        "#area-buttons button",
+        "e.dataset.type",
+        "(figure => figure.tagName != 'text' ? {rect: 'rectangle', circle: 'circle', polygon: 'triangle'}"
+        "[figure.tagName] : isNaN(figure.textContent) ? 'letter' : 'digit')(document.querySelector('#area_svg > *'))",
+        ("Click the button that best describes the figure below.",),
+    ),
+    # two buttons at random positions, with the words ONE and TWO
+    "click-test-2": Targets("#area button", "e.textContent", "'ONE'", ("Click button ONE.",)),
+    # up to six buttons with words, among other text and text fields
+    "click-button": Targets(
+        "#area button",
+        "e.textContent",
+        """core.getUtterance().split('"')[1]""",
+        tuple(f'Click on the "{text}" button.' for word in BUTTONS for text in (word, word.capitalize())),
+    ),
+}
 
 
 def import_package(name: str) -> Any:
@@ -132,12 +174,21 @@ def play(driver: Any, seed: str, clicks: list[tuple[int, int]]) -> tuple[PIL.Ima
     return PIL.Image.open(io.BytesIO(png)).convert("RGB"), reward
 
 
+@dataclass
 class Page:
-    """Environment of one page: clicks end when the page gives its reward, or after max_tool_calls."""
+    """Environment of one page: clicks end when the page gives its reward, or after max_tool_calls.
 
+    With `blind`, all screens are grey images, as a control.
+    """
+
+    page: str = "click-color"
+    blind: bool = False
     max_tool_calls = 1
     declare_tools = False  # calls are written in tags, so the prompt needs no description of tools
-    page = PAGE
+
+    def __post_init__(self):
+        if self.page not in TARGETS:
+            raise ValueError(f"the page is {self.page!r}, but it must be one of {', '.join(TARGETS)}")
 
     def reset(self, page_seed, **columns):
         self.page_seed = page_seed
@@ -163,30 +214,48 @@ class Page:
 
     def _play(self) -> PIL.Image.Image:
         screen, self.reward = with_browser(self.page, lambda driver: play(driver, self.page_seed, self.clicks))
-        return screen
-
-
-class Blind(Page):
-    """Control: all screens are grey images."""
-
-    def _play(self):
-        return PIL.Image.new("RGB", super()._play().size, "grey")
+        return PIL.Image.new("RGB", screen.size, "grey") if self.blind else screen
 
 
 @functools.lru_cache(maxsize=4096)
-def first_screen(environment: type[Page], page_seed: str) -> PIL.Image.Image:
+def first_screen(page: str, blind: bool, page_seed: str) -> PIL.Image.Image:
     """Return the screenshot of a page before the first click."""
-    page = environment()
-    page.reset(page_seed)
-    return page._play()
+    environment = Page(page, blind)
+    environment.reset(page_seed)
+    return environment._play()
+
+
+@dataclass
+class Puzzle:
+    """A page of one seed."""
+
+    instruction: str
+    right: str  # name of the elements that solve it
+    boxes: list[tuple[str, float, float, float, float]]  # name, left, top, width and height of the elements
+
+    def centers(self, name: str | None = None) -> list[tuple[int, int]]:
+        """Return the centre (x, y) of each element, or of each element with this name."""
+        return [(round(x + w / 2), round(y + h / 2)) for n, x, y, w, h in self.boxes if name in (None, n)]
+
+    def is_right(self, x: int, y: int) -> bool:
+        """Return whether a click at a pixel would solve the page, if no element covers another."""
+        return any(
+            left <= x < left + width and top <= y < top + height
+            for name, left, top, width, height in self.boxes
+            if name == self.right
+        )
 
 
 @functools.lru_cache(maxsize=4096)
-def instruction(page: str, page_seed: str) -> str:
-    """Return what a page tells its user to do."""
-    return with_browser(
-        page, lambda driver: (driver.execute_script(START, page_seed), driver.execute_script(INSTRUCTION))[1]
-    )
+def puzzle(page: str, page_seed: str) -> Puzzle:
+    """Read the instruction and the elements of a page."""
+
+    def read(driver):
+        driver.execute_script(START, page_seed)
+        return driver.execute_script(TARGETS[page].script)
+
+    instruction, right, boxes = with_browser(page, read)
+    return Puzzle(instruction, right, [tuple(box) for box in boxes])
 
 
 @dataclass
@@ -195,9 +264,10 @@ class Pages:
 
     size: int
     seed: str
-    environment: type[Page] = Page
-    demonstrated: bool = False  # add a click at the centre of a box of click-color
-    wrong: float = 0.0  # fraction of demonstrations that click at a random box
+    page: str = "click-color"
+    blind: bool = False
+    demonstrated: bool = False  # add a click at the centre of an element
+    wrong: float = 0.0  # fraction of demonstrations that click at a random element
 
     def __len__(self):
         return self.size
@@ -205,72 +275,72 @@ class Pages:
     def __getitem__(self, index):
         index = range(self.size)[index]  # raises IndexError, which ends iteration
         page_seed = f"{self.seed}/{index}"
-        problem = instruction(self.environment.page, page_seed)
-        columns = {"problem": problem, "page_seed": page_seed, "solution": ""}
-        click = self.demonstration(page_seed, problem) if self.demonstrated else None
-        screen = first_screen(self.environment, page_seed)
-        return Row(conversation(problem, {"image": 1}), [screen], columns, click)
+        found = puzzle(self.page, page_seed)
+        columns = {"problem": found.instruction, "page_seed": page_seed, "solution": ""}
+        screen = first_screen(self.page, self.blind, page_seed)
+        click = self.demonstration(page_seed, found) if self.demonstrated else None
+        return Row(conversation(found.instruction, {"image": 1}), [screen], columns, click)
 
-    def demonstration(self, page_seed: str, problem: str) -> str:
-        boxes = find_boxes(page_seed)
+    def demonstration(self, page_seed: str, found: Puzzle) -> str:
         rng = random.Random(f"miniwob/{page_seed}")
-        color = rng.choice(boxes)[0] if rng.random() < self.wrong else problem.split()[3]
-        x, y = next((x, y) for name, x, y in boxes if name == color)
+        wrong = rng.random() < self.wrong
+        x, y = rng.choice(found.centers(None if wrong else found.right))
         return f"<click>{x}, {y}</click>"
 
 
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on all texts of the task; each tag is one token."""
-    questions = [f"user\nClick on the {color} colored box." for color in COLORS]
+    questions = [f"user\n{text}" for targets in TARGETS.values() for text in targets.texts]
     trained = train_tokenizer(["system\nYou are a helpful assistant.", "assistant\n", *questions], vocab_size=384)
     trained.backend.add_tokens(["<click>", "</click>"])
     return trained
 
 
-def task(environment: type[Page] = Page) -> Task:
-    """Create the task with pages of an environment."""
+def datasets(data, seed, page="click-color", blind=False, demonstrations=400, wrong_demonstrations=0.5):
+    """Build the rows for SFT and GRPO, and the held-out rows, from the pages of one name.
 
-    def datasets(data, seed, demonstrations=400, wrong_demonstrations=0.5):
-        training = {
-            "demonstrations": Pages(
-                demonstrations, f"{seed}/sft", environment, demonstrated=True, wrong=wrong_demonstrations
-            ),
-            "prompts": Pages(FRESH_ROWS, f"{seed}/grpo", environment),
-        }
-        return training, Pages(data.eval_rows, "eval", environment)
-
-    return Task(datasets, tokenizer, chance=lambda held_out: 1 / 4, chance_name="chance")
-
-
-@functools.lru_cache(maxsize=4096)
-def find_boxes(page_seed: str) -> list[tuple[str, int, int]]:
-    """Return the colour and the centre of each box of click-color, from the elements of the page."""
-
-    def read(driver):
-        driver.execute_script(START, page_seed)
-        return [tuple(box) for box in driver.execute_script(BOXES)]
-
-    return with_browser(PAGE, read)
+    Args:
+        data: section `data` of the recipe.
+        page: a key of TARGETS.
+        blind: show grey images instead of screenshots, as a control.
+        demonstrations: number of rows for SFT.
+        wrong_demonstrations: fraction of demonstrations that click at a random element.
+    """
+    rows = functools.partial(Pages, page=Page(page).page, blind=blind)
+    training = {
+        "demonstrations": rows(demonstrations, f"{seed}/sft", demonstrated=True, wrong=wrong_demonstrations),
+        "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
+    }
+    return training, rows(data.eval_rows, "eval")
 
 
-def baselines(num_rows: int, seed: str) -> dict[str, float]:
-    """Compute the share of pages that are solved by clicks at random pixels, at random boxes, and at one pixel."""
+def chance(held_out: Pages) -> float:
+    """Compute the success of clicks at a random element."""
+    puzzles = [puzzle(held_out.page, row.columns["page_seed"]) for row in held_out]
+    shares = [sum(name == found.right for name, *_ in found.boxes) / len(found.boxes) for found in puzzles]
+    return sum(shares) / len(shares)
+
+
+TASK = Task(datasets, tokenizer, chance, "random element")
+
+
+def baselines(page: str, num_rows: int, seed: str) -> dict[str, float]:
+    """Compute the share of pages that are solved by clicks at random pixels, at random elements, and at one pixel."""
     rng = random.Random(seed)
-    solved = {"random pixel": 0, "random box": 0, "always the same pixel": 0}
-    for index in range(num_rows):
-        page_seed = f"{seed}/{index}"
-        _, *box = rng.choice(find_boxes(page_seed))
+    seeds = [f"{seed}/{index}" for index in range(num_rows)]
+    puzzles = [puzzle(page, page_seed) for page_seed in seeds]
+    solved = {"random pixel": 0, "random element": 0}
+    for page_seed, found in zip(seeds, puzzles, strict=True):
+        element = rng.choice(found.centers())
         pixel = rng.randrange(WIDTH), rng.randrange(HEIGHT)
-        for name, (x, y) in zip(solved, (pixel, box, BOX), strict=True):
-            environment = Page()
+        for name, (x, y) in zip(solved, (pixel, element), strict=True):
+            environment = Page(page)
             environment.reset(page_seed)
             environment.click(x, y)
             solved[name] += environment.get_reward() > 0
+    candidates = {center for found in puzzles for center in found.centers(found.right)}
+    solved["best constant pixel"] = max(sum(found.is_right(x, y) for found in puzzles) for x, y in candidates)
     return {name: count / num_rows for name, count in solved.items()}
-
-
-TASK = task()
-BLIND = task(Blind)
 
 
 def solved(environments, **columns) -> list[float]:
@@ -279,15 +349,16 @@ def solved(environments, **columns) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Print the success of baselines on click-color of MiniWoB++ as JSON.")
+    parser = argparse.ArgumentParser(description="Print the success of baselines on a page of MiniWoB++ as JSON.")
+    parser.add_argument("page", nargs="?", default="click-color", choices=TARGETS)
     parser.add_argument("--rows", type=int, default=192, help="number of pages")
     parser.add_argument("--seed", default="eval", help="seed of the pages and of the random clicks")
     options = parser.parse_args(arguments)
     try:
-        print(json.dumps(baselines(options.rows, options.seed)))
+        print(json.dumps(baselines(options.page, options.rows, options.seed)))
     finally:
         if open_browser.cache_info().currsize:
-            open_browser(PAGE).quit()
+            open_browser(options.page).quit()
 
 
 if __name__ == "__main__":

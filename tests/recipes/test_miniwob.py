@@ -30,10 +30,8 @@ class FakeDriver:
     def execute_script(self, script, seed=None):
         if script == miniwob.START:
             self.seed, self.reward, self.num_clicks = seed, None, 0
-        if script == miniwob.INSTRUCTION:
-            return "Click on the red colored box."
-        if script == miniwob.BOXES:
-            return [["red", 120, 60], ["blue", 40, 60]]
+        if script == miniwob.TARGETS["click-color"].script:
+            return ["Click on the red colored box.", "red", [["red", 100, 40, 40, 40], ["blue", 20, 40, 40, 40.6]]]
         return self.reward
 
     def execute_cdp_cmd(self, name, options):
@@ -70,15 +68,15 @@ def drivers(monkeypatch):
         return opened[-1]
 
     open_browser.cache_clear = opened.clear
-    for cached in (miniwob.first_screen, miniwob.instruction, miniwob.find_boxes):
+    for cached in (miniwob.first_screen, miniwob.puzzle):
         cached.cache_clear()
     monkeypatch.setattr(miniwob, "open_browser", open_browser)
     waiting.opened = opened
     return waiting
 
 
-def begin(kind=miniwob.Page, seed="a/0"):
-    environment = kind()
+def begin(seed="a/0", **options):
+    environment = miniwob.Page(**options)
     environment.reset(page_seed=seed, solution="")
     return environment
 
@@ -127,9 +125,9 @@ def test_rows_and_the_blind_control(drivers):
     assert len(rows) == 2 and rows[1].columns["page_seed"] == "eval/1" and rows[1].images[0].size == (160, 210)
     assert rows[0].images[0].getpixel((0, 0)) == (6, 0, 0)
     assert rows[0].columns["problem"] == "Click on the red colored box." and rows[0].completion is None
-    blind = begin(miniwob.Blind)
+    blind = begin(blind=True)
     assert blind.click(100, 0).getcolors() == [(160 * 210, (128, 128, 128))] and blind.get_reward() == 1.0
-    assert miniwob.Pages(1, "eval", miniwob.Blind)[0].images[0].getpixel((0, 0)) == (128, 128, 128)
+    assert miniwob.Pages(1, "eval", blind=True)[0].images[0].getpixel((0, 0)) == (128, 128, 128)
 
 
 def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers):
@@ -142,6 +140,17 @@ def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers):
     assert training["prompts"][0].columns["page_seed"] == "0/grpo/0" and training["prompts"][0].completion is None
     ids = miniwob.tokenizer().encode("<click>120, 60</click>")
     assert len(ids) < 11 and miniwob.tokenizer().decode(ids) == "<click>120, 60</click>"
+
+
+def test_baselines_and_the_number_of_chance(drivers):
+    found = miniwob.puzzle("click-color", "a")
+    assert found.centers() == [(120, 60), (40, 60)] and found.centers("red") == [(120, 60)]
+    assert [found.is_right(x, 60) for x in (99, 100, 139, 140, 40)] == [False, True, True, False, False]
+    assert miniwob.chance(miniwob.Pages(3, "eval")) == 0.5
+    numbers = miniwob.baselines("click-color", 40, "eval")
+    assert numbers["best constant pixel"] == 1 and 0.2 < numbers["random element"] < 0.8
+    with pytest.raises(ValueError, match=r"the page is 'click', but it must be one of click-color, identify-shape"):
+        miniwob.Page("click")
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -159,27 +168,34 @@ def test_missing_packages_are_named(monkeypatch):
         miniwob.find_program("chromium")
 
 
+def close_browser(page):
+    miniwob.open_browser(page).quit()
+    miniwob.open_browser.cache_clear()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="needs miniwob, selenium, chromium and chromedriver")
-def test_one_box_of_the_real_page_is_right():
+@pytest.mark.parametrize("page", miniwob.TARGETS)
+def test_the_real_pages_agree_about_the_right_element(page):
     try:
-        for seed in ("a/0", "a/1"):
-            boxes = miniwob.find_boxes(seed)
-            assert len({color for color, _, _ in boxes}) == 4 and boxes == miniwob.find_boxes(seed)
-            environments = [begin(seed=seed) for _ in boxes]
-            for environment, (_, x, y) in zip(environments, boxes, strict=True):
+        for seed in map("a/{}".format, range(8)):
+            found = miniwob.puzzle(page, seed)
+            for x, y in found.centers():
+                environment = begin(seed, page=page)
                 environment.click(x, y)
-            assert sorted(environment.get_reward() for environment in environments) == [-1, -1, -1, 1]
-            beside = begin(seed=seed)
+                covering = [n for n, left, top, w, h in found.boxes if left <= x < left + w and top <= y < top + h]
+                assert environment.get_reward() == (1 if covering[-1] == found.right else -1), (seed, x, y)
+            assert found.instruction in miniwob.TARGETS[page].texts
+            beside = begin(seed, page=page)
             beside.click(1, 209)
             assert not beside.done and beside.get_reward() == -1
-        [first, again, other] = [miniwob.Pages(2, s)[0].images[0].tobytes() for s in ("a", "a", "c")]
+        [first, again, other] = [miniwob.Pages(2, s, page)[0].images[0].tobytes() for s in ("a", "a", "c")]
         assert first == again != other
-        miniwob.open_browser(miniwob.PAGE).quit()  # the next call finds a dead browser, and starts a new one
-        assert miniwob.find_boxes("a/1") == boxes
+        miniwob.open_browser(page).quit()  # the next call finds a dead browser, and starts a new one
+        miniwob.puzzle.cache_clear()
+        assert miniwob.puzzle(page, seed) == found
     finally:
-        miniwob.open_browser(miniwob.PAGE).quit()
-        miniwob.open_browser.cache_clear()
+        close_browser(page)
 
 
 @pytest.mark.slow
@@ -188,4 +204,4 @@ def test_the_recipe_runs(run, plain):
     steps = [f"--{stage}.{option}" for stage in ("sft", "grpo") for option in ("max_steps=1", "prompts_per_step=2")]
     task = "--data.task=recipes/miniwob.py:TASK(demonstrations=4)"
     folder = run(task, "--data.eval_rows=2", "--grpo.num_generations=2", *steps, recipe="recipes/miniwob.yaml")
-    assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
+    assert list(summary(folder)) == ["random element", "start", "after_sft", "after_grpo", "seconds"]
