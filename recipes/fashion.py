@@ -68,6 +68,7 @@ class Fashion(Sequence[Row]):
     chosen: Sequence[int]
     seed: int = 0
     wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
+    exchange_images: bool = False  # show the photograph of the next row, as a control
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -77,7 +78,8 @@ class Fashion(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:
         number = self.chosen[index]
         images, labels = read_split(self.folder, self.split)
-        image = PIL.Image.fromarray(images[number]).resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC)
+        shown = self.chosen[(index + 1) % len(self.chosen)] if self.exchange_images else number
+        image = PIL.Image.fromarray(images[shown]).resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC)
         label = LABELS[labels[number]]
         rng = random.Random(f"fashion/{self.seed}/{number}")
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
@@ -97,6 +99,7 @@ def datasets(
     folder: str = "/usr/share/datasets/fashion-mnist",
     demonstrations: Annotated[int, ">= 1"] = 500,
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.2,
+    exchange_images: bool = False,
 ) -> tuple[dict[str, Dataset], Dataset]:
     """Build the rows for SFT and GRPO from the training split, and the held-out rows from the test split.
 
@@ -105,6 +108,7 @@ def datasets(
         folder: folder of the data set, see read_split.
         demonstrations: number of rows for SFT.
         wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
+        exchange_images: let GRPO see the photograph of the next row, as a control.
     """
     rows = partial(
         Fashion, Path(folder), seed=seed, prompt_template=data.prompt_template, system_prompt=data.system_prompt
@@ -113,7 +117,7 @@ def datasets(
     order = random.Random(seed).sample(range(count), count)
     training: dict[str, Dataset] = {
         "demonstrations": rows("train", order[:demonstrations], wrong_labels=wrong_demonstrations),
-        "prompts": rows("train", order),
+        "prompts": rows("train", order, exchange_images=exchange_images),
     }
     return training, rows("test", range(min(data.eval_rows, len(read_split(Path(folder), "test")[1]))))
 
