@@ -4,8 +4,8 @@
     python benchmarks/from_parts.py vlm work --seeds 0 1 2 --runs grpo      # half an hour a seed on one core
     python benchmarks/from_parts.py vlm work --seeds 0                      # with the controls
 
-SFT is run once per seed; then each of RUNS starts from its model. Options of recipes/from_parts.yaml may follow after
-`--`, for example `-- --data.eval_rows=64`. Results are added to docs/from_parts.json, from which
+SFT is run once per seed; then each of RUNS starts from its model. Options of recipes/from_parts.yaml come last, for
+example `--options --data.eval_rows=64`. Results are added to docs/from_parts.json, from which
 `python -m docs.scripts.make_pages` draws docs/from_parts.svg. The folder `work` keeps the outputs of all runs; a
 finished run is not repeated. Each run saves its model, which takes 2.5 GB for half a billion parameters.
 """
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--runs", nargs="*", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--json", type=Path, default=RESULTS, help="file to which the results are added")
-    parser.add_argument("options", nargs="*", help="options of the recipe, after --")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="of the recipe; they come last")
     options = parser.parse_args(arguments)
     for seed in options.seeds:
         start = options.work / f"sft_{seed}"
