@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "from_parts.json"
-SFT_STEPS = 180  # of the control that continues SFT; they take about as long as GRPO
+SFT_STEPS = 150  # of the control that continues SFT; they take about as long as GRPO
 # runs that start from the model after SFT
 RUNS = {
     "grpo": ["--stages=[grpo]"],
