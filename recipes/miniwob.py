@@ -23,7 +23,7 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,7 @@ def with_browser(page: str, use: Callable[[Any], Any]) -> Any:
                     raise
 
 
-def play(driver: Any, seed: str, clicks: list[tuple[int, int]]) -> tuple[PIL.Image.Image, float | None]:
+def play(driver: Any, seed: str, clicks: Sequence[tuple[int, int]]) -> tuple[PIL.Image.Image, float | None]:
     """Start the page of a seed and click. Return the screenshot and the reward, which is None before the end."""
     driver.execute_script(START, seed)
     for x, y in clicks:
@@ -213,11 +213,17 @@ class Page:
         return FAILURE if self.reward is None else float(self.reward)
 
     def _play(self) -> PIL.Image.Image:
-        screen, self.reward = with_browser(self.page, lambda driver: play(driver, self.page_seed, self.clicks))
+        screen, self.reward = outcome(self.page, self.page_seed, tuple(self.clicks))
         return PIL.Image.new("RGB", screen.size, "grey") if self.blind else screen
 
 
+# Completions of a group often click at the same pixel, so the browser is asked once.
 @functools.lru_cache(maxsize=4096)
+def outcome(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> tuple[PIL.Image.Image, float | None]:
+    """Return the screenshot and the reward of a page after some clicks."""
+    return with_browser(page, lambda driver: play(driver, page_seed, clicks))
+
+
 def first_screen(page: str, blind: bool, page_seed: str) -> PIL.Image.Image:
     """Return the screenshot of a page before the first click."""
     environment = Page(page, blind)

@@ -68,7 +68,7 @@ def drivers(monkeypatch):
         return opened[-1]
 
     open_browser.cache_clear = opened.clear
-    for cached in (miniwob.first_screen, miniwob.puzzle):
+    for cached in (miniwob.outcome, miniwob.puzzle):
         cached.cache_clear()
     monkeypatch.setattr(miniwob, "open_browser", open_browser)
     waiting.opened = opened
@@ -91,6 +91,16 @@ def test_completions_that_share_a_browser_do_not_mix(drivers):
     assert first.clicks == [(0, 0), (100, 5)]
 
 
+def test_the_browser_is_asked_once_for_the_same_clicks(drivers):
+    begin().click(100, 5)
+    drivers.opened[-1].num_clicks = 7
+    again = begin()
+    again.click(100, 5)
+    assert again.get_reward() == 1.0 and again.done and drivers.opened[-1].num_clicks == 7
+    begin().click(101, 5)
+    assert drivers.opened[-1].num_clicks == 1
+
+
 def test_an_episode_without_an_end_is_no_better_than_a_wrong_click(drivers):
     environment = begin()
     for x, y in [(160, 0), (0, 210), (-1, 0)]:
@@ -108,7 +118,7 @@ def test_a_killed_tab_is_tried_again_once(drivers):
     drivers[:] = [FakeDriver(num_failures=1)]
     whole.num_failures = 1
     with pytest.raises(BrowserError):
-        begin().click(100, 0)
+        begin().click(101, 0)
     assert whole.closed
 
 
