@@ -25,7 +25,11 @@ SFT_STEPS = 150  # of the control that continues SFT; they take about as long as
 # runs that start from the model after SFT
 RUNS = {
     "grpo": ["--stages=[grpo]"],
-    "shuffled rewards": ["--stages=[grpo]", "--rewards={recipes/shuffled.py:shuffled: 1.0}"],
+    "shuffled rewards": [
+        "--stages=[grpo]",
+        "--rewards={recipes/shuffled.py:shuffled: 1.0}",
+        "--data.eval_rewards=[accuracy]",
+    ],
     "exchanged images": ["--stages=[grpo]", "exchange_images=True"],
     "more sft": ["--stages=[sft]", f"--sft.max_steps={SFT_STEPS}"],
 }
