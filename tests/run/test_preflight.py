@@ -54,12 +54,15 @@ def test_built_in_rewards_are_tried_on_a_row():
         try_rewards(config, {"grpo": "prompts"}, {"grpo": [box]})
 
 
-def test_a_run_prints_its_device_and_model_size(home, capsys):
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_a_run_prints_its_device_and_model_size(home, capsys, monkeypatch, capability):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     config = load_config(home / "recipe.yaml", [])
     policy, _ = setup.build_model(config, ONE)
     config.model.compute_dtype = "bfloat16"
     describe_run(config, policy, World(0, 2, torch.device("cpu")))
-    device, size = capsys.readouterr().out.splitlines()
+    device, size, *slow = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in slow] == ["this processor has no AVX-512"] * (capability == "AVX2")
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
 
