@@ -1,13 +1,13 @@
 """Teach a model from recipes/from_parts.py to see, and compare GRPO with its controls.
 
     python recipes/from_parts.py TEXT_MODEL vlm --depth=4 --patch_size=7
-    python benchmarks/from_parts.py vlm work --seeds 0 1 2 --runs grpo      # half an hour a seed on one core
+    python benchmarks/from_parts.py vlm work --seeds 0 1 2 --runs grpo      # a quarter of an hour a seed on one core
     python benchmarks/from_parts.py vlm work --seeds 0                      # with the controls
 
 SFT is run once per seed; then each of RUNS starts from its model. Options of recipes/from_parts.yaml come last, for
-example `--options --data.eval_rows=64`. Results are added to docs/from_parts.json, from which
-`python -m docs.scripts.make_pages` draws docs/from_parts.svg. The folder `work` keeps the outputs of all runs; a
-finished run is not repeated. Each run saves its model, which takes 2.5 GB for half a billion parameters.
+example `--options --data.eval_rows=64`. Results are added to docs/from_parts.json. The folder `work` keeps the outputs
+of all runs; a finished run is not repeated. Each run saves its model, which takes 2.5 GB for half a billion parameters.
+docs/scripts/from_parts.py makes a picture of them.
 """
 
 import argparse
