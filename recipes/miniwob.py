@@ -1,8 +1,8 @@
 """Environment around pages of MiniWoB++: task and screenshot in, click out, and the page's own reward.
 
     pip install miniwob selenium && apt-get install chromium chromium-driver
-    python recipes/miniwob.py click-color --rows=192  # success of baselines that need no model
-    python train.py recipes/miniwob.yaml              # SFT on demonstrations, half of them wrong, then GRPO
+    python recipes/miniwob.py identify-shape --rows=192  # success of baselines that need no model
+    python train.py recipes/miniwob.yaml                 # SFT on demonstrations, some of them wrong, then GRPO
 
 The pages are those of the package `miniwob`, served from the installed package by a local server, so no network is
 used. TARGETS has the pages that can be trained on. A completion clicks at a pixel of the page, which is 160 pixels wide
@@ -174,24 +174,17 @@ def play(driver: Any, seed: str, clicks: Sequence[tuple[int, int]]) -> tuple[PIL
     return PIL.Image.open(io.BytesIO(png)).convert("RGB"), reward
 
 
-@dataclass
 class Page:
-    """Environment of one page: clicks end when the page gives its reward, or after max_tool_calls.
+    """Environment of the page that a row names: clicks end when it gives its reward, or after max_tool_calls."""
 
-    With `blind`, all screens are grey images, as a control.
-    """
-
-    page: str = "click-color"
-    blind: bool = False
     max_tool_calls = 1
     declare_tools = False  # calls are written in tags, so the prompt needs no description of tools
 
-    def __post_init__(self):
-        if self.page not in TARGETS:
-            raise ValueError(f"the page is {self.page!r}, but it must be one of {', '.join(TARGETS)}")
-
-    def reset(self, page_seed, **columns):
+    def reset(self, page, page_seed, blind=False, **columns):
+        """Begin the page of a row of Pages. With `blind`, all screens are grey images."""
+        self.page = page
         self.page_seed = page_seed
+        self.blind = blind
         self.clicks = []
         self.reward = None
         self.done = False
@@ -201,9 +194,9 @@ class Page:
         if not (0 <= x < WIDTH and 0 <= y < HEIGHT):
             raise ValueError(f"({x}, {y}) is outside of the page, which has {WIDTH} columns and {HEIGHT} rows")
         self.clicks.append((x, y))
-        screen = self._play()
+        screen, self.reward = outcome(self.page, self.page_seed, tuple(self.clicks))
         self.done = self.reward is not None
-        return screen
+        return grey(screen) if self.blind else screen
 
     def get_reward(self) -> float:
         """Return the reward of the page; an episode without an end has the reward that the page gives after its time.
@@ -211,10 +204,6 @@ class Page:
         Otherwise a completion without a click would have a better reward than a wrong click.
         """
         return FAILURE if self.reward is None else float(self.reward)
-
-    def _play(self) -> PIL.Image.Image:
-        screen, self.reward = outcome(self.page, self.page_seed, tuple(self.clicks))
-        return PIL.Image.new("RGB", screen.size, "grey") if self.blind else screen
 
 
 # Completions of a group often click at the same pixel, so the browser is asked once.
@@ -224,11 +213,9 @@ def outcome(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> t
     return with_browser(page, lambda driver: play(driver, page_seed, clicks))
 
 
-def first_screen(page: str, blind: bool, page_seed: str) -> PIL.Image.Image:
-    """Return the screenshot of a page before the first click."""
-    environment = Page(page, blind)
-    environment.reset(page_seed)
-    return environment._play()
+def grey(screen: PIL.Image.Image) -> PIL.Image.Image:
+    """Return a grey image of the same size."""
+    return PIL.Image.new("RGB", screen.size, "grey")
 
 
 @dataclass
@@ -270,10 +257,14 @@ class Pages:
 
     size: int
     seed: str
-    page: str = "click-color"
+    page: str
     blind: bool = False
     demonstrated: bool = False  # add a click at the centre of an element
     wrong: float = 0.0  # fraction of demonstrations that click at a random element
+
+    def __post_init__(self):
+        if self.page not in TARGETS:
+            raise ValueError(f"the page is {self.page!r}, but it must be one of {', '.join(TARGETS)}")
 
     def __len__(self):
         return self.size
@@ -282,10 +273,12 @@ class Pages:
         index = range(self.size)[index]  # raises IndexError, which ends iteration
         page_seed = f"{self.seed}/{index}"
         found = puzzle(self.page, page_seed)
-        columns = {"problem": found.instruction, "page_seed": page_seed, "solution": ""}
-        screen = first_screen(self.page, self.blind, page_seed)
+        columns = {"problem": found.instruction, "page": self.page, "page_seed": page_seed, "blind": self.blind}
+        screen, _ = outcome(self.page, page_seed, ())
+        if self.blind:
+            screen = grey(screen)
         click = self.demonstration(page_seed, found) if self.demonstrated else None
-        return Row(conversation(found.instruction, {"image": 1}), [screen], columns, click)
+        return Row(conversation(found.instruction, {"image": 1}), [screen], columns | {"solution": ""}, click)
 
     def demonstration(self, page_seed: str, found: Puzzle) -> str:
         rng = random.Random(f"miniwob/{page_seed}")
@@ -302,7 +295,7 @@ def tokenizer() -> Tokenizer:
     return trained
 
 
-def datasets(data, seed, page="click-color", blind=False, demonstrations=400, wrong_demonstrations=0.5):
+def datasets(data, seed, page="identify-shape", blind=False, demonstrations=2000, wrong_demonstrations=0.3):
     """Build the rows for SFT and GRPO, and the held-out rows, from the pages of one name.
 
     Args:
@@ -312,7 +305,7 @@ def datasets(data, seed, page="click-color", blind=False, demonstrations=400, wr
         demonstrations: number of rows for SFT.
         wrong_demonstrations: fraction of demonstrations that click at a random element.
     """
-    rows = functools.partial(Pages, page=Page(page).page, blind=blind)
+    rows = functools.partial(Pages, page=page, blind=blind)
     training = {
         "demonstrations": rows(demonstrations, f"{seed}/sft", demonstrated=True, wrong=wrong_demonstrations),
         "prompts": rows(FRESH_ROWS, f"{seed}/grpo"),
@@ -340,8 +333,8 @@ def baselines(page: str, num_rows: int, seed: str) -> dict[str, float]:
         element = rng.choice(found.centers())
         pixel = rng.randrange(WIDTH), rng.randrange(HEIGHT)
         for name, (x, y) in zip(solved, (pixel, element), strict=True):
-            environment = Page(page)
-            environment.reset(page_seed)
+            environment = Page()
+            environment.reset(page, page_seed)
             environment.click(x, y)
             solved[name] += environment.get_reward() > 0
     candidates = {center for found in puzzles for center in found.centers(found.right)}
@@ -356,7 +349,7 @@ def solved(environments, **columns) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Print the success of baselines on a page of MiniWoB++ as JSON.")
-    parser.add_argument("page", nargs="?", default="click-color", choices=TARGETS)
+    parser.add_argument("page", nargs="?", default="identify-shape", choices=TARGETS)
     parser.add_argument("--rows", type=int, default=192, help="number of pages")
     parser.add_argument("--seed", default="eval", help="seed of the pages and of the random clicks")
     options = parser.parse_args(arguments)

@@ -75,9 +75,9 @@ def drivers(monkeypatch):
     return waiting
 
 
-def begin(seed="a/0", **options):
-    environment = miniwob.Page(**options)
-    environment.reset(page_seed=seed, solution="")
+def begin(seed="a/0", page="click-color", blind=False):
+    environment = miniwob.Page()
+    environment.reset(page=page, page_seed=seed, blind=blind, solution="")
     return environment
 
 
@@ -131,21 +131,23 @@ def test_the_time_limit_closes_the_browser(drivers):
 
 
 def test_rows_and_the_blind_control(drivers):
-    rows = miniwob.Pages(2, "eval")
+    rows = miniwob.Pages(2, "eval", "click-color")
     assert len(rows) == 2 and rows[1].columns["page_seed"] == "eval/1" and rows[1].images[0].size == (160, 210)
     assert rows[0].images[0].getpixel((0, 0)) == (6, 0, 0)
     assert rows[0].columns["problem"] == "Click on the red colored box." and rows[0].completion is None
     blind = begin(blind=True)
     assert blind.click(100, 0).getcolors() == [(160 * 210, (128, 128, 128))] and blind.get_reward() == 1.0
-    assert miniwob.Pages(1, "eval", blind=True)[0].images[0].getpixel((0, 0)) == (128, 128, 128)
+    assert miniwob.Pages(1, "eval", "click-color", blind=True)[0].images[0].getpixel((0, 0)) == (128, 128, 128)
 
 
 def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers):
-    clicks = [row.completion for row in miniwob.Pages(40, "sft", demonstrated=True, wrong=0.5)]
+    clicks = [row.completion for row in miniwob.Pages(40, "sft", "click-color", demonstrated=True, wrong=0.5)]
     assert {*clicks} == {"<click>120, 60</click>", "<click>40, 60</click>"}
     assert 4 <= clicks.count("<click>40, 60</click>") <= 16  # half of the random boxes are right
-    assert {row.completion for row in miniwob.Pages(9, "sft", demonstrated=True)} == {"<click>120, 60</click>"}
-    training, held_out = miniwob.TASK.datasets(SimpleNamespace(eval_rows=3), 0, demonstrations=5)
+    assert {row.completion for row in miniwob.Pages(9, "sft", "click-color", demonstrated=True)} == {
+        "<click>120, 60</click>"
+    }
+    training, held_out = miniwob.TASK.datasets(SimpleNamespace(eval_rows=3), 0, "click-color", demonstrations=5)
     assert (len(training["demonstrations"]), len(held_out)) == (5, 3)
     assert training["prompts"][0].columns["page_seed"] == "0/grpo/0" and training["prompts"][0].completion is None
     ids = miniwob.tokenizer().encode("<click>120, 60</click>")
@@ -156,11 +158,11 @@ def test_baselines_and_the_number_of_chance(drivers):
     found = miniwob.puzzle("click-color", "a")
     assert found.centers() == [(120, 60), (40, 60)] and found.centers("red") == [(120, 60)]
     assert [found.is_right(x, 60) for x in (99, 100, 139, 140, 40)] == [False, True, True, False, False]
-    assert miniwob.chance(miniwob.Pages(3, "eval")) == 0.5
+    assert miniwob.chance(miniwob.Pages(3, "eval", "click-color")) == 0.5
     numbers = miniwob.baselines("click-color", 40, "eval")
     assert numbers["best constant pixel"] == 1 and 0.2 < numbers["random element"] < 0.8
     with pytest.raises(ValueError, match=r"the page is 'click', but it must be one of click-color, identify-shape"):
-        miniwob.Page("click")
+        miniwob.Pages(3, "eval", "click")
 
 
 def test_missing_packages_are_named(monkeypatch):
