@@ -14,6 +14,7 @@ docs/agents.md explains this.
 """
 
 import argparse
+import atexit
 import base64
 import functools
 import http.server
@@ -140,6 +141,7 @@ def open_browser(page: str) -> Any:
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-device-scale-factor=1"):
         options.add_argument(argument)
     driver = webdriver.Chrome(options=options, service=service.Service(find_program("chromedriver")))
+    atexit.register(driver.quit)  # otherwise Chromium goes on after this process
     driver.get(f"{serve_pages()}/miniwob/{page}.html")
     return driver
 

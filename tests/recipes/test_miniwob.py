@@ -3,8 +3,12 @@
 import base64
 import importlib.metadata
 import io
+import os
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import PIL.Image
@@ -208,6 +212,16 @@ def test_the_real_pages_agree_about_the_right_element(page):
         assert miniwob.puzzle(page, seed) == found
     finally:
         close_browser(page)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="needs miniwob, selenium, chromium and chromedriver")
+def test_the_browser_ends_with_the_process():
+    code = "from recipes import miniwob; print(miniwob.open_browser('click-color').service.process.pid)"
+    root = Path(miniwob.__file__).parents[1]
+    printed = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(printed), 0)
 
 
 @pytest.mark.slow
