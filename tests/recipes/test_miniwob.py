@@ -230,4 +230,4 @@ def test_the_recipe_runs(run, plain):
     steps = [f"--{stage}.{option}" for stage in ("sft", "grpo") for option in ("max_steps=1", "prompts_per_step=2")]
     task = "--data.task=recipes/miniwob.py:TASK(demonstrations=4)"
     folder = run(task, "--data.eval_rows=2", "--grpo.num_generations=2", *steps, recipe="recipes/miniwob.yaml")
-    assert list(summary(folder)) == ["random element", "start", "after_sft", "after_grpo", "seconds"]
+    assert list(summary(folder)) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
