@@ -1,7 +1,7 @@
 """Environment around pages of MiniWoB++: task and screenshot in, click out, and the page's own reward.
 
     pip install miniwob selenium && apt-get install chromium chromium-driver
-    python recipes/miniwob.py identify-shape --rows=192  # success of baselines that need no model
+    python recipes/miniwob.py click-color --rows=192     # success of baselines that need no model
     python train.py recipes/miniwob.yaml                 # SFT on demonstrations, some of them wrong, then GRPO
 
 The pages are those of the package `miniwob`, served from the installed package by a local server, so no network is
@@ -37,6 +37,7 @@ from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 WIDTH, HEIGHT = 160, 210  # pixels of every page of MiniWoB++
 FAILURE = -1.0  # what a page of MiniWoB++ gives when its time is over
+GREY = PIL.Image.new("RGB", (WIDTH, HEIGHT), "grey")  # the screen of the blind control
 BROWSER_LOCK = threading.RLock()  # the threads that prepare prompts use the browser too
 # The clock of the page would end an episode while other completions use the browser, so it is set to an hour. The
 # reward without the share of time that is left has the name WOB_RAW_REWARD_GLOBAL.
@@ -52,6 +53,7 @@ class Targets:
     name: str  # name of the element e
     right: str  # name of the elements that solve the page
     texts: tuple[str, ...]  # instructions of the page, to train the tokenizer
+    look: bool = False  # demonstrations name the elements one after another, until the right one, and then click
 
     @property
     def script(self) -> str:
@@ -74,6 +76,7 @@ TARGETS = {
         "e.dataset.color",
         "core.getUtterance().split(' ')[3]",
         tuple(f"Click on the {color} colored box." for color in COLORS),
+        look=True,  # otherwise the model has to compare four boxes at once, which takes it many more steps to learn
     ),
     # a figure, and five buttons with the words Rectangle, Circle, Triangle, Letter and Number
     "identify-shape": Targets(
@@ -91,6 +94,20 @@ TARGETS = {
         "e.textContent",
         """core.getUtterance().split('"')[1]""",
         tuple(f'Click on the "{text}" button.' for word in BUTTONS for text in (word, word.capitalize())),
+    ),
+    # three text fields, whose positions vary
+    "focus-text-2": Targets(
+        "#area input",
+        "({tt1: '1st', tt2: '2nd', tt3: '3rd'})[e.id]",
+        "core.getUtterance().split(' ')[3]",
+        tuple(f"Focus into the {number} input textbox." for number in ("1st", "2nd", "3rd")),
+    ),
+    # a dialog with some words and the buttons Cancel, OK and x, whose size and position vary
+    "click-dialog-2": Targets(
+        ".ui-dialog button",
+        "e.closest('.ui-dialog-titlebar') ? 'x' : e.textContent",
+        """core.getUtterance().split('"')[1]""",
+        tuple(f'Click the button in the dialog box labeled "{name}".' for name in ("Cancel", "OK", "x")),
     ),
 }
 
@@ -161,19 +178,37 @@ def with_browser(page: str, use: Callable[[Any], Any]) -> Any:
                     raise
 
 
-def play(driver: Any, seed: str, clicks: Sequence[tuple[int, int]]) -> tuple[PIL.Image.Image, float | None]:
-    """Start the page of a seed and click. Return the screenshot and the reward, which is None before the end."""
+def start(driver: Any, seed: str, clicks: Sequence[tuple[int, int]]) -> None:
+    """Start the page of a seed, and click."""
     driver.execute_script(START, seed)
     for x, y in clicks:
         for kind in ("mousePressed", "mouseReleased"):
             event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
             driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
-    reward = driver.execute_script(REWARD)
-    if reward is not None and clicks:  # nobody sees the screen after the end
-        return PIL.Image.new("RGB", (WIDTH, HEIGHT), "white"), reward
+
+
+# Completions of a group often click at the same pixel, so the browser is asked once.
+@functools.lru_cache(maxsize=4096)
+def page_reward(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> float | None:
+    """Return the reward of a page after some clicks; it is None before the end."""
+
+    def use(driver):
+        start(driver, page_seed, clicks)
+        return driver.execute_script(REWARD)
+
+    return with_browser(page, use)
+
+
+@functools.lru_cache(maxsize=4096)
+def screenshot(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> PIL.Image.Image:
+    """Return the screen of a page after some clicks. This takes longer than page_reward."""
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
-    png = base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})["data"])
-    return PIL.Image.open(io.BytesIO(png)).convert("RGB"), reward
+
+    def use(driver):
+        start(driver, page_seed, clicks)
+        return driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})["data"]
+
+    return PIL.Image.open(io.BytesIO(base64.b64decode(with_browser(page, use)))).convert("RGB")
 
 
 class Page:
@@ -191,14 +226,17 @@ class Page:
         self.reward = None
         self.done = False
 
-    def click(self, x: int, y: int) -> PIL.Image.Image:
+    def click(self, x: int, y: int) -> PIL.Image.Image | str:
         """Click at a pixel of the page, which has 160 columns and 210 rows."""
         if not (0 <= x < WIDTH and 0 <= y < HEIGHT):
             raise ValueError(f"({x}, {y}) is outside of the page, which has {WIDTH} columns and {HEIGHT} rows")
         self.clicks.append((x, y))
-        screen, self.reward = outcome(self.page, self.page_seed, tuple(self.clicks))
-        self.done = self.reward is not None
-        return grey(screen) if self.blind else screen
+        position = self.page, self.page_seed, tuple(self.clicks)
+        self.reward = page_reward(*position)
+        self.done = self.reward is not None or len(self.clicks) == self.max_tool_calls
+        if self.done:
+            return "The episode has ended."
+        return GREY if self.blind else screenshot(*position)
 
     def get_reward(self) -> float:
         """Return the reward of the page; an episode without an end has the reward that the page gives after its time.
@@ -206,18 +244,6 @@ class Page:
         Otherwise a completion without a click would have a better reward than a wrong click.
         """
         return FAILURE if self.reward is None else float(self.reward)
-
-
-# Completions of a group often click at the same pixel, so the browser is asked once.
-@functools.lru_cache(maxsize=4096)
-def outcome(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> tuple[PIL.Image.Image, float | None]:
-    """Return the screenshot and the reward of a page after some clicks."""
-    return with_browser(page, lambda driver: play(driver, page_seed, clicks))
-
-
-def grey(screen: PIL.Image.Image) -> PIL.Image.Image:
-    """Return a grey image of the same size."""
-    return PIL.Image.new("RGB", screen.size, "grey")
 
 
 @dataclass
@@ -276,28 +302,30 @@ class Pages:
         page_seed = f"{self.seed}/{index}"
         found = puzzle(self.page, page_seed)
         columns = {"problem": found.instruction, "page": self.page, "page_seed": page_seed, "blind": self.blind}
-        screen, _ = outcome(self.page, page_seed, ())
-        if self.blind:
-            screen = grey(screen)
+        screen = GREY if self.blind else screenshot(self.page, page_seed, ())
         click = self.demonstration(page_seed, found) if self.demonstrated else None
         return Row(conversation(found.instruction, {"image": 1}), [screen], columns | {"solution": ""}, click)
 
     def demonstration(self, page_seed: str, found: Puzzle) -> str:
         rng = random.Random(f"miniwob/{page_seed}")
         wrong = rng.random() < self.wrong
-        x, y = rng.choice(found.centers(None if wrong else found.right))
-        return f"<click>{x}, {y}</click>"
+        names = [name for name, *_ in found.boxes]
+        chosen = rng.choice([i for i, name in enumerate(names) if wrong or name == found.right])
+        x, y = found.centers()[chosen]
+        seen = f"I see {'; '.join(names[: chosen + 1])} " if TARGETS[self.page].look else ""
+        return f"{seen}<click>{x}, {y}</click>"
+
 
 
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on all texts of the task; each tag is one token."""
     questions = [f"user\n{text}" for targets in TARGETS.values() for text in targets.texts]
-    trained = train_tokenizer(["system\nYou are a helpful assistant.", "assistant\n", *questions], vocab_size=384)
+    trained = train_tokenizer(["system\nYou are a helpful assistant.", "assistant\nI see", *questions], vocab_size=500)
     trained.backend.add_tokens(["<click>", "</click>"])
     return trained
 
 
-def datasets(data, seed, page="identify-shape", blind=False, demonstrations=2000, wrong_demonstrations=0.3):
+def datasets(data, seed, page="click-color", blind=False, demonstrations=3000, wrong_demonstrations=0.3):
     """Build the rows for SFT and GRPO, and the held-out rows, from the pages of one name.
 
     Args:
@@ -326,7 +354,11 @@ TASK = Task(datasets, tokenizer, chance, "random element")
 
 
 def baselines(page: str, num_rows: int, seed: str) -> dict[str, float]:
-    """Compute the share of pages that are solved by clicks at random pixels, at random elements, and at one pixel."""
+    """Compute the share of pages that are solved by clicks at random pixels, at random elements, and without the screen.
+
+    Without the screen, the best choice is one pixel for each instruction. It is chosen from these pages, so a blind model
+    can hardly exceed it.
+    """
     rng = random.Random(seed)
     seeds = [f"{seed}/{index}" for index in range(num_rows)]
     puzzles = [puzzle(page, page_seed) for page_seed in seeds]
@@ -339,8 +371,11 @@ def baselines(page: str, num_rows: int, seed: str) -> dict[str, float]:
             environment.reset(page, page_seed)
             environment.click(x, y)
             solved[name] += environment.get_reward() > 0
-    candidates = {center for found in puzzles for center in found.centers(found.right)}
-    solved["best constant pixel"] = max(sum(found.is_right(x, y) for found in puzzles) for x, y in candidates)
+    solved["best pixel of each instruction"] = 0
+    for instruction in {found.instruction for found in puzzles}:
+        same = [found for found in puzzles if found.instruction == instruction]
+        candidates = {center for found in same for center in found.centers(found.right)}
+        solved["best pixel of each instruction"] += max(sum(found.is_right(x, y) for found in same) for x, y in candidates)
     return {name: count / num_rows for name, count in solved.items()}
 
 
@@ -351,7 +386,7 @@ def solved(environments, **columns) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Print the success of baselines on a page of MiniWoB++ as JSON.")
-    parser.add_argument("page", nargs="?", default="identify-shape", choices=TARGETS)
+    parser.add_argument("page", nargs="?", default="click-color", choices=TARGETS)
     parser.add_argument("--rows", type=int, default=192, help="number of pages")
     parser.add_argument("--seed", default="eval", help="seed of the pages and of the random clicks")
     options = parser.parse_args(arguments)

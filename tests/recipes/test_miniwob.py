@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,23 +73,24 @@ def drivers(monkeypatch):
         return opened[-1]
 
     open_browser.cache_clear = opened.clear
-    for cached in (miniwob.outcome, miniwob.puzzle):
+    for cached in (miniwob.page_reward, miniwob.screenshot, miniwob.puzzle):
         cached.cache_clear()
     monkeypatch.setattr(miniwob, "open_browser", open_browser)
     waiting.opened = opened
     return waiting
 
 
-def begin(seed="a/0", page="click-color", blind=False):
+def begin(seed="a/0", page="click-color", blind=False, max_tool_calls=1):
     environment = miniwob.Page()
+    environment.max_tool_calls = max_tool_calls
     environment.reset(page=page, page_seed=seed, blind=blind, solution="")
     return environment
 
 
 def test_completions_that_share_a_browser_do_not_mix(drivers):
-    first, second = begin(), begin(seed="a longer seed")
+    first, second = begin(max_tool_calls=2), begin(seed="a longer seed", max_tool_calls=2)
     assert first.click(0, 0).getpixel((0, 0)) == (3, 1, 0) and not first.done  # a click beside everything
-    assert second.click(10, 5).getpixel((0, 0)) == (255, 255, 255)  # no screenshot after the end
+    assert second.click(10, 5) == "The episode has ended."
     first.click(100, 5)
     assert drivers.opened[-1].num_clicks == 2  # also the former click
     assert first.done and second.done and (first.get_reward(), second.get_reward()) == (1.0, -1.0)
@@ -111,6 +113,12 @@ def test_an_episode_without_an_end_is_no_better_than_a_wrong_click(drivers):
         with pytest.raises(ValueError, match=r"outside of the page, which has 160 columns and 210 rows"):
             environment.click(x, y)
     assert environment.get_reward() == -1.0 and not environment.done and environment.clicks == []
+
+
+def test_the_last_click_ends_the_episode_without_a_screenshot(drivers, monkeypatch):
+    monkeypatch.setattr(miniwob, "screenshot", None)
+    environment = begin()
+    assert environment.click(0, 0) == "The episode has ended." and environment.done and environment.get_reward() == -1.0
 
 
 def test_a_killed_tab_is_tried_again_once(drivers):
@@ -139,23 +147,27 @@ def test_rows_and_the_blind_control(drivers):
     assert len(rows) == 2 and rows[1].columns["page_seed"] == "eval/1" and rows[1].images[0].size == (160, 210)
     assert rows[0].images[0].getpixel((0, 0)) == (6, 0, 0)
     assert rows[0].columns["problem"] == "Click on the red colored box." and rows[0].completion is None
-    blind = begin(blind=True)
-    assert blind.click(100, 0).getcolors() == [(160 * 210, (128, 128, 128))] and blind.get_reward() == 1.0
+    blind = begin(blind=True, max_tool_calls=2)
+    assert blind.click(0, 0).getcolors() == [(160 * 210, (128, 128, 128))] and not blind.done
+    assert blind.click(100, 0) == "The episode has ended." and blind.get_reward() == 1.0
     assert miniwob.Pages(1, "eval", "click-color", blind=True)[0].images[0].getpixel((0, 0)) == (128, 128, 128)
 
 
-def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers):
+def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers, monkeypatch):
     clicks = [row.completion for row in miniwob.Pages(40, "sft", "click-color", demonstrated=True, wrong=0.5)]
-    assert {*clicks} == {"<click>120, 60</click>", "<click>40, 60</click>"}
-    assert 4 <= clicks.count("<click>40, 60</click>") <= 16  # half of the random boxes are right
-    assert {row.completion for row in miniwob.Pages(9, "sft", "click-color", demonstrated=True)} == {
-        "<click>120, 60</click>"
-    }
+    red, blue = "I see red <click>120, 60</click>", "I see red; blue <click>40, 60</click>"
+    assert {*clicks} == {red, blue}
+    assert 4 <= clicks.count(blue) <= 16  # half of the random boxes are right
+    assert {row.completion for row in miniwob.Pages(9, "sft", "click-color", demonstrated=True)} == {red}
+    monkeypatch.setitem(miniwob.TARGETS, "click-color", replace(miniwob.TARGETS["click-color"], look=False))
+    assert miniwob.Pages(1, "sft", "click-color", demonstrated=True)[0].completion == "<click>120, 60</click>"
     training, held_out = miniwob.TASK.datasets(SimpleNamespace(eval_rows=3), 0, "click-color", demonstrations=5)
     assert (len(training["demonstrations"]), len(held_out)) == (5, 3)
     assert training["prompts"][0].columns["page_seed"] == "0/grpo/0" and training["prompts"][0].completion is None
-    ids = miniwob.tokenizer().encode("<click>120, 60</click>")
-    assert len(ids) < 11 and miniwob.tokenizer().decode(ids) == "<click>120, 60</click>"
+    ids = miniwob.tokenizer().encode(blue)
+    assert len(ids) < 16 and miniwob.tokenizer().decode(ids) == blue
+    for color in miniwob.COLORS:  # one token, so that the word in the instruction is easy to compare with the names
+        assert len(miniwob.tokenizer().encode(f" {color}")) == 1
 
 
 def test_baselines_and_the_number_of_chance(drivers):
@@ -164,7 +176,7 @@ def test_baselines_and_the_number_of_chance(drivers):
     assert [found.is_right(x, 60) for x in (99, 100, 139, 140, 40)] == [False, True, True, False, False]
     assert miniwob.chance(miniwob.Pages(3, "eval", "click-color")) == 0.5
     numbers = miniwob.baselines("click-color", 40, "eval")
-    assert numbers["best constant pixel"] == 1 and 0.2 < numbers["random element"] < 0.8
+    assert numbers["best pixel of each instruction"] == 1 and 0.2 < numbers["random element"] < 0.8
     with pytest.raises(ValueError, match=r"the page is 'click', but it must be one of click-color, identify-shape"):
         miniwob.Pages(3, "eval", "click")
 
@@ -204,7 +216,7 @@ def test_the_real_pages_agree_about_the_right_element(page):
             assert found.instruction in miniwob.TARGETS[page].texts
             beside = begin(seed, page=page)
             beside.click(1, 209)
-            assert not beside.done and beside.get_reward() == -1
+            assert beside.reward is None and beside.get_reward() == -1
         [first, again, other] = [miniwob.Pages(2, s, page)[0].images[0].tobytes() for s in ("a", "a", "c")]
         assert first == again != other
         miniwob.open_browser(page).quit()  # the next call finds a dead browser, and starts a new one
