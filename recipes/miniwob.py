@@ -316,7 +316,6 @@ class Pages:
         return f"{seen}<click>{x}, {y}</click>"
 
 
-
 def tokenizer() -> Tokenizer:
     """Train byte-level BPE on all texts of the task; each tag is one token."""
     questions = [f"user\n{text}" for targets in TARGETS.values() for text in targets.texts]
@@ -354,10 +353,10 @@ TASK = Task(datasets, tokenizer, chance, "random element")
 
 
 def baselines(page: str, num_rows: int, seed: str) -> dict[str, float]:
-    """Compute the share of pages that are solved by clicks at random pixels, at random elements, and without the screen.
+    """Compute the share of pages that are solved without a model.
 
-    Without the screen, the best choice is one pixel for each instruction. It is chosen from these pages, so a blind model
-    can hardly exceed it.
+    The clicks are at random pixels, at random elements, and at the best pixel of each instruction. This pixel is chosen
+    from these pages, so a model that does not see the screen can hardly exceed it.
     """
     rng = random.Random(seed)
     seeds = [f"{seed}/{index}" for index in range(num_rows)]
@@ -375,7 +374,9 @@ def baselines(page: str, num_rows: int, seed: str) -> dict[str, float]:
     for instruction in {found.instruction for found in puzzles}:
         same = [found for found in puzzles if found.instruction == instruction]
         candidates = {center for found in same for center in found.centers(found.right)}
-        solved["best pixel of each instruction"] += max(sum(found.is_right(x, y) for found in same) for x, y in candidates)
+        solved["best pixel of each instruction"] += max(
+            sum(found.is_right(x, y) for found in same) for x, y in candidates
+        )
     return {name: count / num_rows for name, count in solved.items()}
 
 

@@ -12,6 +12,7 @@ from docs.scripts import (
     first_run,
     from_parts,
     held_out,
+    miniwob,
     photographs,
     tested_versions,
     walkthrough,
@@ -20,7 +21,7 @@ from docs.scripts import (
 DOCS = Path(__file__).parents[1]
 PAGES = {"walkthrough.md": walkthrough.page, "tested_versions.md": tested_versions.page, **walkthrough.PICTURES}
 NOTEBOOKS = {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
-PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES | from_parts.PICTURES
+PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES | from_parts.PICTURES | miniwob.PICTURES
 
 
 def main():
