@@ -53,7 +53,8 @@ class Targets:
     name: str  # name of the element e
     right: str  # name of the elements that solve the page
     texts: tuple[str, ...]  # instructions of the page, to train the tokenizer
-    look: bool = False  # demonstrations name the elements one after another, until the right one, and then click
+    # how a demonstration lists the elements, one after another until the right one, before it clicks; "" lists none
+    look: str = ""
 
     @property
     def script(self) -> str:
@@ -68,7 +69,8 @@ class Targets:
 COLORS = (
     "red", "lime", "blue", "yellow", "cyan", "magenta", "black", "white", "grey", "orange", "pink", "purple", "olive",
 )  # fmt: skip
-BUTTONS = ("submit", "okay", "ok", "yes", "no", "cancel", "next", "previous")
+WORDS = ("submit", "okay", "ok", "yes", "no", "cancel", "next", "previous")
+BUTTONS = tuple(text for word in WORDS for text in (word, word.capitalize()))
 TARGETS = {
     # four coloured boxes
     "click-color": Targets(
@@ -76,7 +78,7 @@ TARGETS = {
         "e.dataset.color",
         "core.getUtterance().split(' ')[3]",
         tuple(f"Click on the {color} colored box." for color in COLORS),
-        look=True,  # otherwise the model has to compare four boxes at once, which takes it many more steps to learn
+        look="{name}",  # otherwise the model has to compare four boxes at once, which takes many more steps to learn
     ),
     # a figure, and five buttons with the words Rectangle, Circle, Triangle, Letter and Number
     "identify-shape": Targets(
@@ -88,12 +90,16 @@ TARGETS = {
     ),
     # two buttons at random positions, with the words ONE and TWO
     "click-test-2": Targets("#area button", "e.textContent", "'ONE'", ("Click button ONE.",)),
-    # up to six buttons with words, among other text and text fields
+    # up to six buttons with words, among other text and text fields, whose positions depend on what is above them
     "click-button": Targets(
-        "#area button",
-        "e.textContent",
+        "#area > :not(br)",
+        "({BUTTON: e.textContent, INPUT: 'field'})[e.tagName] || 'text'",
         """core.getUtterance().split('"')[1]""",
-        tuple(f'Click on the "{text}" button.' for word in BUTTONS for text in (word, word.capitalize())),
+        (
+            *(f'Click on the "{word}" button.' for word in BUTTONS),
+            f"I see {'; '.join([*BUTTONS, 'field', 'text'])}",
+        ),
+        look="{name} {y}",  # the height of an element follows from the one before, so the model reads downwards
     ),
     # three text fields, whose positions vary
     "focus-text-2": Targets(
@@ -310,10 +316,12 @@ class Pages:
         rng = random.Random(f"miniwob/{page_seed}")
         wrong = rng.random() < self.wrong
         names = [name for name, *_ in found.boxes]
+        centers = found.centers()
         chosen = rng.choice([i for i, name in enumerate(names) if wrong or name == found.right])
-        x, y = found.centers()[chosen]
-        seen = f"I see {'; '.join(names[: chosen + 1])} " if TARGETS[self.page].look else ""
-        return f"{seen}<click>{x}, {y}</click>"
+        look = TARGETS[self.page].look
+        listed = [look.format(name=names[i], x=centers[i][0], y=centers[i][1]) for i in range(chosen + 1)]
+        x, y = centers[chosen]
+        return f"I see {'; '.join(listed)} <click>{x}, {y}</click>" if look else f"<click>{x}, {y}</click>"
 
 
 def tokenizer() -> Tokenizer:

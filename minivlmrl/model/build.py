@@ -102,6 +102,9 @@ class ResetsItself(Protocol):
 def initialize(model: Qwen2_5_VL, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
+    The standard deviation of position embeddings is vision_config.initializer_range instead of
+    0.02. They are added to embeddings of patches, whose values are of order 1.
+
     Matrices that write into the residual stream have a variance that is smaller by the factor
     2 x blocks, so that the sum of all blocks does not grow with their number.
     """
@@ -109,8 +112,11 @@ def initialize(model: Qwen2_5_VL, generator: torch.Generator):
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
             module.reset_parameters()
     for name, parameter in model.named_parameters():
-        if name.endswith(("embed_tokens.weight", "pos_embed.weight")):
+        if name.endswith("embed_tokens.weight"):
             parameter.normal_(0, 0.02, generator=generator)
+        elif name.endswith("pos_embed.weight"):
+            deviation = model.config.vision_config.initializer_range
+            parameter.normal_(0, deviation, generator=generator)
         elif parameter.dim() > 1:
             blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
             into_residual = name.removesuffix(".weight").endswith(INTO_RESIDUAL)

@@ -85,6 +85,8 @@ class VisionConfig:
     # number of learned position embeddings, which form a square grid that is interpolated to the
     # size of each image; None if the tower does not learn positions
     num_position_embeddings: Size | None = None
+    # standard deviation of these embeddings in a new model
+    initializer_range: Annotated[float, "[0, inf)"] = 0.02
     # indices of blocks whose output is also added to the first layers of the decoder (DeepStack in
     # Qwen3-VL)
     deepstack_visual_indexes: tuple[TokenId, ...] = ()

@@ -159,15 +159,17 @@ def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers, monkeypatc
     assert {*clicks} == {red, blue}
     assert 4 <= clicks.count(blue) <= 16  # half of the random boxes are right
     assert {row.completion for row in miniwob.Pages(9, "sft", "click-color", demonstrated=True)} == {red}
-    monkeypatch.setitem(miniwob.TARGETS, "click-color", replace(miniwob.TARGETS["click-color"], look=False))
-    assert miniwob.Pages(1, "sft", "click-color", demonstrated=True)[0].completion == "<click>120, 60</click>"
+    for look, seen in {"": "", "{name} {y}": "I see red 60 ", "{x}": "I see 120 "}.items():
+        monkeypatch.setitem(miniwob.TARGETS, "click-color", replace(miniwob.TARGETS["click-color"], look=look))
+        [row] = miniwob.Pages(1, "sft", "click-color", demonstrated=True)
+        assert row.completion == f"{seen}<click>120, 60</click>"
     training, held_out = miniwob.TASK.datasets(SimpleNamespace(eval_rows=3), 0, "click-color", demonstrations=5)
     assert (len(training["demonstrations"]), len(held_out)) == (5, 3)
     assert training["prompts"][0].columns["page_seed"] == "0/grpo/0" and training["prompts"][0].completion is None
     ids = miniwob.tokenizer().encode(blue)
     assert len(ids) < 16 and miniwob.tokenizer().decode(ids) == blue
-    for color in miniwob.COLORS:  # one token, so that the word in the instruction is easy to compare with the names
-        assert len(miniwob.tokenizer().encode(f" {color}")) == 1
+    for word in (*miniwob.COLORS, *miniwob.BUTTONS, "field", "text"):  # one token is easy to compare with another
+        assert len(miniwob.tokenizer().encode(f" {word}")) == 1
 
 
 def test_baselines_and_the_number_of_chance(drivers):
