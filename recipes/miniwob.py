@@ -95,10 +95,7 @@ TARGETS = {
         "#area > :not(br)",
         "({BUTTON: e.textContent, INPUT: 'field'})[e.tagName] || 'text'",
         """core.getUtterance().split('"')[1]""",
-        (
-            *(f'Click on the "{word}" button.' for word in BUTTONS),
-            f"I see {'; '.join([*BUTTONS, 'field', 'text'])}",
-        ),
+        (*(f'Click on the "{word}" button.' for word in BUTTONS), f"I see {'; '.join([*BUTTONS, 'field', 'text'])}"),
         look="{name} {y}",  # the height of an element follows from the one before, so the model reads downwards
     ),
     # three text fields, whose positions vary

@@ -1,16 +1,18 @@
-"""Record the clicks of a run on a web page in miniwob.json, and draw docs/miniwob.svg.
+"""Record the clicks of runs on web pages in miniwob.json, and draw docs/miniwob.svg and docs/miniwob_words.svg.
 
     python train.py recipes/miniwob.yaml
-    python -m docs.scripts.miniwob runs/miniwob  # record the first and the last groups, and the rewards of GRPO
-    python -m docs.scripts.make_pages            # draw them again
+    python -m docs.scripts.miniwob click-color runs/miniwob  # record the first and last groups, and the rewards of GRPO
+    python -m docs.scripts.make_pages                        # draw them again
 
-The pages are those of click-color in the package miniwob (MIT licence).
+The other picture is of click-button. Both pages are in the package miniwob (MIT licence).
 """
 
+import functools
 import json
 import re
 import statistics
 import sys
+import textwrap
 from collections import Counter
 from html import escape
 from pathlib import Path
@@ -23,8 +25,9 @@ from docs.scripts.held_out import png
 FILE = Path(__file__).with_suffix(".json")
 CLICK = re.compile(r"<click>(\d+), (\d+)</click>")
 WIDTH, HEIGHT, GAP, LEFT, TOP = 160, 210, 16, 24, 100  # of the pages in the picture, in pixels
-BETWEEN = 84  # pixels between both rows of pages, for the texts below each page
-FLOOR, HIGH, WIDE = 560, 400, 250  # bottom, height and width of the chart in pixels
+BETWEEN = 112  # pixels between both rows of pages, for the texts below each page
+LETTERS = 30  # letters in a line of these texts
+FLOOR, HIGH, WIDE = 588, 400, 250  # bottom, height and width of the chart in pixels
 WINDOW = 2  # steps of GRPO that one point of the curve is the mean of
 
 
@@ -33,14 +36,15 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def record(run: Path):
-    """Write miniwob.json: pages with the clicks of their groups, before the first and the last logged step of GRPO."""
+def record(name: str, run: Path):
+    """Write a run to miniwob.json: pages with the clicks of groups, before the first and the last logged GRPO step."""
     logged = [entry for entry in read_lines(run / "completions.jsonl") if entry["stage"] == "grpo"]
     pages = [[group(run, entry) for entry in logged if entry["step"] == logged[end]["step"]] for end in (0, -1)]
     metrics = [entry for entry in read_lines(run / "metrics.jsonl") if entry["stage"] == "grpo"]
     steps = [logged[end]["step"] for end in (0, -1)]
-    kept = {"steps": steps, "rewards": [entry["reward"] for entry in metrics], "pages": pages}
-    FILE.write_text(json.dumps(kept).replace('{"png"', '\n{"png"') + "\n")
+    runs = json.loads(FILE.read_text())
+    runs[name] = {"steps": steps, "rewards": [entry["reward"] for entry in metrics], "pages": pages}
+    FILE.write_text(json.dumps(runs).replace('{"png"', '\n{"png"') + "\n")
 
 
 def group(run: Path, entry: dict) -> dict:
@@ -49,7 +53,8 @@ def group(run: Path, entry: dict) -> dict:
     clicks = []
     for completion in entry["completions"]:
         found = CLICK.search(completion["text"])
-        clicks += [(int(found[1]), int(found[2]), completion["reward"])] if found else []
+        x, y = map(int, found.groups()) if found else (WIDTH, HEIGHT)
+        clicks += [(x, y, completion["reward"])] if x < WIDTH and y < HEIGHT else []  # without those beside the page
     image = PIL.Image.open(run / entry["images"][0]).convert("RGB").resize((WIDTH, HEIGHT))
     return {"png": png(image), "text": Counter(texts).most_common(1)[0][0], "clicks": clicks, "completions": len(texts)}
 
@@ -67,7 +72,8 @@ def page(picture: Picture, x: float, y: float, shown: dict):
         )
     solved = sum(reward > 0 for _, _, reward in shown["clicks"])
     picture.text(x, y + HEIGHT + 18, f"{solved} of {shown['completions']} solve the page", 12, INK, "start", True)
-    picture.text(x, y + HEIGHT + 35, escape(shown["text"].split("<")[0].strip()), 11, SOFT, "start")
+    for line, words in enumerate(textwrap.wrap(shown["text"].split("<")[0], LETTERS)):
+        picture.text(x, y + HEIGHT + 35 + 15 * line, escape(words), 11, SOFT, "start")
 
 
 def chart(picture: Picture, left: float, rewards: list[float]):
@@ -85,13 +91,13 @@ def chart(picture: Picture, left: float, rewards: list[float]):
     picture.text(left + WIDE, FLOOR + 20, f"{len(rewards)} steps of GRPO", 12, SOFT, "end")
 
 
-def draw() -> str:
+def draw(name: str, title: str) -> str:
     """Return the picture of pages with the clicks of their groups, and of the rewards."""
-    data = json.loads(FILE.read_text())
+    data = json.loads(FILE.read_text())[name]
     columns = len(data["pages"][0])
     right = LEFT + columns * (WIDTH + GAP)
-    picture = Picture(right + 350, TOP + 2 * HEIGHT + BETWEEN + 56, "Clicks of groups on a web page")
-    picture.text(LEFT, 32, "A web page is learned: click-color of MiniWoB++", 18, INK, "start", True)
+    picture = Picture(right + 350, TOP + 2 * HEIGHT + BETWEEN + 88, "Clicks of groups on a web page")
+    picture.text(LEFT, 32, title, 18, INK, "start", True)
     words = (
         "the 16 clicks for each page, right in blue and wrong in orange; below, the most frequent text before the click"
     )
@@ -105,7 +111,11 @@ def draw() -> str:
     return picture.svg()
 
 
-PICTURES = {"miniwob.svg": draw}
+TITLES = {
+    "miniwob.svg": ("click-color", "A web page is learned: click-color of MiniWoB++"),
+    "miniwob_words.svg": ("click-button", "A page with words, whose buttons move: click-button of MiniWoB++"),
+}
+PICTURES = {file: functools.partial(draw, *names) for file, names in TITLES.items()}
 
 if __name__ == "__main__":
-    record(Path(sys.argv[1]))
+    record(sys.argv[1], Path(sys.argv[2]))
