@@ -52,7 +52,7 @@ class Targets:
     selector: str  # CSS selector of the elements
     name: str  # name of the element e
     right: str  # name of the elements that solve the page
-    texts: tuple[str, ...]  # instructions of the page, to train the tokenizer
+    texts: tuple[str, ...]  # instructions of the page and words of demonstrations, to train the tokenizer
     # how a demonstration lists the elements, one after another until the right one, before it clicks; "" lists none
     look: str = ""
 
