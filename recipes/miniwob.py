@@ -202,16 +202,22 @@ def page_reward(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) 
     return with_browser(page, use)
 
 
-@functools.lru_cache(maxsize=4096)
-def screenshot(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> PIL.Image.Image:
-    """Return the screen of a page after some clicks. This takes longer than page_reward."""
+# A PNG takes a few kilobytes, so the pages of all demonstrations fit.
+@functools.lru_cache(maxsize=2**15)
+def png(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> bytes:
+    """Return the screen of a page after some clicks as a PNG file. This takes longer than page_reward."""
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
 
     def use(driver):
         start(driver, page_seed, clicks)
         return driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})["data"]
 
-    return PIL.Image.open(io.BytesIO(base64.b64decode(with_browser(page, use)))).convert("RGB")
+    return base64.b64decode(with_browser(page, use))
+
+
+def screenshot(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> PIL.Image.Image:
+    """Return the screen of a page after some clicks."""
+    return PIL.Image.open(io.BytesIO(png(page, page_seed, clicks))).convert("RGB")
 
 
 class Page:
@@ -270,7 +276,7 @@ class Puzzle:
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=2**15)
 def puzzle(page: str, page_seed: str) -> Puzzle:
     """Read the instruction and the elements of a page."""
 

@@ -1,6 +1,7 @@
 """recipes/miniwob.py: clicks of many completions in one browser, rewards of the page, errors of the browser."""
 
 import base64
+import functools
 import importlib.metadata
 import io
 import os
@@ -25,6 +26,14 @@ class BrowserError(Exception):
     """Stands for an exception of selenium or of its connection."""
 
 
+@functools.cache
+def png(width, height, color):
+    """Encode an image of one colour as Chromium does."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, height), color).save(file, "png")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 class FakeDriver:
     """A page whose right half is right (1), and whose left half is wrong (-1), except for the first column."""
 
@@ -44,10 +53,8 @@ class FakeDriver:
             self.num_failures -= 1
             raise BrowserError("tab crashed")
         if name == "Page.captureScreenshot":
-            file = io.BytesIO()
             color = (len(self.seed), self.num_clicks, 0 if self.reward is None else 255)
-            PIL.Image.new("RGB", (options["clip"]["width"], options["clip"]["height"]), color).save(file, "png")
-            return {"data": base64.b64encode(file.getvalue()).decode()}
+            return {"data": png(options["clip"]["width"], options["clip"]["height"], color)}
         if options["type"] == "mouseReleased":
             self.num_clicks += 1
             if options["x"] > 0:
@@ -73,7 +80,7 @@ def drivers(monkeypatch):
         return opened[-1]
 
     open_browser.cache_clear = opened.clear
-    for cached in (miniwob.page_reward, miniwob.screenshot, miniwob.puzzle):
+    for cached in (miniwob.page_reward, miniwob.png, miniwob.puzzle):
         cached.cache_clear()
     monkeypatch.setattr(miniwob, "open_browser", open_browser)
     waiting.opened = opened
@@ -105,6 +112,13 @@ def test_the_browser_is_asked_once_for_the_same_clicks(drivers):
     assert again.get_reward() == 1.0 and again.done and drivers.opened[-1].num_clicks == 7
     begin().click(101, 5)
     assert drivers.opened[-1].num_clicks == 1
+
+
+def test_demonstrations_of_a_second_epoch_do_not_need_the_browser(drivers):
+    rows = miniwob.Pages(4200, "0/sft", "click-color", demonstrated=True)
+    first = [row.completion for row in rows]
+    drivers.opened[-1].execute_script = drivers.opened[-1].execute_cdp_cmd = None
+    assert [row.completion for row in rows] == first
 
 
 def test_an_episode_without_an_end_is_no_better_than_a_wrong_click(drivers):
