@@ -45,10 +45,24 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # GPUs report larger numbers.
 CAPABILITY = (8, 0)
 
+# The Triton kernels, and whether a GPU has run them. Auto mode does not select a kernel that no GPU
+# has run.
+KERNELS = {
+    "window_attention": True,
+    "decode_attention": True,
+    "selective_log_softmax": True,
+    "linear_log_softmax": True,
+    "nf4_unpack": True,
+    "rotary_cache": False,
+    "sample_blocks": False,
+}
 
-def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
-    """Choose the backend for a tensor from its device, its dtype and MINIVLMRL_KERNELS.
 
+def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
+    """Choose the backend of a kernel for a tensor's device and dtype, and from MINIVLMRL_KERNELS.
+
+    Args:
+        kernel: a name in KERNELS.
     Raises:
         ValueError: if MINIVLMRL_KERNELS has an unknown value, or if it is "triton" and Triton
             cannot run.
@@ -59,7 +73,10 @@ def backend_for(tensor: Tensor) -> Literal["torch", "triton"]:
             f"the environment variable MINIVLMRL_KERNELS is {choice!r}, but it must be auto, "
             "torch or triton"
         )
-    if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
+    has_run = KERNELS[kernel]
+    if choice == "torch":
+        return "torch"
+    if choice == "auto" and not (has_run and tensor.device.type == "cuda"):
         return "torch"
     obstacle = _obstacle(tensor.device, tensor.dtype)
     if choice == "triton" and obstacle:

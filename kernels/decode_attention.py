@@ -230,7 +230,8 @@ def fits(q: Tensor) -> bool:
 
     If the result is False, the caller computes attention in torch.
     """
-    return q.shape[-1] in WARPS and q.dtype in DTYPES and backend_for(q) == "triton"
+    is_supported = q.shape[-1] in WARPS and q.dtype in DTYPES
+    return is_supported and backend_for(q, "decode_attention") == "triton"
 
 
 class WorkSplit(NamedTuple):

@@ -55,7 +55,7 @@ class Pieces:
         self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
     ):
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.is_triton = backend_for(hidden) == "triton"
+        self.is_triton = backend_for(hidden, "linear_log_softmax") == "triton"
         size = rows_per_piece(len(hidden), len(weight), hidden.device.type)
         width = len(weight)
         if self.is_triton:

@@ -357,7 +357,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if backend_for(z) == "triton":
+        if backend_for(z, "selective_log_softmax") == "triton":
             logps, *saved = score_part_(z, ids, None, temperature)
         else:
             wide = z.to(torch.promote_types(z.dtype, torch.float32), copy=True)
@@ -370,7 +370,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
         z, ids, *saved = ctx.saved_tensors
         upstream = select_rows([g, e], slice(None))
-        if backend_for(z) == "triton":
+        if backend_for(z, "selective_log_softmax") == "triton":
             out = torch.empty_like(z)
             return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None
         d = differences_(z.to(g.dtype, copy=True), saved[1], ctx.temperature)

@@ -348,6 +348,6 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     Source: equals transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
     """
     fits = segments.longest <= MAX_TOKENS and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in DTYPES
-    if fits and backend_for(q) == "triton":
+    if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
     return batched_attention(q, k, v, segments)

@@ -105,7 +105,7 @@ def unpack_nf4(
     """
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
-    if backend_for(offset) == "triton":
+    if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(
             packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype
         )

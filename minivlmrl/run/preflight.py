@@ -135,7 +135,8 @@ def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
     """Print the device, the number of ranks, the kernels, and the size and dtypes of the model."""
     dtype = config.model.dtype
     compute_dtype = config.model.compute_dtype or dtype
-    kernels = backend_for(torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device))
+    sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
+    kernels = backend_for(sample, "linear_log_softmax")
     device = f"CPU (threads: {torch.get_num_threads()})"
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)
