@@ -9,6 +9,14 @@ the path:
               torch
     torch     always use the torch path
     triton    always use Triton, and raise an error with the reason if Triton cannot run
+
+Before auto mode uses Triton on a GPU for the first time, verdicts.py compares each kernel with
+float64 on this GPU, in about 10 s, and stores the result on disk. A kernel that is more than 2 %
+off, or whose check fails, is replaced by torch, with a warning. The environment variable
+MINIVLMRL_SELF_TEST omits the check:
+
+    1         (default) check the kernels once for each GPU model, driver, version and source
+    0         use all kernels without a check
 """
 
 import os
@@ -22,6 +30,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from minivlmrl.kernels.verdicts import rejected_kernels
 
 # The kernel files import tl and triton from this module. The two substitutes below allow these
 # files to be imported without Triton; the decorated kernels are then plain functions that are never
@@ -56,6 +66,7 @@ KERNELS = {
     "rotary_cache": False,
     "sample_blocks": False,
 }
+CHECKED = tuple(kernel for kernel, has_run in KERNELS.items() if has_run)
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
@@ -64,15 +75,11 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
     Args:
         kernel: a name in KERNELS.
     Raises:
-        ValueError: if MINIVLMRL_KERNELS has an unknown value, or if it is "triton" and Triton
-            cannot run.
+        ValueError: if MINIVLMRL_KERNELS or MINIVLMRL_SELF_TEST has an unknown value, or if
+            MINIVLMRL_KERNELS is "triton" and Triton cannot run.
     """
-    choice = os.environ.get("MINIVLMRL_KERNELS", "auto")
-    if choice not in ("auto", "torch", "triton"):
-        raise ValueError(
-            f"the environment variable MINIVLMRL_KERNELS is {choice!r}, but it must be auto, "
-            "torch or triton"
-        )
+    choice = _setting("MINIVLMRL_KERNELS", "auto", "torch", "triton")
+    is_checked = _setting("MINIVLMRL_SELF_TEST", "1", "0") == "1"
     has_run = KERNELS[kernel]
     if choice == "torch":
         return "torch"
@@ -83,18 +90,43 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
         raise ValueError(
             f"MINIVLMRL_KERNELS is triton, but the Triton kernels cannot run: {obstacle}"
         )
-    if obstacle and tensor.dtype in DTYPES:
-        _warn(obstacle)
-    return "torch" if obstacle else "triton"
+    if obstacle:
+        if tensor.dtype in DTYPES:
+            _warn(
+                "The kernels run on the slower torch path, because the Triton kernels cannot run: "
+                f"{obstacle}"
+            )
+        return "torch"
+    if choice == "auto" and is_checked:
+        reason = rejected_kernels(tensor.device.index, CHECKED).get(kernel)
+        if reason:
+            _warn(
+                f"{kernel} runs on the slower torch path instead of its Triton kernel, because "
+                f"{reason}. `python -m minivlmrl.kernels.self_test` repeats the check; another "
+                "version of Triton may compile the kernel correctly"
+            )
+            return "torch"
+    return "triton"
+
+
+def _setting(name: str, *values: str) -> str:
+    """Return the value of an environment variable; the default is the first of the values.
+
+    Raises:
+        ValueError: if the variable has another value.
+    """
+    value = os.environ.get(name, values[0])
+    if value not in values:
+        raise ValueError(
+            f"the environment variable {name} is {value!r}, but it must be "
+            f"{', '.join(values[:-1])} or {values[-1]}"
+        )
+    return value
 
 
 @cache
-def _warn(obstacle: str) -> None:
-    warnings.warn(
-        "The kernels run on the slower torch path, because the Triton kernels cannot run: "
-        f"{obstacle}",
-        stacklevel=3,
-    )
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -16,7 +16,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.generation.sampler import find_engine
-from minivlmrl.kernels.backend import backend_for
+from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.trainable import trainable_summary
@@ -136,7 +136,10 @@ def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
     dtype = config.model.dtype
     compute_dtype = config.model.compute_dtype or dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
-    kernels = backend_for(sample, "linear_log_softmax")
+    on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
+    kernels = "torch"
+    if len(on_torch) < len(KERNELS):
+        kernels = f"triton (torch for {', '.join(on_torch)})" if on_torch else "triton"
     device = f"CPU (threads: {torch.get_num_threads()})"
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)

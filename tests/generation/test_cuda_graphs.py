@@ -138,7 +138,7 @@ def test_a_graph_is_freed_with_its_decoder():
         gc.enable()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
     """Captured and uncaptured kernels sample the same.

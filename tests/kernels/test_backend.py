@@ -10,10 +10,14 @@ from interpreter import run_interpreted
 from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.kernels import backend
-from minivlmrl.kernels.backend import INSTALLED, INTERPRETED, backend_for
+from minivlmrl.kernels.backend import INSTALLED, INTERPRETED
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 
 CPU = torch.zeros(1)
+
+
+def backend_for(tensor):
+    return backend.backend_for(tensor, "linear_log_softmax")
 
 
 class OnGPU:
@@ -26,8 +30,9 @@ class OnGPU:
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    """Unset MINIVLMRL_KERNELS, and pretend that Triton can compile and that the GPU is an H200."""
+    """Unset MINIVLMRL_KERNELS, and pretend that Triton can compile and that the GPU is an H200 with right kernels."""
     monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
+    monkeypatch.setattr(backend, "rejected_kernels", lambda index, kernels: {})
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -37,18 +42,18 @@ def plain(monkeypatch):
 
 
 def test_the_device_decides():
-    assert backend_for(CPU, "linear_log_softmax") == "torch"
-    assert backend_for(OnGPU(), "linear_log_softmax") == "triton"
-    assert backend_for(OnGPU(device="mps"), "linear_log_softmax") == backend_for(OnGPU(torch.float64), "linear_log_softmax") == "torch"
+    assert backend_for(CPU) == "torch"
+    assert backend_for(OnGPU()) == "triton"
+    assert backend_for(OnGPU(device="mps")) == backend_for(OnGPU(torch.float64)) == "torch"
 
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.warns(UserWarning, match="slower torch path, .*: the GPU a card has a compute capability below"):
-        assert backend_for(OnGPU(), "linear_log_softmax") == "torch"
+        assert backend_for(OnGPU()) == "torch"
     monkeypatch.setattr(backend, "INSTALLED", False)
     with pytest.warns(UserWarning, match="Triton kernels cannot run: Triton is not installed"):
-        assert backend_for(OnGPU(device="cuda:1"), "linear_log_softmax") == "torch"
+        assert backend_for(OnGPU(device="cuda:1")) == "torch"
 
 
 def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn):
@@ -66,7 +71,7 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
         assert torch.allclose(logps.cpu(), -torch.tensor(4.0).log())
         monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
         with pytest.raises(ValueError, match=r"cannot run: Triton cannot compile a kernel .*gcc and python3-dev"):
-            backend_for(weight, "linear_log_softmax")
+            backend_for(weight)
     assert probe.cache_info().misses == 1
     [warning] = recwarn
     assert str(warning.message).startswith(
@@ -76,15 +81,15 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
 
 def test_the_variable_overrides(monkeypatch):
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
-    assert backend_for(OnGPU(), "linear_log_softmax") == "torch"
+    assert backend_for(OnGPU()) == "torch"
     monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
     monkeypatch.setattr(backend, "INTERPRETED", True)
-    assert backend_for(CPU, "linear_log_softmax") == "triton"
+    assert backend_for(CPU) == "triton"
     monkeypatch.setenv("MINIVLMRL_KERNELS", "auto")
-    assert backend_for(CPU, "linear_log_softmax") == "torch"
+    assert backend_for(CPU) == "torch"
     monkeypatch.setenv("MINIVLMRL_KERNELS", "cuda")
     with pytest.raises(ValueError, match="auto, torch or triton"):
-        backend_for(CPU, "linear_log_softmax")
+        backend_for(CPU)
 
 
 @pytest.mark.parametrize(("tensor", "state", "message"), [
@@ -97,7 +102,7 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
     for name, value in state.items():
         monkeypatch.setattr(backend, name, value)
     with pytest.raises(ValueError, match=message):
-        backend_for(tensor, "linear_log_softmax")
+        backend_for(tensor)
 
 
 @pytest.mark.slow
@@ -105,7 +110,7 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
 def test_all_kernels_in_the_interpreter():
     """All kernels are tested in one process, because it takes long to start."""
     attention = "decode_attention", "window_attention"
-    run_interpreted("nf4_unpack", *attention, "selective_log_softmax", "linear_log_softmax")
+    run_interpreted("nf4_unpack", *attention, "selective_log_softmax")
 
 
 @pytest.mark.slow

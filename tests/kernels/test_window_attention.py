@@ -116,7 +116,7 @@ def test_rows_may_lie_beyond_2_to_the_31():
         assert_close(gradient[-8:], of_formula, torch.bfloat16)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "head_dim"), CASES, ids=str)
 def test_on_a_gpu(lengths, heads, head_dim, dtype, poisoned):

@@ -72,7 +72,7 @@ def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
         assert len(decoding.prompt_kv[0][0]) == prompts
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_gradients_on_a_gpu():
     """Compare bfloat16 on the GPU with float64 on the CPU."""
     prompts = [300, 130]

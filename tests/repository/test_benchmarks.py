@@ -15,7 +15,7 @@ from minivlmrl.trainers.registry import TRAINERS
 
 
 def run(tmp_path, script, *arguments):
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--json", str(tmp_path / "out.json"), *arguments]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     return result.stdout, json.loads((tmp_path / "out.json").read_text())
@@ -46,6 +46,7 @@ def test_a_machine_without_other_trainers_measures_our_side():
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
     names = "decode, gpu_grpo, gpu_kernels, gpu_step, grpo_step, lengths"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = "-1"
     run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); decode.SIZES = ((1, 2),); decode.main()"
     command = [sys.executable, "-c", f"{missing}; import {names}; {run}"]
     table = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout

@@ -118,7 +118,7 @@ def install(python, source):
 
 def run(python, folder, *arguments):
     """Run Python in a folder with an empty PYTHONPATH, and return (exit status, output)."""
-    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -1,0 +1,185 @@
+"""Compare each Triton kernel with float64 on the CPU, at the head dimensions of real models.
+
+    python -m minivlmrl.kernels.self_test                              # all kernels, on cuda:0
+    python -m minivlmrl.kernels.self_test cuda:3 decode_attention
+
+A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and
+3.7 use for Hopper, computed addresses of a matrix product from a register that no instruction had
+written. The results were 30 to 40 % off, and stray addresses made the GPU refuse all later work of
+the process. Therefore verdicts.py runs this file in separate processes before a run uses the
+kernels. Each line of the output is the name of a kernel and its largest relative error.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minivlmrl.kernels.backend import INTERPRETED
+from minivlmrl.kernels.decode_attention import decode_attention
+from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
+from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
+from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
+from minivlmrl.kernels.window_attention import Segments, window_attention
+
+# Triton's interpreter multiplies bfloat16 matrices wrongly.
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+# Head dimensions of vision towers with short segments; Qwen2.5-VL has 80, and Qwen3-VL has 64 or 72
+WINDOW_HEADS = 2 if INTERPRETED else 16
+WINDOW_HEAD_DIMS = (64, 72, 80, 128)
+# Key heads, query heads per key head, and head_dim: Qwen2.5-VL-3B and -7B, Qwen3.5, and a text model
+# of 0.5B
+DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
+TEMPERATURE = 0.7
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, divided by the norm of `expected` (float64, on the CPU)."""
+    return ((actual.detach().double().cpu() - expected).norm() / expected.norm()).item()
+
+
+def compare(
+    function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str
+) -> list[float]:
+    """Return the relative errors of a function's result and of its gradients.
+
+    Args:
+        function: called with the inputs on the device; returns one tensor.
+        reference: called with the inputs in float64 on the CPU.
+    """
+    leaves = [x.to(device).requires_grad_() for x in inputs]
+    exact_leaves = [x.double().requires_grad_() for x in inputs]
+    actual = function(*leaves)
+    expected = reference(*exact_leaves)
+    upstream = torch.randn(expected.shape).to(actual.dtype)
+    gradients = torch.autograd.grad(actual, leaves, upstream.to(device))
+    exact_gradients = torch.autograd.grad(expected, exact_leaves, upstream.double())
+    pairs = zip((actual, *gradients), (expected.detach(), *exact_gradients), strict=True)
+    return [relative_error(x, exact) for x, exact in pairs]
+
+
+def check_windows(device: str) -> list[float]:
+    lengths = [64, 64, 48, 16, 12, 4]
+    segments = Segments(lengths, device)
+    errors = []
+    for head_dim in WINDOW_HEAD_DIMS:
+
+        def reference(q, k, v, scale=head_dim**-0.5):
+            heads_first = (x.transpose(0, 1).split(lengths, 1) for x in (q, k, v))
+            outs = [
+                (q @ k.mT * scale).softmax(-1) @ v for q, k, v in zip(*heads_first, strict=True)
+            ]
+            return torch.cat(outs, 1).transpose(0, 1)
+
+        inputs = [torch.randn(sum(lengths), WINDOW_HEADS, head_dim).to(DTYPE) for _ in range(3)]
+        errors += compare(
+            lambda q, k, v: window_attention(q, k, v, segments), reference, inputs, device
+        )
+    return errors
+
+
+def check_decoding(device: str) -> list[float]:
+    """Check prompts with padding, and completions with positions that are not yet written."""
+    B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens of a prompt, own tokens
+    R = B * G
+    prompt_bias = torch.zeros(B, P)
+    prompt_bias[1, 200:] = float("-inf")
+    own_bias = torch.zeros(R, C)
+    own_bias[:, 50:] = float("-inf")
+    errors = []
+    for K, heads_per_key, D in DECODERS:
+        shapes = [(R, K * heads_per_key, D), *[(B, K, P, D)] * 2, *[(R, K, C, D)] * 2]
+        q, k, v, own_k, own_v = (torch.randn(shape).to(DTYPE) for shape in shapes)
+        inputs = q, k, v, prompt_bias.to(DTYPE), own_k, own_v, own_bias.to(DTYPE)
+        actual = decode_attention(*(x.to(device) for x in inputs))
+        keys, values = (
+            torch.cat([prompt.repeat_interleave(G, 0), own], 2)
+            .double()
+            .repeat_interleave(heads_per_key, 1)
+            for prompt, own in ((k, own_k), (v, own_v))
+        )
+        bias = torch.cat([prompt_bias.repeat_interleave(G, 0), own_bias], 1)[:, None, None]
+        scores = q.double()[:, :, None] @ keys.mT * D**-0.5 + bias
+        errors.append(relative_error(actual, (scores.softmax(-1) @ values)[:, :, 0]))
+    return errors
+
+
+def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
+    """Compute the log-probabilities of the ids (M,) and the entropies, concatenated to (2 M,)."""
+    log_probs = (logits / TEMPERATURE).log_softmax(-1)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
+
+
+def check_selective_log_softmax(device: str) -> list[float]:
+    ids = torch.randint(20_000, (32,))
+    return compare(
+        lambda z: torch.cat(selective_log_softmax(z, ids.to(device), TEMPERATURE)),
+        lambda z: exact_scores(z, ids),
+        [3 * torch.randn(32, 20_000).to(DTYPE)],
+        device,
+    )
+
+
+def check_linear_log_softmax(device: str) -> list[float]:
+    """Check rows and ids that take several tiles of logits, except in the interpreter."""
+    rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
+    ids = torch.randint(vocab, (rows,))
+    return compare(
+        lambda h, w: torch.cat(linear_log_softmax(h, w, ids.to(device), TEMPERATURE)),
+        lambda h, w: exact_scores(h @ w.T, ids),
+        [torch.randn(rows, 64).to(DTYPE), 0.3 * torch.randn(vocab, 64).to(DTYPE)],
+        device,
+    )
+
+
+def check_nf4(device: str) -> list[float]:
+    num_blocks = 2 * GROUP + 5
+    packed = torch.randint(256, (num_blocks * BLOCK // 2,), dtype=torch.uint8)
+    scale_indices = torch.randint(256, (num_blocks,), dtype=torch.uint8)
+    group_scales, scale_table, values = torch.rand(3), torch.randn(256), torch.randn(16)
+    offset = torch.tensor(0.5)
+    packed_weight = [x.to(device) for x in (packed, scale_indices, group_scales, offset)]
+    tables = scale_table.to(device), values.to(device)
+    actual = nf4_unpack(*packed_weight, tables, DTYPE)
+    group_of_block = torch.arange(num_blocks) // GROUP
+    scales = scale_table.double()[scale_indices.int()] * group_scales[group_of_block] + offset
+    nibbles = torch.stack([packed >> 4, packed & 15], 1).flatten().int()
+    expected = values.double()[nibbles] * scales.repeat_interleave(BLOCK)
+    return [relative_error(actual, expected)]
+
+
+# kernel -> function that returns relative errors; the names are those of KERNELS in backend.py
+CHECKS = {
+    "window_attention": check_windows,
+    "decode_attention": check_decoding,
+    "selective_log_softmax": check_selective_log_softmax,
+    "linear_log_softmax": check_linear_log_softmax,
+    "nf4_unpack": check_nf4,
+}
+
+
+def largest_error(kernel: str, device: str) -> float:
+    """Return the largest relative error of a kernel on a device; NaN if a result is NaN."""
+    torch.manual_seed(0)
+    return torch.tensor(CHECKS[kernel](device), dtype=torch.float64).max().item()
+
+
+def main(device: str = "cuda:0", *kernels: str) -> int:
+    """Print the largest error of each kernel; stop with an error message if a check fails."""
+    os.environ["MINIVLMRL_KERNELS"] = "triton"  # auto mode would wait for the verdict of this check
+    for kernel in kernels or CHECKS:
+        try:
+            print(kernel, largest_error(kernel, device), flush=True)
+        except Exception as error:  # every error is a failure of the kernel, for example of CUDA
+            # CUDA appends three lines of general advice to its message.
+            message, *_ = str(error).splitlines() or [""]
+            print(f"{type(error).__name__}: {message}", flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

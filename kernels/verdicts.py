@@ -1,0 +1,156 @@
+"""Check the Triton kernels on a GPU before their first use, and store the verdict on disk.
+
+Each kernel is checked by self_test.py in a process of its own, because a wrong kernel can make the
+GPU refuse all later work of its process. All checks run at the same time. The verdict is stored in
+Triton's cache folder, in a file for each GPU model, driver, version and source of the kernels. A
+lock lets one process of a host run the checks, and the other processes wait for its verdict.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
+TIME_LIMIT = 120  # seconds for the check of a kernel
+# A check that found no error, for example because the GPU had no free memory, is repeated by
+# processes that start after this number of seconds.
+RETRY_AFTER = 3600
+
+
+@cache
+def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
+    """Return the kernels that must not be used on the GPU cuda:index, with reasons.
+
+    The first process that calls this function on a host waits for the checks, about 10 s.
+    """
+    name = torch.cuda.get_device_name(index)
+    reasons = {}
+    for kernel, result in load_or_check(f"cuda:{index}", kernels).items():
+        if isinstance(result, str):
+            reasons[kernel] = f"its self-test failed on the GPU {name} ({result})"
+        elif not result <= TOLERANCE:  # also true for NaN
+            reasons[kernel] = f"it has a relative error of {result:.1%} on the GPU {name}"
+    return reasons
+
+
+def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
+    """Return the stored result of each kernel, or check the kernels and store the results.
+
+    A result is the largest relative error, or the reason why there is no error.
+    """
+    folder = Path(import_module("triton").knobs.cache.dir)
+    key = describe_setup(device)
+    path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    results = load_results(path)
+    if results is not None:
+        return results
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix(".lock")):
+            results = load_results(path)  # another process may have stored them
+            if results is None:
+                results = check_kernels(device, kernels)
+                path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
+    except OSError as error:
+        warnings.warn(
+            f"The result of the self-test of the Triton kernels cannot be stored ({error}), so "
+            "each process repeats the test. Set TRITON_CACHE_DIR to a folder that can be written",
+            stacklevel=2,
+        )
+    return check_kernels(device, kernels) if results is None else results
+
+
+def describe_setup(device: str) -> str:
+    """Return a text with everything that can change the results of the kernels on a GPU.
+
+    The environment variables of Triton are included because they can select another assembler.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    source_hash = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    setup = {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "triton": import_module("triton").__version__,
+        "kernels": source_hash,
+    }
+    options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
+    return json.dumps(setup | options)
+
+
+def driver_version() -> str:
+    """Return the version of the GPU's driver, from the file of the NVIDIA or the AMD driver."""
+    for path in (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")):
+        if path.exists():
+            return path.read_text().partition("\n")[0]
+    return "unknown"
+
+
+def load_results(path: Path) -> dict[str, float | str] | None:
+    """Read stored results; return None if there are none, or if a check has to be repeated."""
+    try:
+        results = json.loads(path.read_text())["results"]
+        age = time.time() - path.stat().st_mtime
+    except (OSError, ValueError):  # missing, or another process is writing the file
+        return None
+    is_complete = all(isinstance(result, float) for result in results.values())
+    return results if is_complete or age < RETRY_AFTER else None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process has locked the file, and hold the lock.
+
+    The lock of a process that ends or is killed is released. Windows has no such lock.
+    """
+    with path.open("a") as file:
+        if find_spec("fcntl"):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
+    """Check all kernels at the same time, each in a process of its own."""
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        results = pool.map(lambda kernel: check_kernel(device, kernel), kernels)
+        return dict(zip(kernels, results, strict=True))
+
+
+def check_kernel(device: str, kernel: str) -> float | str:
+    """Run self_test.py for one kernel; return its error, or a text if there is no error."""
+    command = [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel]
+    search_path = [path or os.getcwd() for path in sys.path]  # "" is the working folder
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no result after {TIME_LIMIT} s"
+    except OSError as error:
+        return f"no process could be started: {error}"
+    if done.returncode == 0:
+        return float(done.stdout.split()[-1])
+    # the message of self_test.py, or the end of a traceback; a signal ends a process without a text
+    lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
+    return lines[-1]

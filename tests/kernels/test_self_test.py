@@ -1,0 +1,78 @@
+"""Tests of kernels/self_test.py: its checks pass on a GPU and in the interpreter, and notice wrong kernels."""
+
+import math
+
+import pytest
+import torch
+from interpreter import INTERPRETED
+
+from minivlmrl.kernels import self_test
+from minivlmrl.kernels.backend import CHECKED, KERNELS
+from minivlmrl.kernels.verdicts import TOLERANCE, check_kernel
+
+DEVICE = "cpu" if INTERPRETED else "cuda:0"
+runs = pytest.mark.usefixtures() if INTERPRETED else pytest.mark.gpu  # a compiled kernel needs a GPU
+LIMIT = 1e-5 if INTERPRETED else TOLERANCE / 2  # relative error in float32 and in bfloat16
+
+
+def test_each_kernel_in_use_has_a_check():
+    assert set(CHECKED) <= self_test.CHECKS.keys() <= KERNELS.keys()
+
+
+@runs
+@pytest.mark.parametrize("kernel", self_test.CHECKS)
+def test_a_correct_kernel_passes(kernel, monkeypatch):
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
+    assert 0 < self_test.largest_error(kernel, DEVICE) < LIMIT
+
+
+def test_without_a_gpu_the_process_of_a_check_says_so(monkeypatch):
+    """The check runs in a process as on a GPU; in the interpreter, the same process returns an error of a kernel."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    if INTERPRETED:
+        assert 0 < check_kernel("cpu", "nf4_unpack") < LIMIT
+    assert "Error: " in check_kernel("cuda:0", "nf4_unpack")
+
+
+def wrong_columns(x):
+    """Copy a result with a quarter of its elements 10 % too large, which is an error of 5 % of the norm."""
+    x = x.clone()
+    x[..., : x.shape[-1] // 4] *= 1.1
+    return x
+
+
+class WrongGradient(torch.autograd.Function):
+    """Return a tensor unchanged, with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return wrong_columns(grad)
+
+
+def torch_paths(monkeypatch):
+    """Replace the kernels by their torch paths, so that the checks run on a CPU without Triton, in float32."""
+    monkeypatch.setattr(self_test, "DTYPE", torch.float32)
+    monkeypatch.setattr(self_test, "INTERPRETED", True)  # fewer rows
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
+
+
+@pytest.mark.parametrize("kernel", ["window_attention", "selective_log_softmax", "linear_log_softmax"])
+def test_a_wrong_result_or_gradient_is_noticed(kernel, monkeypatch):
+    torch_paths(monkeypatch)
+    function = getattr(self_test, kernel)
+
+    def as_list(out):
+        return list(out) if isinstance(out, tuple) else [out]
+
+    wrong_result = lambda *args: [wrong_columns(x) for x in as_list(function(*args))]  # noqa: E731
+    wrong_gradient = lambda x, *args: as_list(function(WrongGradient.apply(x), *args))  # noqa: E731
+    not_a_number = lambda *args: [x * math.nan for x in as_list(function(*args))]  # noqa: E731
+    assert self_test.largest_error(kernel, "cpu") < 1e-5
+    for broken in (wrong_result, wrong_gradient, not_a_number):
+        only = (lambda *args, broken=broken: broken(*args)[0]) if kernel == "window_attention" else broken
+        monkeypatch.setattr(self_test, kernel, only)
+        assert not self_test.largest_error(kernel, "cpu") <= TOLERANCE

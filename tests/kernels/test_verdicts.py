@@ -1,0 +1,200 @@
+"""Tests of kernels/verdicts.py: kernels are checked once per setup, in processes, and rejected if they are wrong.
+
+The GPU and the processes of the checks are stand-ins; test_self_test.py runs the checks themselves.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from children import exit_code, fork
+
+from minivlmrl.kernels import backend, verdicts
+from minivlmrl.kernels.backend import CHECKED, backend_for
+from minivlmrl.kernels.verdicts import load_or_check, rejected_kernels
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-in for Python is a shell script")
+STAND_IN = """#!/bin/sh
+echo "$4 $5" >> {folder}/started
+if [ -f {folder}/$5 ]; then . {folder}/$5; else echo "$5 0.003"; fi
+"""
+
+
+class Tensor:
+    """Stand-in for a tensor on a GPU."""
+
+    def __init__(self, device="cuda:0"):
+        self.device = torch.device(device)
+        self.dtype = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch, tmp_path):
+    """Simulate a machine with H100 GPUs, on which a shell script replaces the processes of the checks."""
+    script = tmp_path / "python"
+    script.write_text(STAND_IN.format(folder=tmp_path))
+    script.chmod(0o755)
+    monkeypatch.setattr(verdicts.sys, "executable", str(script))
+    cache_knobs = SimpleNamespace(dir=str(tmp_path / "cache"))
+    triton = SimpleNamespace(__version__="3.7.1", knobs=SimpleNamespace(cache=cache_knobs))
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(verdicts, "driver_version", lambda: "580.159")
+    monkeypatch.setattr(backend, "INSTALLED", True)
+    monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
+    for name in ("MINIVLMRL_KERNELS", "MINIVLMRL_SELF_TEST"):
+        monkeypatch.delenv(name, raising=False)
+    new_process()
+    yield triton
+    new_process()
+
+
+def new_process():
+    """Forget what this process knows, as if a new process started."""
+    rejected_kernels.cache_clear()
+    backend._warn.cache_clear()
+
+
+def started(tmp_path) -> list[str]:
+    """Return the device and the kernel of each check that was started, sorted."""
+    path = tmp_path / "started"
+    return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+def test_kernels_are_checked_once_and_the_verdict_is_reused(tmp_path):
+    for _ in range(2):
+        assert {backend_for(Tensor(), kernel) for kernel in CHECKED} == {"triton"}
+        new_process()
+    assert started(tmp_path) == sorted(f"cuda:0 {kernel}" for kernel in CHECKED)
+    [path] = (tmp_path / "cache").glob("*.json")
+    stored = json.loads(path.read_text())
+    assert stored["results"] == dict.fromkeys(CHECKED, 0.003)
+    assert json.loads(stored["setup"])["gpu"] == "NVIDIA H100"
+
+
+def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
+    """A host with other cards may share the home folder. TRITON_PTXAS_PATH selects another assembler."""
+    changes = [
+        lambda: None,
+        lambda: monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100"),
+        lambda: monkeypatch.setattr(verdicts, "driver_version", lambda: "590.1"),
+        lambda: monkeypatch.setattr(torch, "__version__", "3.0.0"),
+        lambda: setattr(gpu, "__version__", "3.8.0"),
+        lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas"),
+        lambda: monkeypatch.setattr(verdicts, "__file__", __file__),  # the kernels' source is another folder
+    ]
+    for number, change in enumerate(changes, start=1):
+        change()
+        load_or_check("cuda:0", ["nf4_unpack"])
+        assert len(started(tmp_path)) == len(list((tmp_path / "cache").glob("*.json"))) == number
+
+
+def test_the_check_runs_on_the_device_of_the_rank(tmp_path):
+    assert backend_for(Tensor("cuda:3"), "nf4_unpack") == "triton"
+    assert started(tmp_path) == sorted(f"cuda:3 {kernel}" for kernel in CHECKED)
+    assert backend_for(Tensor("cuda:1"), "nf4_unpack") == "triton"  # a GPU of the same model
+    assert len(started(tmp_path)) == len(CHECKED)
+
+
+@pytest.mark.parametrize(("script", "reason"), [
+    ("echo $5 0.38", r"it has a relative error of 38\.0% on the GPU NVIDIA H100"),
+    ("echo $5 nan", r"it has a relative error of nan% on the GPU NVIDIA H100"),
+    ("echo AcceleratorError: illegal address; exit 1",
+     r"its self-test failed on the GPU NVIDIA H100 \(AcceleratorError: illegal address\)"),
+    ("echo 'line 1\nModuleNotFoundError: x' >&2; exit 1", r"its self-test failed .* \(ModuleNotFoundError: x\)"),
+    ("kill -SEGV $$", r"its self-test failed on the GPU NVIDIA H100 \(exit status -11\)"),
+    ("exec sleep 60", r"its self-test failed on the GPU NVIDIA H100 \(no result after 1 s\)"),
+])  # fmt: skip
+def test_a_kernel_that_is_wrong_crashes_or_hangs_is_replaced_with_one_warning(tmp_path, monkeypatch, script, reason):
+    (tmp_path / "window_attention").write_text(script)
+    monkeypatch.setattr(verdicts, "TIME_LIMIT", 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert backend_for(Tensor(), "window_attention") == "torch"
+            assert backend_for(Tensor(), "decode_attention") == "triton"
+    [warning] = caught
+    message = rf"window_attention runs on the slower torch path instead of its Triton kernel, because {reason}\. "
+    assert re.match(message, str(warning.message))
+    assert len(started(tmp_path)) == len(CHECKED)
+
+
+def test_a_measured_error_is_stored_but_a_crash_is_checked_again_an_hour_later(tmp_path):
+    def results_after(seconds):
+        for path in (tmp_path / "cache").glob("*.json"):
+            os.utime(path, (time.time() - seconds,) * 2)
+        before = len(started(tmp_path))
+        results = load_or_check("cuda:0", ["nf4_unpack"])
+        return results["nf4_unpack"], len(started(tmp_path)) - before
+
+    script = tmp_path / "nf4_unpack"
+    script.write_text("echo OutOfMemoryError: no memory; exit 1")
+    assert results_after(0) == ("OutOfMemoryError: no memory", 1)
+    assert results_after(3000) == ("OutOfMemoryError: no memory", 0)
+    script.write_text("echo $5 0.5")
+    assert results_after(4000) == (0.5, 1)
+    assert results_after(10**7) == (0.5, 0)
+
+
+def test_a_broken_verdict_is_replaced(tmp_path):
+    load_or_check("cuda:0", ["nf4_unpack"])
+    [path] = (tmp_path / "cache").glob("*.json")
+    path.write_text(path.read_text()[:30])
+    assert load_or_check("cuda:0", ["nf4_unpack"]) == {"nf4_unpack": 0.003}
+    assert len(started(tmp_path)) == 2
+    assert json.loads(path.read_text())["results"] == {"nf4_unpack": 0.003}
+
+
+def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path):
+    (tmp_path / "cache").write_text("a file instead of a folder")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert {backend_for(Tensor(), kernel) for kernel in CHECKED} == {"triton"}
+    [warning] = caught
+    assert "cannot be stored (" in str(warning.message) and "Set TRITON_CACHE_DIR" in str(warning.message)
+    assert len(started(tmp_path)) == len(CHECKED)
+
+
+def test_eight_processes_share_one_check(tmp_path):
+    for kernel in CHECKED:
+        (tmp_path / kernel).write_text("sleep 0.3; echo $5 0.003")
+    (tmp_path / "window_attention").write_text("sleep 0.3; echo $5 0.4")
+
+    def rank(index):
+        found = [backend_for(Tensor(f"cuda:{index}"), kernel) for kernel in CHECKED]
+        return int(found != ["torch", *["triton"] * (len(CHECKED) - 1)])
+
+    ranks = [fork(lambda index=index: rank(index)) for index in range(8)]
+    assert [exit_code(child) for child in ranks] == [0] * 8
+    assert sorted(line.partition(" ")[2] for line in started(tmp_path)) == sorted(CHECKED)
+
+
+@pytest.mark.parametrize(("name", "value", "backend_name"), [
+    ("MINIVLMRL_SELF_TEST", "0", "triton"), ("MINIVLMRL_KERNELS", "triton", "triton"), ("MINIVLMRL_KERNELS", "torch", "torch"),
+])  # fmt: skip
+def test_the_check_can_be_omitted(tmp_path, monkeypatch, name, value, backend_name):
+    (tmp_path / "nf4_unpack").write_text("echo $5 0.5")
+    monkeypatch.setenv(name, value)
+    assert backend_for(Tensor(), "nf4_unpack") == backend_name
+    assert started(tmp_path) == []
+
+
+def test_other_values_of_the_variable_are_errors(monkeypatch):
+    monkeypatch.setenv("MINIVLMRL_SELF_TEST", "no")
+    with pytest.raises(ValueError, match="MINIVLMRL_SELF_TEST is 'no', but it must be 1 or 0"):
+        backend_for(torch.zeros(1), "nf4_unpack")
+
+
+def test_a_kernel_that_no_gpu_has_run_needs_an_explicit_choice(tmp_path, monkeypatch):
+    monkeypatch.setitem(backend.KERNELS, "new", False)
+    assert backend_for(Tensor(), "new") == "torch"
+    monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
+    assert backend_for(Tensor(), "new") == "triton"
+    assert started(tmp_path) == []
