@@ -16,6 +16,7 @@ from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
 from minivlmrl.generation.generate import sample_by_uniforms
+from minivlmrl.kernels import backend, decode_attention, window_attention
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
 
@@ -119,6 +120,27 @@ def test_the_cpu_waits_once_in_16_captured_steps():
     on_card(tiny.model(), (), 4)  # also computes tables that are cached
     (_, shorter), (_, longer) = (on_card(tiny.model(), (), tokens) for tokens in (16, 32))
     assert longer.waits.total() - shorter.waits.total() == 1
+
+
+def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
+    """The first kernel of a rollout asks for the verdict of all kernels; here all are rejected, so torch computes."""
+    capturing = []
+
+    def reject(index, kernels):
+        capturing.append(PretendCuda.current.capturing)
+        return dict.fromkeys(kernels, "it is a stand-in")
+
+    for module in (decode_attention, window_attention):
+        monkeypatch.setattr(module, "DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
+    monkeypatch.setattr(backend, "rejected_kernels", reject)
+    monkeypatch.setattr(backend, "INSTALLED", True)
+    monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
+    monkeypatch.setattr(backend, "_warn", lambda message: None)
+    with PretendCuda(), torch.inference_mode():
+        monkeypatch.delenv("MINIVLMRL_KERNELS")
+        draw = sample_by_uniforms(uniform_numbers(["a"], 2, 5), CUDA)
+        sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=CapturedDecode())
+    assert capturing[0] is None and any(graph is not None for graph in capturing)
 
 
 def test_a_graph_is_freed_with_its_decoder():

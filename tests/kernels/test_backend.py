@@ -110,7 +110,7 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
 def test_all_kernels_in_the_interpreter():
     """All kernels are tested in one process, because it takes long to start."""
     attention = "decode_attention", "window_attention"
-    run_interpreted("nf4_unpack", *attention, "selective_log_softmax")
+    run_interpreted("nf4_unpack", *attention, "selective_log_softmax", "linear_log_softmax", "self_test")
 
 
 @pytest.mark.slow

@@ -177,7 +177,9 @@ def test_eight_processes_share_one_check(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value", "backend_name"), [
-    ("MINIVLMRL_SELF_TEST", "0", "triton"), ("MINIVLMRL_KERNELS", "triton", "triton"), ("MINIVLMRL_KERNELS", "torch", "torch"),
+    ("MINIVLMRL_SELF_TEST", "0", "triton"),
+    ("MINIVLMRL_KERNELS", "triton", "triton"),
+    ("MINIVLMRL_KERNELS", "torch", "torch"),
 ])  # fmt: skip
 def test_the_check_can_be_omitted(tmp_path, monkeypatch, name, value, backend_name):
     (tmp_path / "nf4_unpack").write_text("echo $5 0.5")
