@@ -136,6 +136,7 @@ def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
     dtype = config.model.dtype
     compute_dtype = config.model.compute_dtype or dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
+    # On a GPU, this checks the kernels (see kernels/verdicts.py), while most GPU memory is still free.
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
     kernels = "torch"
     if len(on_torch) < len(KERNELS):

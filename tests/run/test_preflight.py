@@ -17,7 +17,7 @@ from minivlmrl.data.mixture import RowSelection
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.run import setup
+from minivlmrl.run import preflight, setup
 from minivlmrl.run.preflight import collect_notes, describe_run, try_rewards
 from minivlmrl.run.setup import fit_rows, stage_lengths
 from minivlmrl.tasks import shapes
@@ -65,6 +65,18 @@ def test_a_run_prints_its_device_and_model_size(home, capsys, monkeypatch, capab
     assert [line.partition(",")[0] for line in slow] == ["this processor has no AVX-512"] * (capability == "AVX2")
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
+
+
+@pytest.mark.parametrize(
+    ("on_torch", "says"),
+    [((), "triton"), (("nf4_unpack", "sample_blocks"), "triton (torch for nf4_unpack, sample_blocks)")],
+)
+def test_a_run_prints_which_kernels_run_in_torch(home, capsys, monkeypatch, on_torch, says):
+    monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "torch" if kernel in on_torch else "triton")
+    config = load_config(home / "recipe.yaml", [])
+    policy, _ = setup.build_model(config, ONE)
+    describe_run(config, policy, ONE)
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"; ranks: 1; kernels: {says}")
 
 
 @pytest.mark.parametrize(
