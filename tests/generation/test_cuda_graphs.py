@@ -16,7 +16,7 @@ from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
 from minivlmrl.generation.generate import sample_by_uniforms
-from minivlmrl.kernels import backend, decode_attention, window_attention
+from minivlmrl.kernels import backend, decode_attention
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
 
@@ -123,15 +123,17 @@ def test_the_cpu_waits_once_in_16_captured_steps():
 
 
 def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
-    """The first kernel of a rollout asks for the verdict of all kernels; here all are rejected, so torch computes."""
+    """The first decode step runs without a graph, and its first kernel asks for the verdict of all kernels.
+
+    Here all kernels are rejected, so torch computes. Prefill does not ask, because its kernel needs 16 bits.
+    """
     capturing = []
 
     def reject(index, kernels):
         capturing.append(PretendCuda.current.capturing)
         return dict.fromkeys(kernels, "it is a stand-in")
 
-    for module in (decode_attention, window_attention):
-        monkeypatch.setattr(module, "DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
+    monkeypatch.setattr(decode_attention, "DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
     monkeypatch.setattr(backend, "rejected_kernels", reject)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)

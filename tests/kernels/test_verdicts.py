@@ -143,6 +143,15 @@ def test_a_measured_error_is_stored_but_a_crash_is_checked_again_an_hour_later(t
     assert results_after(10**7) == (0.5, 0)
 
 
+def test_a_stored_verdict_is_read_where_nothing_can_be_written(tmp_path):
+    load_or_check("cuda:0", ["nf4_unpack"])
+    [lock] = (tmp_path / "cache").glob("*.lock")
+    lock.unlink()
+    lock.mkdir()  # cannot be opened
+    with warnings.catch_warnings(action="error"):
+        assert load_or_check("cuda:0", ["nf4_unpack"]) == {"nf4_unpack": 0.003}
+
+
 def test_a_broken_verdict_is_replaced(tmp_path):
     load_or_check("cuda:0", ["nf4_unpack"])
     [path] = (tmp_path / "cache").glob("*.json")
