@@ -25,8 +25,8 @@ import torch
 
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
 TIME_LIMIT = 120  # seconds for the check of a kernel
-# A check that found no error, for example because the GPU had no free memory, is repeated by
-# processes that start after this number of seconds.
+# If a check ended without a number, for example because the GPU had no free memory, processes that
+# start after this number of seconds repeat it.
 RETRY_AFTER = 3600
 
 
@@ -125,7 +125,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Check all kernels at the same time, each in a process of its own."""
+    """Check all kernels at the same time, each in a process; return a result for each kernel."""
     with ThreadPoolExecutor(len(kernels)) as pool:
         results = pool.map(lambda kernel: check_kernel(device, kernel), kernels)
         return dict(zip(kernels, results, strict=True))
@@ -149,8 +149,11 @@ def check_kernel(device: str, kernel: str) -> float | str:
         return f"no result after {TIME_LIMIT} s"
     except OSError as error:
         return f"no process could be started: {error}"
-    if done.returncode == 0:
-        return float(done.stdout.split()[-1])
+    results = [
+        line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")
+    ]
+    if done.returncode == 0 and results:
+        return float(results[-1])
     # the message of self_test.py, or the end of a traceback; a signal ends a process without a text
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

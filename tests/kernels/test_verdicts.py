@@ -104,11 +104,12 @@ def test_the_check_runs_on_the_device_of_the_rank(tmp_path):
 
 
 @pytest.mark.parametrize(("script", "reason"), [
-    ("echo $5 0.38", r"it has a relative error of 38\.0% on the GPU NVIDIA H100"),
+    ("echo a note; echo $5 0.38; echo another note", r"it has a relative error of 38\.0% on the GPU NVIDIA H100"),
     ("echo $5 nan", r"it has a relative error of nan% on the GPU NVIDIA H100"),
     ("echo AcceleratorError: illegal address; exit 1",
      r"its self-test failed on the GPU NVIDIA H100 \(AcceleratorError: illegal address\)"),
     ("echo 'line 1\nModuleNotFoundError: x' >&2; exit 1", r"its self-test failed .* \(ModuleNotFoundError: x\)"),
+    ("exit 0", r"its self-test failed on the GPU NVIDIA H100 \(exit status 0\)"),
     ("kill -SEGV $$", r"its self-test failed on the GPU NVIDIA H100 \(exit status -11\)"),
     ("exec sleep 60", r"its self-test failed on the GPU NVIDIA H100 \(no result after 1 s\)"),
 ])  # fmt: skip
