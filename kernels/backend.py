@@ -176,3 +176,11 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and not x.is_cuda:
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
+
+
+def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True for float16 and bfloat16 on a GPU, whose tensor cores multiply in 16 bits.
+
+    The meta device stands for a GPU, because the memory estimate runs on it.
+    """
+    return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

@@ -5,6 +5,9 @@ rounding of the result. In bfloat16, rounding would change a logit of 20 by up t
 attention score of 220 by up to 0.5. Scores of this size occur in Qwen2.5 because of its biases.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -45,3 +48,19 @@ def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     for result, columns in zip(out.split(COLUMNS, 1), b.split(COLUMNS, 1), strict=True):
         result.copy_(a @ columns.to(a.dtype))
     return out
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """Compute float32 products on a GPU in TF32 inside a `with` block.
+
+    The setting is global, so the block must contain nothing but the products. Products on a CPU do
+    not change.
+    """
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before

@@ -13,9 +13,9 @@ advantage of 0 or a clipped ratio) has dz = 0, so the backward pass can skip it 
 approximation.
 
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
-    Triton    A piece is a tile of 4096 rows by 2048 ids. It stays in the GPU's L2 cache between the
-              product that computes it and the kernel that adds it to top, s and t. dW is completed
-              tile by tile, without a float32 copy of shape (V, D).
+    Triton    A piece is a tile of 4096 rows by 2048 ids, or of fewer rows by more ids. It stays in
+              the GPU's L2 cache between the product that computes it and the kernel that adds it to
+              top, s and t. dW is completed tile by tile, without a float32 copy of shape (V, D).
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a
 resolution of only 0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The
@@ -41,7 +41,9 @@ from minivlmrl.kernels.selective_log_softmax import (
 # least 32 and at most 256 rows
 CHUNK_BYTES = 16 * 2**20
 GPU_ROWS = 512  # maximum number of rows in a piece of the torch path on a GPU
-TILE = 4096  # a piece of the Triton path has TILE rows and TILE / 2 ids: 34 MB of float32 logits
+# maximum number of rows in a piece of the Triton path; with TILE / 2 ids, its float32 logits take
+# 34 MB
+TILE = 4096
 
 
 class Pieces:
@@ -60,7 +62,7 @@ class Pieces:
         width = len(weight)
         if self.is_triton:
             size = max(min(TILE, len(hidden)), 1)
-            width = min(TILE // 2, len(weight))
+            width = tile_width(size, len(weight))
         self.rows = slices(len(hidden), size)
         self.tiles = slices(len(weight), width)  # a single tile on the torch path
         self.hidden = hidden
@@ -110,6 +112,18 @@ class Pieces:
         d = differences_(z, saved[1], self.temperature)
         scratch = self.scratch[: len(d)]
         return differentiate_rows_(d, ids, saved, upstream, self.temperature, scratch).to(dtype)
+
+
+def tile_width(rows: int, vocab: int) -> int:
+    """Return the number of ids in a piece of the Triton path that has `rows` rows.
+
+    Products of few rows with few ids do not fill a GPU. Therefore a piece with fewer rows has more
+    ids, so that its logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer
+    get 8,192 ids. The limit is there because dW of a tile is summed in a float32 copy.
+    """
+    step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
+    ids = TILE**2 // 2 // max(rows, step)
+    return min(ids // step * step, vocab)
 
 
 def slices(count: int, size: int) -> list[slice]:
@@ -332,7 +346,8 @@ def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes that linear_log_softmax allocates for logits on a GPU in each pass."""
     # The Triton path needs 4 bytes per logit, and separate memory for dz unless dz is float32.
     if dtype in DTYPES:
-        return min(TILE, rows) * min(TILE // 2, vocab) * (4 + dtype.itemsize % 4)
+        rows = min(TILE, rows)
+        return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)
     return 2 * rows_per_piece(rows, vocab, "cuda") * vocab * dtype.itemsize
 
 

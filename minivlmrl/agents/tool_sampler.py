@@ -206,8 +206,9 @@ def as_prompt(
     Returns:
         The Prompt, and one tuple (image, patches, grid) per image, for Completion.pictures.
     """
-    shown = [(image, *processor.image_processor(image)) for image, _ in pictures]
-    no_patches = torch.zeros(0, processor.image_processor.patch_dim)
+    images = processor.image_processor
+    shown = [(image, *images(image)) for image, _ in pictures]
+    no_patches = torch.zeros(0, images.patch_dim, dtype=images.dtype)
     patches = torch.cat([no_patches, *(patches for _, patches, _ in shown)])
     grids = torch.tensor([grid for *_, grid in shown], dtype=torch.long).view(-1, 3)
     return Prompt(torch.tensor(ids), patches, grids, torch.zeros(len(grids))), shown

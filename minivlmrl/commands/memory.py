@@ -33,6 +33,7 @@ LEGEND = {
     "optimizer": "moments of AdamW",
     "reference": "weights that the reference model does not share with the policy",
     "gathered": "full weights that FSDP assembles from the shards of all GPUs",
+    "16-bit adapters": "copies of the float32 adapters, with which completions are sampled",
     "keys and values": "KV cache of the completions that are sampled at the same time",
     "prompts' forward": "activations of the prompts of a rollout, before sampling begins",
     "logits": "scores over the vocabulary; training computes them piece by piece",

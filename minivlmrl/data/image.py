@@ -184,6 +184,9 @@ class ImageProcessor:
     # video rules of Qwen3-VL and later, see model/families/qwen3_vl.py; None uses the rules in
     # data/video.py
     videos: VideoRules | None = None
+    # dtype of the patches; 16 bits for a model that computes in 16 bits, which rounds its inputs
+    # anyway, so that only half of the bytes are packed and copied to a GPU
+    dtype: torch.dtype = torch.float32
 
     @property
     def factor(self) -> int:
@@ -211,7 +214,7 @@ class ImageProcessor:
                 bounds. resized_height and resized_width replace the size of the image before
                 smart_resize rounds it to multiples of `factor` within the processor's bounds.
         Returns:
-            pixel_values (patches, patch_dim) float32, and image_grid_thw (t, h, w), see patchify.
+            pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w), see patchify.
         """
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         if "resized_height" in options:
@@ -231,4 +234,4 @@ class ImageProcessor:
         patches, image_grid_thw = patchify(
             resized, self.patch_size, self.temporal_patch_size, self.merge_size
         )
-        return torch.from_numpy(patches), image_grid_thw
+        return torch.from_numpy(patches).to(self.dtype), image_grid_thw

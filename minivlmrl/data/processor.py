@@ -88,7 +88,9 @@ class Processor:
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         # torch.cat needs at least one tensor, also if the prompt has no images
-        no_patches = torch.zeros(0, self.image_processor.patch_dim)
+        no_patches = torch.zeros(
+            0, self.image_processor.patch_dim, dtype=self.image_processor.dtype
+        )
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
             pixel_values=torch.cat([no_patches, *pixel_values]),

@@ -40,7 +40,8 @@ class Prompt:
     """The question of one row, as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    pixel_values: Tensor  # (patches of all images and videos in order, patch_dim) float32
+    # (patches of all images and videos in order, patch_dim), in the dtype of the ImageProcessor
+    pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
     # output of a frozen vision tower for the images; None if the tower has not computed it

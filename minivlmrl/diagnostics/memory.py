@@ -11,6 +11,7 @@ import math
 import shutil
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -34,7 +35,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES, family_of
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
+from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters, sampling_copies
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
@@ -42,6 +43,7 @@ from minivlmrl.model.vision import lay_out
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import NUM_KEPT_STATES
 from minivlmrl.run.optimizer import begin_state, build_optimizer
+from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.reference import freeze_shared_layers
 from minivlmrl.trainers.registry import find_trainer
 
@@ -97,7 +99,7 @@ class AllocationTracker(TorchDispatchMode):
         self.now -= size
 
 
-def meta_batch(config: ModelConfig, work: BatchShape) -> GroupBatch:
+def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
     """Build a batch of the given shape on the meta device.
 
     Only the ids and the image grids have values, because they decide the shapes of other tensors.
@@ -111,7 +113,8 @@ def meta_batch(config: ModelConfig, work: BatchShape) -> GroupBatch:
     image_ids = torch.full((columns * rows * len(grids),), config.image_token_id)
     prompt_ids = torch.cat([image_ids, torch.zeros(work.text_tokens, dtype=torch.long)])
     num_patches = int(grid.prod(1).sum())
-    patches = torch.empty(num_patches, config.vision_config.patch_dim, device="meta")
+    patch_dim = config.vision_config.patch_dim
+    patches = torch.empty(num_patches, patch_dim, dtype=patch_dtype, device="meta")
     completion = Completion(torch.zeros(work.completion_tokens, dtype=torch.long))
     prompts = [Prompt(prompt_ids, patches, grid)] * work.prompts
     completions = [[completion] * work.num_generations] * work.prompts
@@ -180,7 +183,7 @@ class MemoryEstimator:
             train: True to include the backward pass.
         """
         models = copy.deepcopy(models)
-        batch = meta_batch(self.config, work)
+        batch = meta_batch(self.config, work, patch_dtype(run))
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
@@ -361,11 +364,15 @@ def rollout_items(
     if run.uses_fsdp and run.rollout.gather_weights:
         gathered = computed_bytes(policy, dtype)
     prompts_only = replace(sampling_batch, num_generations=0)
+    # The gathered adapters of a sharded model already have the dtype of the computation.
+    with nullcontext([]) if run.uses_fsdp else sampling_copies(policy) as copies:
+        forward = estimator.activations(run, TrainedModels(policy), prompts_only, False)
     rows = sampling_batch.prompts * sampling_batch.num_generations
     items = {
         "gathered": gathered,
+        **({"16-bit adapters": bytes_of(copies)} if copies else {}),
         "keys and values": estimator.keys_and_values(dtype, sampling_batch),
-        "prompts' forward": estimator.activations(run, TrainedModels(policy), prompts_only, False),
+        "prompts' forward": forward,
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
     }
     # An engine of vLLM uses memory only in this phase, because it sleeps in the other phases.

@@ -469,5 +469,5 @@ def saliency_maps(
     group = pack_rollout([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
     logps, _ = per_token_logps(policy, group, temperature)
     [gradient] = torch.autograd.grad(weight * (logps * group.policy_mask).sum(), pixels)
-    slopes = pictures(gradient, prompt.image_grid_thw, processor.image_processor)
+    slopes = pictures(gradient.float(), prompt.image_grid_thw, processor.image_processor)
     return [picture.abs().sum((0, 1)).cpu() for picture in slopes]

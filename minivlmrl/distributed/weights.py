@@ -22,6 +22,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.model import checkpoint as model_checkpoint
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
+from minivlmrl.model.lora import sampling_copies
 from minivlmrl.model.plain_weights import shared_base
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5_VL]:
-    """Yield the model to sample with, without gradients.
+    """Yield the model to sample with, without gradients; on a GPU its adapters are 16-bit copies.
 
     Args:
         gather_weights: True gathers the full weights of a sharded model on every rank first, so
@@ -97,7 +98,7 @@ def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5
             which saves memory; all ranks must then run equally many passes, see fsdp.in_lockstep.
     """
     if model.sharding is None:
-        with torch.inference_mode():
+        with sampling_copies(model), torch.inference_mode():
             yield model
         return
     try:

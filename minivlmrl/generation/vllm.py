@@ -275,7 +275,8 @@ class VLLMSampler(Sampler):
         hashes = []
         pixels = prompt.pixel_values.split(num_patches.tolist())
         for grid, patches in zip(prompt.image_grid_thw, pixels, strict=True):
-            content = grid.numpy().tobytes() + patches.numpy().tobytes()
+            pixels_as_bytes = patches.view(torch.uint8)  # because numpy has no bfloat16
+            content = grid.numpy().tobytes() + pixels_as_bytes.numpy().tobytes()
             hashes.append(sha256(content).hexdigest())
         field_config = inputs.MultiModalFieldConfig
         fields = {

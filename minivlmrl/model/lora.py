@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import check_field
 from minivlmrl.data.rows import random_numbers
+from minivlmrl.kernels.backend import is_half_on_gpu
 from minivlmrl.kernels.batch_invariant import is_batch_invariant, linear
+from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.plain_weights import (
@@ -73,9 +75,12 @@ class LoRALinear(ReplacedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output (N, out_features) of x (N, in_features), in the base layer's dtype."""
         base_result = self.base(x)
-        adapter_input = x.to(self.lora_A.dtype)
-        if self.drop is not None:
-            adapter_input = self.drop(adapter_input)
+        adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
+        if self.can_use_tf32(base_result):
+            return TF32Adapter.apply(
+                base_result, adapter_input, self.lora_A, self.lora_B, self.scaling
+            )
+        adapter_input = adapter_input.to(self.lora_A.dtype)
         low_rank = linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
         if is_batch_invariant():
@@ -84,6 +89,12 @@ class LoRALinear(ReplacedLinear):
         # addmm scales the matrix product and adds it to wide_result in one operation
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
+
+    def can_use_tf32(self, base_result: Tensor) -> bool:
+        """Return True for a float32 adapter on a 16-bit base on an NVIDIA GPU."""
+        is_half = is_half_on_gpu(base_result.device, base_result.dtype)
+        is_mixed = is_half and self.lora_A.dtype == torch.float32
+        return is_mixed and torch.version.hip is None and not is_batch_invariant()
 
     @property
     def shape(self) -> torch.Size:
@@ -106,6 +117,45 @@ class LoRALinear(ReplacedLinear):
         return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
+class TF32Adapter(torch.autograd.Function):
+    """Compute base_result + scaling * x A^T B^T with TF32 products in both passes.
+
+    TF32 rounds the factors of a float32 product to 11 significant bits, so that tensor cores
+    multiply them, and sums in float32. A bfloat16 x has 8 significant bits and is not rounded. The
+    function is needed because the precision of products is a global setting of torch, and autograd
+    computes the backward pass later, in a thread of its own.
+
+    Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features),
+    B (out_features, r).
+    """
+
+    @staticmethod
+    def forward(
+        ctx, base_result: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float
+    ) -> Tensor:
+        with tf32_products():
+            low_rank = x.to(A.dtype) @ A.T  # (N, r)
+            adapted = torch.addmm(base_result.to(A.dtype), low_rank, B.T, alpha=scaling)
+        ctx.save_for_backward(x, A, B, low_rank)
+        ctx.scaling = scaling
+        return adapted.to(base_result.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, A, B, low_rank = ctx.saved_tensors
+        _, needs_x, needs_A, needs_B, _ = ctx.needs_input_grad
+        wide_grad = grad.to(A.dtype)
+        with tf32_products():
+            low_rank_grad = (wide_grad @ B).mul_(ctx.scaling)  # (N, r)
+            return (
+                grad,
+                (low_rank_grad @ A).to(x.dtype) if needs_x else None,
+                low_rank_grad.T @ x.to(A.dtype) if needs_A else None,
+                (wide_grad.T @ low_rank).mul_(ctx.scaling) if needs_B else None,
+                None,
+            )
+
+
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     """Return the layers of a model that have an adapter, by layer name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
@@ -126,6 +176,35 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     yield
     for layer in layers.values():
         layer.drop = None
+
+
+@contextmanager
+def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Replace float32 adapters on a 16-bit base by 16-bit copies inside a `with` block, on a GPU.
+
+    A decode step multiplies few tokens, so the float32 products and conversions of an adapter take
+    longer than its base layer. With copies in the dtype of the base, an adapter is two products of
+    16 bits, as in a sharded model. The adapters are not merged into the base, because W + scaling *
+    B A in bfloat16 loses most updates that are small beside W. On a CPU and in batch_invariant_mode
+    nothing is replaced, so that sampler and trainer compute equal bits there.
+
+    The copies keep their addresses inside the block, because CUDA graphs read them.
+
+    Yields:
+        The copies, or an empty list if nothing is replaced.
+    """
+    layers = []
+    if not is_batch_invariant():
+        layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
+    originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
+    try:
+        for layer, A, B in originals:
+            layer.lora_A = nn.Parameter(A.detach().to(layer.dtype), requires_grad=False)
+            layer.lora_B = nn.Parameter(B.detach().to(layer.dtype), requires_grad=False)
+        yield [copy for layer in layers for copy in (layer.lora_A, layer.lora_B)]
+    finally:
+        for layer, A, B in originals:
+            layer.lora_A, layer.lora_B = A, B
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class GroupBatch:
     # (N,) int64, without the last token of each completion, because it predicts no token
     input_ids: Tensor
     position_ids: Tensor  # (3, N) int64 positions in time, height and width
-    pixel_values: Tensor  # (patches, patch_dim) float32, images and videos in order
+    # (patches, patch_dim) float32 or the dtype of the computation, images and videos in order
+    pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64
     vision_index: Tensor  # (merged tokens,) positions of image and video tokens in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order

@@ -7,6 +7,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import read_json
@@ -161,7 +163,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     keeps them.
     """
     data = config.data
-    image_processor = processor.image_processor
+    image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
     if data.resize_backend:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
@@ -179,6 +181,12 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         box_space=data.box_space or processor.box_space,
     )
     return prepare_tools(processor, config.sampling.environment)
+
+
+def patch_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype of image patches: float32, or that of a model that computes in 16 bits."""
+    dtype = DTYPES[config.model.compute_dtype or config.model.dtype]
+    return dtype if dtype.itemsize == 2 else torch.float32
 
 
 def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:

@@ -185,4 +185,5 @@ def pair_key(prompt: Prompt, answers: list[Completion]) -> str:
     """Compute a hash of a pair from its token ids, its images and the sizes of these images."""
     tensors = [prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw]
     tensors += [answer.ids for answer in answers]
-    return digest(tensor.numpy().tobytes() for tensor in tensors)
+    # viewed as bytes, because numpy has no bfloat16
+    return digest(tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors)

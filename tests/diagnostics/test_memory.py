@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
+from minivlmrl.config.options import LoRAOptions, OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
 from minivlmrl.config.parsing import read_json
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
@@ -28,6 +28,7 @@ from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
 from minivlmrl.kernels import shared_prefix
+from minivlmrl.model import lora, vision
 from minivlmrl.model.build import initialize
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.config import ModelConfig
@@ -40,6 +41,7 @@ from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.optimizer import build_optimizer
+from minivlmrl.run.setup import patch_dtype
 
 import tiny
 from tiny import pack
@@ -86,6 +88,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
     # as on a GPU, where float32 has no kernel that returns log-sum-exps
     monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
+    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     config = ModelConfig.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
     stage = "ppo" if "critic" in form else "grpo"
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
@@ -93,7 +96,8 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
     planned = plan(run, stage, MemoryEstimator(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
-    prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
+    patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
+    prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
     model = MemoryEstimator(config).build(run, "grpo").to_empty(device="cpu")
     if config.tie_word_embeddings:  # to_empty gave each of the tied weights its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -147,6 +151,38 @@ def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
     copies = copied_tokens * 2 * costs.config.num_key_value_heads * costs.config.head_dim  # keys and values
     assert abs(saved["float32"]) < 1000  # the first estimate also creates rotary frequencies
     assert saved["bfloat16"] > copies * torch.bfloat16.itemsize
+
+
+def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
+    """In 16 bits on a GPU, a tower with 2,500 columns keeps padded weights of 2,504 for the backward pass."""
+    vision_config = MODEL["vision_config"] | {"depth": 3, "intermediate_size": 2500}
+    config = ModelConfig.from_dict(MODEL | {"vision_config": vision_config})
+    costs, run = MemoryEstimator(config), run_config()
+    run.model.dtype = "bfloat16"
+    work = replace(WORK, image_tokens=4, completion_tokens=2)
+
+    def peak():
+        return costs.activations(run, TrainedModels(costs.build(run, "grpo")), work, train=True)
+
+    peak()  # the first estimate also creates rotary frequencies
+    padded = peak()
+    monkeypatch.setattr(vision, "is_half_on_gpu", lambda device, dtype: False)
+    weights = 3 * 3 * vision_config["hidden_size"] * 2504 * torch.bfloat16.itemsize  # 3 matrices in each of 3 blocks
+    assert padded - peak() == pytest.approx(weights, rel=0.2)
+
+
+def test_16_bit_copies_of_adapters_are_estimated():
+    """They are half as large as the adapters and exist in rollouts only; float32 models need none."""
+    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        run = run_config(adapter=LoRAOptions(r=4))
+        run.model.dtype = dtype
+        phases = plan(run, "grpo", costs, 1, *lengths)
+        found[dtype] = {name: items.get("16-bit adapters") for name, items in phases.items()}
+        gradients = phases["train"]["gradients"]
+    assert found["bfloat16"] == {"rollout": gradients / 2, "score": None, "train": None}
+    assert found["float32"] == {"rollout": None, "score": None, "train": None}
 
 
 ALL_FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}

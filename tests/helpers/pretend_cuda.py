@@ -240,6 +240,10 @@ def body_of(func):
 
 def compute(func, args, kwargs):
     """Run one operation in host memory, and fill uninitialised memory with NaN (99 in integers)."""
+    if func._overloadname in ("dtype", "dtype_out"):  # mm, bmm and addmm; a CPU has no products with wider results
+        *args, out_dtype = args
+        args = [x.to(out_dtype) if isinstance(x, Tensor) else x for x in args]
+        func = getattr(func.overloadpacket, "out" if "out" in kwargs else "default")
     result = func(*args, **kwargs)
     if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
         result.fill_(float("nan") if result.is_floating_point() else 99)

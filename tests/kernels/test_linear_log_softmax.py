@@ -54,6 +54,25 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(kernel, "TILE", TILE)
 
 
+def test_tiles_of_few_rows_have_more_ids():
+    """All tiles of at least 1,024 rows take about the same memory; the widths are multiples of 1,024 or the vocabulary."""
+    widths = {rows: kernel.tile_width(rows, 151936) for rows in (1, 1024, 1500, 2048, 3000, 4096)}
+    assert widths == {1: 8192, 1024: 8192, 1500: 5120, 2048: 4096, 3000: 2048, 4096: 2048}
+    assert kernel.tile_width(1024, 5000) == 5000
+    for rows in range(1, 5000, 7):
+        size = kernel.piece_bytes(rows, 151936, torch.float32)
+        assert 4 * min(rows, 4096) * 2048 <= size <= 4 * 4096 * 2048
+        assert kernel.piece_bytes(rows, 151936, torch.bfloat16) == 1.5 * size
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="looks at the pieces of Triton's path")
+@pytest.mark.parametrize("rows", [2, 7, 30])
+def test_the_estimate_knows_the_memory_of_a_piece(small_pieces, rows):
+    hidden, weight, ids, _ = inputs(rows=rows, dtype=torch.float32)
+    pieces = kernel.Pieces(hidden, weight, ids, ids.new_empty(2, 0), 1.0)
+    assert pieces.memory.nbytes == kernel.piece_bytes(rows, len(weight), torch.float32)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", list(dict.fromkeys([EXACT, torch.float32, torch.bfloat16])), ids=str)
 def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtype):

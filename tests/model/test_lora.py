@@ -4,10 +4,24 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivlmrl.config.options import LoRAOptions
+from minivlmrl.distributed.weights import rollout_weights
+from minivlmrl.kernels.batch_invariant import batch_invariant_mode
+from minivlmrl.kernels.float32_matmul import tf32_products
+from minivlmrl.model import lora
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import LoRALinear, adapter_parameters, adapters, init_adapters, inject_adapters
+from minivlmrl.model.lora import (
+    LoRALinear,
+    TF32Adapter,
+    adapter_parameters,
+    adapters,
+    init_adapters,
+    inject_adapters,
+    quantize_base,
+    sampling_copies,
+)
 from minivlmrl.model.plain_weights import is_adapter
 from minivlmrl.trainers.reference import SwappedParameters
 
@@ -125,3 +139,113 @@ def test_on_a_bfloat16_base_the_adapter_is_in_float32():
     model = adapted(dtype=torch.bfloat16)
     assert {layer.lora_B.dtype for layer in adapters(model).values()} == {torch.float32}
     assert model(batch(model)).dtype == torch.bfloat16
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take the paths of a GPU."""
+    halves = (torch.float16, torch.bfloat16)
+    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype in halves)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
+    """They are the rounded adapters, at fixed addresses, and the trained parameters return, also after an error."""
+    model = adapted(dtype=torch.bfloat16)
+    if quantized:
+        quantize_base(model)
+    originals = adapter_parameters(model)
+    expected = model(batch(model)).detach().double()
+    with pytest.raises(KeyError), rollout_weights(model, True) as used:
+        copies = adapter_parameters(used)
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(copies, originals, strict=True))
+        difference = used(batch(model)).double() - expected
+        assert 0 < difference.norm() < 0.1 * expected.norm()
+        assert all(a is b for a, b in zip(copies, adapter_parameters(used), strict=True))
+        raise KeyError
+    assert all(a is b for a, b in zip(originals, adapter_parameters(model), strict=True))
+    assert torch.equal(model(batch(model)).double(), expected)
+
+
+def test_on_a_cpu_in_float32_and_in_batch_invariant_mode_nothing_is_copied(monkeypatch):
+    half = adapted(dtype=torch.bfloat16)
+    with sampling_copies(half) as copies:
+        assert copies == []
+    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
+    with sampling_copies(half) as copies:
+        assert len(copies) == len(adapter_parameters(half))
+    with batch_invariant_mode(), sampling_copies(half) as copies:
+        assert copies == []
+    with sampling_copies(adapted(dtype=torch.float32)) as copies:
+        assert copies == []
+
+
+@pytest.mark.parametrize("base", [torch.float64, torch.bfloat16])
+def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
+    """In float64 to 1e-12. A bfloat16 base rounds the result and the gradient of x, but no other sum."""
+    torch.manual_seed(5)
+    x, base_result = torch.randn(7, 6).to(base), torch.randn(7, 4).to(base)
+    given = [base_result, x, torch.randn(3, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
+    given = [tensor.requires_grad_() for tensor in given]
+    upstream = torch.randn(7, 4).to(base)
+    ours = TF32Adapter.apply(*given, 1.5)
+    wide_base, wide_x, A, B = (tensor.double() for tensor in given)
+    expected = wide_base + 1.5 * wide_x @ A.T @ B.T
+    assert torch.allclose(ours.double(), expected.to(base).double(), rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(ours, given, upstream)
+    wanted = torch.autograd.grad(expected, given, upstream.double())
+    for mine, reference in zip(found, wanted, strict=True):
+        assert mine.dtype == reference.dtype
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+
+
+class ProductPrecision(TorchDispatchMode):
+    """Records the dtype of each matrix product, and the precision of float32 products at that moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.found.append((result.dtype, torch.backends.cuda.matmul.fp32_precision))
+        return result
+
+
+def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
+    """In both passes. Afterwards, also after an error, the setting is that of before, and on a CPU it never changes."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    layer = LoRALinear(torch.nn.Linear(6, 4).bfloat16(), 3, 1.5)
+    x = torch.randn(7, 6).bfloat16().requires_grad_()
+    with ProductPrecision() as products:
+        layer(x).float().sum().backward()
+    # forward: x W^T, x A^T and (x A^T) B^T; backward: the gradients of W and x, and then those of x A^T, x, A and B
+    base, adapter = (torch.bfloat16, before), (torch.float32, "tf32")
+    assert sorted(products.found, key=str) == sorted(3 * [base] + 6 * [adapter], key=str)
+    with pytest.raises(KeyError), tf32_products():
+        with tf32_products():
+            pass
+        assert setting.fp32_precision == "tf32"
+        raise KeyError
+    assert setting.fp32_precision == before != "tf32"
+    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: False)
+    with ProductPrecision() as products:
+        layer(x).float().sum().backward()
+    assert {precision for _, precision in products.found} == {before}
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch, p):
+    """On a CPU, both paths compute the same products; only their gradients are summed in another order."""
+    model = adapted(dtype=torch.bfloat16)
+    found = []
+    for _ in range(2):
+        with lora.dropout(model, p, "key"):
+            value = loss(model)
+        found.append([value, *torch.autograd.grad(value, adapter_parameters(model))])
+        monkeypatch.undo()
+    for mine, reference in zip(*found, strict=True):
+        assert (mine - reference).norm() <= 1e-2 * reference.norm()
+    assert torch.equal(found[0][0], found[1][0])

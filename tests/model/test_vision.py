@@ -8,7 +8,9 @@ import random
 import pytest
 import torch
 
+from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.model import vision
+from minivlmrl.model.lora import add_lora, quantize_layer
 
 import tiny
 
@@ -60,3 +62,37 @@ def test_a_layout_cached_in_inference_mode_works_in_a_backward():
     assert torch.equal(out, expected) and vision.lay_out.cache_info().hits == 1
     out.sum().backward()
     assert visual.patch_embed.proj.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_padded_columns_change_nothing(bias):
+    """44 columns are padded to 48: results and gradients are equal in float64."""
+    torch.manual_seed(0)
+    mlp = vision.MLP(32, 44, bias).double()
+    x = torch.randn(5, 32, dtype=torch.float64, requires_grad=True)
+    plain, padded = mlp(x), mlp.forward_padded(x, 4)
+    torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
+    inputs = [x, *mlp.parameters()]
+    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (padded, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_columns_are_padded_on_a_gpu_in_16_bits_only(monkeypatch):
+    """The meta device stands for a GPU. Adapters, packed weights and batch_invariant_mode need the plain layers."""
+    padded = []
+    original = vision.MLP.forward_padded
+    monkeypatch.setattr(vision.MLP, "forward_padded", lambda *given: padded.append(given[2]) or original(*given))
+
+    def missing(dtype=torch.bfloat16, columns=44, device="meta", change=lambda mlp: None):
+        mlp = vision.MLP(32, columns, bias=True).to(device, dtype)
+        change(mlp)
+        padded.clear()
+        assert mlp(torch.zeros(5, 32, dtype=dtype, device=device)).shape == (5, 32)
+        return padded
+
+    assert missing() == missing(torch.float16) == [4] and missing(columns=45) == [3]
+    assert missing(columns=48) == missing(torch.float32) == missing(device="cpu") == []
+    assert missing(change=lambda mlp: add_lora(mlp, "down_proj", 2, 1.0)) == []
+    assert missing(change=lambda mlp: quantize_layer(mlp, "up_proj")) == []
+    with batch_invariant_mode():
+        assert missing() == []

@@ -115,3 +115,16 @@ def test_batch_invariant(call):
     short = ["--sft.max_steps=2", "--grpo.max_steps=2", "--data.eval_rows=4"]
     table, numbers = call("batch_invariant", "curves", "--seeds", "3", *["--options=" + " ".join(short)])
     assert numbers["rows"][0]["mismatch with"] == 0
+
+
+def test_an_adapter_adds_two_kernels_to_a_decode_step(monkeypatch):
+    """With float32 adapters there would be five: three conversions, and products that GPUs compute slowly."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    kernel_counts = importlib.import_module("kernel_counts")
+    config = importlib.import_module("sizes").config_of("toy")
+    plain, adapted = (kernel_counts.count(config, r) for r in (0, 4))
+    num_adapters = 7 * config.num_hidden_layers
+    assert adapted[0].total() - plain[0].total() == 2 * num_adapters
+    assert adapted[0]["mm"] - plain[0]["mm"] == adapted[0]["addmm"] - plain[0]["addmm"] == num_adapters
+    assert plain[0]["decode_attention"] == config.num_hidden_layers and plain[1] == adapted[1]
+    assert adapted[2].total() - plain[2].total() == 5 * num_adapters  # the trainer's adapters stay float32

@@ -3,12 +3,16 @@
 pretend_cuda.py simulates the GPU.
 """
 
+import json
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from pretend_cuda import CUDA, DeviceMix, PretendCuda, pretend
 
 from minivlmrl.distributed.process_group import World
+from minivlmrl.model import lora, vision
 from minivlmrl.model.logprobs import per_token_logps
 
 import tiny
@@ -90,19 +94,37 @@ def test_a_run_mixes_no_devices(run, plain, lively):
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
 
 
-def test_waits_of_a_grpo_step(tmp_path):
+STEPS = {  # options, and the dtype of the model
+    "float32": ([], torch.float32),
+    "bfloat16": (["--model.dtype=bfloat16"], torch.bfloat16),
+    "LoRA on bfloat16": (["--model.dtype=bfloat16", "--adapter.r=2"], torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_waits_of_a_grpo_step(tmp_path, lively, name):
     """A grpo step waits for the GPU at most 13 times, in rollout, rewards, losses and update.
 
-    The step has 4 prompts with 3 completions of 6 tokens, in two micro-batches.
+    The step has 4 prompts with 3 completions of 6 tokens, in two micro-batches. In 16 bits, the columns of the tower's
+    MLP are padded, adapters are sampled with 16-bit copies, and the trainer multiplies them in TF32.
 
     Lower the limit when waits are removed, but never raise it. A failure shows where the host
     waits, as {(reason, file, line): count}.
     """
     write_recipe(tmp_path)
-    options = ["--sampling.stop_token_ids=[]", "--rewards={format: 1}"]  # no completion ends earlier
-    with PretendCuda() as gpu:
-        stage = Stage(tmp_path, "grpo", *options, dtype=torch.float32, world=World(device=CUDA))
+    vision_config = tiny.RUN_MODEL["vision_config"] | {"intermediate_size": 20}  # padded to 24 columns
+    (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL | {"vision_config": vision_config}))
+    options, dtype = STEPS[name]
+    options = [*options, "--sampling.stop_token_ids=[]"]  # no completion ends earlier
+    paths = [
+        mock.patch.object(vision.MLP, "forward_padded", autospec=True, side_effect=vision.MLP.forward_padded),
+        mock.patch.object(lora.TF32Adapter, "backward", side_effect=lora.TF32Adapter.backward),
+    ]
+    with PretendCuda() as gpu, paths[0] as padded, paths[1] as tf32:
+        stage = Stage(tmp_path, "grpo", *options, dtype=dtype, world=World(device=CUDA))
         stage.go()  # also fills the caches
         gpu.waits.clear()
-        stage.go()
+        [metrics] = stage.go()
     assert gpu.waits.total() <= 13, gpu.waits
+    assert bool(padded.call_count) == (dtype == torch.bfloat16) and bool(tf32.call_count) == ("LoRA" in name)
+    assert metrics["grad_norm"] > 0 and metrics["rollout/logp_mismatch_rms"] < 0.03

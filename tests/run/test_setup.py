@@ -1,13 +1,17 @@
 """Test how the model and the processor of a recipe are built."""
 
 import json
+from dataclasses import replace
 
+import PIL.Image
 import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.boxes import box_columns
+from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
+from minivlmrl.run import setup
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
@@ -33,6 +37,54 @@ def test_options_of_data_reach_the_processor(build, own):
     _, changed = build(*own, *options)
     assert (changed.image_processor.min_pixels, changed.image_processor.max_pixels) == (784, 1568)
     assert (plain.image_processor.resize, changed.image_processor.resize) == (RESIZE["pil"], RESIZE["torch"])
+
+
+HALF = "--model.dtype=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ([], torch.float32),
+        (["--model.dtype=float64"], torch.float32),
+        (["--model.compute_dtype=bfloat16"], torch.bfloat16),
+        ([HALF], torch.bfloat16),
+        ([HALF, "--model.compute_dtype=float32"], torch.float32),
+        (["--model.dtype=float16"], torch.float16),
+    ],
+)
+def test_patches_have_the_dtype_of_a_16_bit_computation(home, options, dtype):
+    config = load_config(home / "recipe.yaml", options)
+    assert setup.patch_dtype(config) == dtype
+
+
+def test_patches_of_16_bits_change_no_byte_of_a_run(run, lively, monkeypatch, plain):
+    """The tower rounds patches anyway. The rows of DPO are found again by a hash of their patches."""
+    options = [HALF, "--stages=[sft, dpo, grpo]", "--data.eval_rows=2", "--dpo.precompute_ref_log_probs=true"]
+    options += [f"--{stage}.max_steps=2" for stage in ("sft", "dpo", "grpo")]
+    seen = []
+    original = ImageProcessor.patches
+    monkeypatch.setattr(ImageProcessor, "patches", lambda *given: seen.append(original(*given)) or seen[-1])
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(setup, "patch_dtype", lambda config, dtype=dtype: dtype)
+        seen.clear()
+        folder = run(*options, name=str(dtype))
+        found.append((folder / "checkpoint" / "model.safetensors").read_bytes())
+        assert {patches.dtype for patches, _ in seen} == {dtype}
+    assert found[0] == found[1]
+
+
+def test_prompts_of_all_kinds_have_the_dtype_of_the_processor(build):
+    """Prompts without images and with several."""
+    _, processor = build(HALF)
+    images = [PIL.Image.new("RGB", size, "red") for size in ((40, 60), (84, 56))]
+    messages = [{"role": "user", "content": [*2 * [{"type": "image"}], {"type": "text", "text": "What?"}]}]
+    assert processor(messages, images).pixel_values.dtype == torch.bfloat16
+    text = [{"role": "user", "content": "What?"}]
+    assert processor(text).pixel_values.dtype == torch.bfloat16
+    processor = replace(processor, image_processor=replace(processor.image_processor, dtype=torch.float32))
+    assert processor(messages, images).pixel_values.dtype == processor(text).pixel_values.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
