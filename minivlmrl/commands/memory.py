@@ -34,6 +34,7 @@ LEGEND = {
     "reference": "weights that the reference model does not share with the policy",
     "gathered": "full weights that FSDP assembles from the shards of all GPUs",
     "16-bit adapters": "copies of the float32 adapters, with which completions are sampled",
+    "joined weights": "copies of the weights of q, k and v, which decode steps multiply at once",
     "keys and values": "KV cache of the completions that are sampled at the same time",
     "prompts' forward": "activations of the prompts of a rollout, before sampling begins",
     "logits": "scores over the vocabulary; training computes them piece by piece",

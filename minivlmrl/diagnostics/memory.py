@@ -28,7 +28,8 @@ from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.micro_batching import largest_micro_batch
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, num_shards, recompute_blocks
-from minivlmrl.generation.sampler import find_engine
+from minivlmrl.generation.cuda_graphs import joined_bytes
+from minivlmrl.generation.sampler import can_capture, find_engine
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
@@ -375,6 +376,10 @@ def rollout_items(
         "prompts' forward": forward,
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
     }
+    by_layer = run.uses_fsdp and not run.rollout.gather_weights
+    is_captured = run.sampling.engine == "native" and can_capture(policy, run.sampling, by_layer)
+    if is_captured and joined_bytes(policy, dtype):
+        items["joined weights"] = joined_bytes(policy, dtype)
     # An engine of vLLM uses memory only in this phase, because it sleeps in the other phases.
     return items | find_engine(run.sampling).engine_bytes(run.sampling, estimator.parameters, dtype)
 

@@ -9,8 +9,12 @@ finished. A new graph is captured only when the buffers have to grow.
 
 The random numbers are the same as without a graph. The last bits of the logits differ, because the
 sums also include masked keys.
+
+In addition, the attention layers launch fewer kernels, see FusedAttention.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -18,8 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivlmrl.generation.generate import Decode
+from minivlmrl.kernels.backend import backend_for
+from minivlmrl.kernels.batch_invariant import Linear, is_batch_invariant
 from minivlmrl.kernels.decode_attention import decode_attention, fits
-from minivlmrl.model.attention import DecodeAttention
+from minivlmrl.kernels.rotary_cache import rotary_cache
+from minivlmrl.model.attention import Attention, DecodeAttention
+from minivlmrl.model.decoder import Qwen2_5_VL, SelfAttention
+from minivlmrl.model.rope import apply_rotary
 
 HEADROOM = 2**30  # number of free bytes of GPU memory that a capture may request from the driver
 # Initial size of the key and value buffers, in tokens of a completion. It is doubled when the
@@ -57,18 +66,105 @@ class StaticDecodeAttention(DecodeAttention):
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not fits(q):
             return super().__call__(layer_index, q, k, v)
+        self.remember(layer_index, k, v)
+        return self.attend(layer_index, q)
+
+    def rotate_and_attend(
+        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Apply rotary embeddings to q and k, and compute the attention output as __call__ does."""
+        if not (fits(q) and backend_for(q, "rotary_cache") == "triton"):
+            return self(layer_index, apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v)
+        row_k, row_v = self.row_kv[layer_index]
+        q = rotary_cache(q, k, v, cos, sin, row_k, row_v, self.newest)
+        return self.attend(layer_index, q)
+
+    def attend(self, layer_index: int, q: Tensor) -> Tensor:
+        """Compute the attention output from rotated q and the cached keys, with a Triton kernel."""
         prompt_k, prompt_v = self.prompt_kv[layer_index]
-        row_k, row_v = self.remember(layer_index, k, v)
+        row_k, row_v = self.row_kv[layer_index]
         row_bias = self.row_bias[:, 0, 0]
         return decode_attention(q, prompt_k, prompt_v, self.prompt_bias, row_k, row_v, row_bias)
 
 
+class FusedAttention:
+    """Compute an attention layer of a decode step with fewer kernels.
+
+    q, k and v are one product, whose weight is concatenated once per rollout. They are three
+    products if one of their layers has an adapter or is quantised. StaticDecodeAttention can then
+    rotate q and k and write the cache with one kernel.
+
+    Args:
+        layer: the attention layer; its method `forward` computes the same result.
+    """
+
+    def __init__(self, layer: SelfAttention):
+        self.layer = layer
+        self.projections = layer.q_proj, layer.k_proj, layer.v_proj
+        self.joined: tuple[Tensor, Tensor | None] | None = None  # weight and bias of q, k and v
+        if is_joinable(layer):
+            weights: list[Tensor] = [projection.weight for projection in self.projections]
+            biases: list[Tensor] = [x.bias for x in self.projections if x.bias is not None]
+            self.joined = torch.cat(weights), torch.cat(biases) if biases else None
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        assert isinstance(attention, StaticDecodeAttention)
+        layer = self.layer
+        if self.joined is None:
+            products = [projection(x) for projection in self.projections]
+        else:
+            widths = [projection.out_features for projection in self.projections]
+            products = F.linear(x, *self.joined).split(widths, dim=-1)
+        q, k, v = (product.unflatten(-1, (-1, layer.head_dim)) for product in products)
+        out = attention.rotate_and_attend(
+            layer.index, layer.q_norm(q), layer.k_norm(k), v, cos, sin
+        )
+        return layer.o_proj(out.flatten(1))
+
+
+def fusable_layers(model: Qwen2_5_VL) -> list[SelfAttention]:
+    """Return the attention layers for which FusedAttention is right.
+
+    Subclasses of SelfAttention, such as Qwen3.5's, have another formula. In batch_invariant_mode,
+    all products have to be those of the trainer.
+    """
+    if is_batch_invariant():
+        return []
+    return [layer for layer in model.model.modules() if type(layer) is SelfAttention]
+
+
+def is_joinable(layer: SelfAttention) -> bool:
+    """Return whether q, k and v of a layer can be one product, which needs plain linear layers."""
+    return all(type(x) is Linear for x in (layer.q_proj, layer.k_proj, layer.v_proj))
+
+
+def joined_bytes(model: Qwen2_5_VL, dtype: torch.dtype) -> int:
+    """Return the size in bytes of all weights that FusedAttention concatenates."""
+    layers = [layer for layer in fusable_layers(model) if is_joinable(layer)]
+    projections = [x for layer in layers for x in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    return sum(p.numel() for x in projections for p in x.parameters()) * dtype.itemsize
+
+
+@contextmanager
+def fused(layers: Sequence[FusedAttention]) -> Iterator[None]:
+    """Replace the method `forward` of attention layers inside a `with` block."""
+    for fused_layer in layers:
+        fused_layer.layer.forward = fused_layer.__call__
+    try:
+        yield
+    finally:
+        for fused_layer in layers:
+            del fused_layer.layer.forward
+
+
 class CapturedDecode(Decode):
-    """Run the decode step as a CUDA graph. On a CPU, run the same step without a graph."""
+    """Run the decode step of one rollout as a CUDA graph, and on a CPU without a graph."""
 
     attention_type = StaticDecodeAttention
 
     def __init__(self):
+        # replacements of the attention layers, which keep the joined weights that the graph reads
+        self.fused_layers: list[FusedAttention] | None = None
         # the attention slots and the buffer size for which the graph was captured
         self.graph_key = None
         self.graph = None
@@ -93,7 +189,10 @@ class CapturedDecode(Decode):
         return self.logits
 
     def step(self, model, attention):
-        self.logits = super().__call__(model, self.ids, attention)
+        if self.fused_layers is None:
+            self.fused_layers = [FusedAttention(layer) for layer in fusable_layers(model)]
+        with fused(self.fused_layers):
+            self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
         """Capture the kernels of a step in a graph, then replay the graph to run the step."""

@@ -15,6 +15,7 @@ from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
+from minivlmrl.generation.block_sampling import make_block_sampler, samples_in_blocks
 from minivlmrl.generation.environments import agents
 from minivlmrl.generation.generate import (
     Decode,
@@ -82,10 +83,7 @@ class Sampler:
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
-        # A mixture of experts cannot be captured, because the number of tokens per expert varies.
-        fits_graph = not by_layer and model.config.experts is None
-        on_gpu = self.device.type == "cuda" and fits_graph
-        self.captured = sampling.cuda_graph == "auto" and on_gpu
+        self.captured = self.device.type == "cuda" and can_capture(model, sampling, by_layer)
         self.filters: Filters | None = None  # filters and stop strings of the current call
         self.stop_strings: StopStrings | None = None
 
@@ -154,10 +152,13 @@ class Sampler:
                 f"{vocab_size} tokens; use ids from 0 to {vocab_size - 1}"
             )
         uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-        sample = sample_by_uniforms(uniforms, self.device)
-        sample_token = make_token_sampler(
-            sampling.temperature, stop_ids, sample, self.filters, self.device
-        )
+        if self.filters is None and samples_in_blocks(sampling.temperature, self.device):
+            sample_token = make_block_sampler(sampling.temperature, stop_ids, uniforms, self.device)
+        else:
+            sample = sample_by_uniforms(uniforms, self.device)
+            sample_token = make_token_sampler(
+                sampling.temperature, stop_ids, sample, self.filters, self.device
+            )
 
         def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
             ids, logps, turn_ends = sample_token(logits, rows, counts)
@@ -316,6 +317,17 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
                 "the engine must be a subclass of minivlmrl.generation.sampler.Sampler"
             )
     return kind
+
+
+def can_capture(model: Qwen2_5_VL, sampling: SamplingOptions, by_layer: bool) -> bool:
+    """Return whether decode steps of a model can be captured as a CUDA graph on a GPU.
+
+    A mixture of experts cannot be captured, because the number of tokens per expert varies.
+
+    Args:
+        by_layer: whether FSDP gathers sharded weights layer by layer in a rollout.
+    """
+    return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 
 
 def keep_vision(model: Qwen2_5_VL, prompts: Sequence[Prompt], device: torch.device):

@@ -201,6 +201,19 @@ def test_sampling_a_token_takes_the_estimated_memory(options, rel):
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
 
 
+def test_a_rollout_joins_the_weights_of_q_k_and_v():
+    """CUDA graphs read the joined weights; layers with adapters are not joined."""
+    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    layer = costs.model.model.layers[0].self_attn
+    projections = torch.nn.ModuleList([layer.q_proj, layer.k_proj, layer.v_proj])
+    size = costs.config.num_hidden_layers * sum(p.numel() for p in projections.parameters()) * 4
+    assert plan(run_config(), "grpo", costs, 1, *lengths)["rollout"]["joined weights"] == size
+    eager, adapted = run_config(), run_config(adapter=LoRAOptions(r=4))
+    eager.sampling.cuda_graph = "never"
+    for run in (eager, adapted):
+        assert "joined weights" not in plan(run, "grpo", costs, 1, *lengths)["rollout"]
+
+
 def test_options_that_save_memory():
     """Sharding divides the memory by the number of ranks. Parts that are not needed take none."""
     costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)

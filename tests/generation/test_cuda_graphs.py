@@ -9,14 +9,22 @@ import weakref
 import pytest
 import torch
 from pretend_cuda import CUDA, PretendCuda, pretend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import cuda_graphs
-from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
-from minivlmrl.generation.generate import sample_by_uniforms
+from minivlmrl.generation.cuda_graphs import (
+    CapturedDecode,
+    FusedAttention,
+    StaticDecodeAttention,
+    fusable_layers,
+    joined_bytes,
+)
+from minivlmrl.generation.generate import Decode, sample_by_uniforms
 from minivlmrl.kernels import backend, decode_attention
+from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
 
@@ -89,6 +97,63 @@ def test_other_models_and_layers(change):
     if change == "recomputation":
         recompute_blocks(model)
     assert_same(*both(model, 3, 2))
+
+
+class Products(TorchDispatchMode):
+    """Dispatch mode that counts matrix products of linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def products_per_token(model):
+    """Return the number of products that one more token takes in a captured step, and in an eager step."""
+    found = []
+    for decode in (CapturedDecode, Decode):
+        counts = []
+        for tokens in (3, 4):
+            draw = sample_by_uniforms(uniform_numbers(["a"], 2, tokens))
+            with Products() as products, torch.no_grad():
+                sample(model, prompts(1), 2, options(max_new_tokens=tokens), (), draw, decode=decode())
+            counts.append(products.count)
+        found.append(counts[1] - counts[0])
+    return found
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_q_k_and_v_are_one_product(model_type):
+    """A layer has 5 instead of 7 products: q, k and v, o, and three of the MLP. Qwen3.5's layers stay as they are."""
+    model = tiny.model(model_type=model_type)
+    captured, eager = products_per_token(model)
+    layers = fusable_layers(model)
+    assert eager - captured == 2 * len(layers)
+    assert len(layers) == (0 if model_type.startswith("qwen3_5") else len(model.model.layers))
+    assert not any("forward" in vars(module) for module in model.modules())
+    joined = [x for layer in layers for x in FusedAttention(layer).joined if x is not None]
+    assert joined_bytes(model, torch.float32) == sum(x.nbytes for x in joined)
+
+
+def test_adapters_and_batch_invariance_keep_three_products():
+    model = tiny.model()
+    inject_adapters(model, LoRAOptions(r=4, target=[r".*self_attn\.v_proj"]))
+    captured, eager = products_per_token(model)
+    assert captured == eager and joined_bytes(model, torch.float32) == 0
+    assert fusable_layers(model)
+    with batch_invariant_mode():
+        assert not fusable_layers(model)
+
+
+def test_a_step_that_fails_restores_the_layers(monkeypatch):
+    model = tiny.model()
+    monkeypatch.setattr(StaticDecodeAttention, "rotate_and_attend", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        both(model, 1, 1)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def on_card(model, stop, tokens=20, **setting):

@@ -109,8 +109,9 @@ def test_triton_that_cannot_run_says_why(monkeypatch, tensor, state, message):
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_all_kernels_in_the_interpreter():
     """All kernels are tested in one process, because it takes long to start."""
-    attention = "decode_attention", "window_attention"
-    run_interpreted("nf4_unpack", *attention, "selective_log_softmax", "linear_log_softmax", "self_test")
+    attention = "decode_attention", "window_attention", "rotary_cache"
+    log_softmax = "selective_log_softmax", "linear_log_softmax"
+    run_interpreted("nf4_unpack", *attention, *log_softmax, "sample_blocks", "self_test")
 
 
 @pytest.mark.slow
