@@ -2,12 +2,13 @@
 
     python minimal.py                # 40 steps of SFT, then 160 steps of GRPO; a minute on 2 cores
     python minimal.py --seed=1       # other initial weights, images and samples
+    python minimal.py --device=cpu   # without the GPU, which is used by default if there is one
 
 A randomly initialised model learns to name the shape in a small image. First, SFT on 96
 demonstrations, half of them mislabelled, teaches the answer format and a rough idea of the task.
-Then GRPO rewards answers that are well formed and correct, and the reward rises. The final weights
-equal those of `python train.py`, bit for bit. The script calls functions of the library, and only
-the optimizer has state. For your own data, several GPUs, checkpoints and logs, use train.py.
+Then GRPO rewards answers that are well formed and correct, and the reward rises. On a CPU, the
+final weights equal those of `python train.py`, bit for bit. The script calls functions of the
+library, and only the optimizer has state. For your own data, several GPUs, checkpoints and logs, use train.py.
 
 Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
 """
@@ -81,8 +82,9 @@ def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[lis
 
 def sample(model: Qwen2_5_VL, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
     """Sample G completions per prompt. Each prompt is processed once for all its completions."""
-    uniforms = uniform_numbers(keys, GROUP, MAX_NEW_TOKENS)
-    sample_token = make_token_sampler(TEMPERATURE, processor.stop_token_ids, sample_by_uniforms(uniforms))
+    device = model.lm_head.weight.device
+    draw = sample_by_uniforms(uniform_numbers(keys, GROUP, MAX_NEW_TOKENS), device)
+    sample_token = make_token_sampler(TEMPERATURE, processor.stop_token_ids, draw, device=device)
     return generate(model, prompts, GROUP, MAX_NEW_TOKENS, sample_token)
 
 
@@ -106,11 +108,12 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
     schedule = Schedule(3e-3, 10, max_steps, min_lr_ratio=0.3, cosine=True)
     optimizer = adamw(model, schedule.learning_rate, beta2=0.95)
     batches = shuffled(rows, 32, seed, "sft")
+    device = model.lm_head.weight.device
     for step in range(max_steps):
         batch = next(batches)
         # All prompts and answers are concatenated to one packed sequence without padding.
         answers = [[encode_completion(processor, r.messages, r.completion)] for r in batch]
-        group = pack([row.prompt(processor) for row in batch], answers, model.config)
+        group = pack([row.prompt(processor) for row in batch], answers, model.config, device)
         logps, _ = per_token_logps(model, group)  # (M,), for all answer tokens
         mask = group.completion_mask  # (R, T)
         normalizer = LossNormalizer(len(mask), mask.sum().item())
@@ -124,6 +127,7 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
     schedule = Schedule(3e-4, 5, max_steps, min_lr_ratio=0.1)
     optimizer = adamw(model, schedule.learning_rate, beta2=0.99)
     batches = shuffled(rows, 16, seed, "grpo")
+    device = model.lm_head.weight.device
     for step in range(max_steps):
         batch = next(batches)
         # 1. Convert images to patches and messages to tokens, and sample G completions per prompt.
@@ -133,10 +137,10 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
         columns = reward_columns(batch, completions, processor)
         rewards = combine(call_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
         # 3. Compute advantages (n,): compare each completion with the rest of its group.
-        advantages = group_advantages(rewards, GROUP)
+        advantages = group_advantages(rewards, GROUP).to(device)
         # 4. Pack everything into one sequence, in which each prompt occurs once for its whole group.
         #    The gradients are exactly those of processing every completion separately.
-        group = pack(prompts, completions, model.config)
+        group = pack(prompts, completions, model.config, device)
         # 5. Compute log-probabilities (n, T) in nats under reference and policy, without storing all
         #    logits.
         with torch.no_grad():
@@ -153,9 +157,12 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
             print(f"step {step:3}  reward {rewards.mean():.3f}  of 1.5", flush=True)
 
 
-def main(seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160) -> tuple[Qwen2_5_VL, Processor]:
+def main(
+    seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160, device: str = "cpu"
+) -> tuple[Qwen2_5_VL, Processor]:
     """Run SFT and GRPO; return the model and its processor."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
+    model.to(device)
     sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)
     grpo(model, processor, Shapes(FRESH_ROWS, f"{seed}/grpo"), seed, grpo_steps)
     return model, processor
@@ -166,10 +173,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     num_threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
     parser.add_argument("--num_threads", type=int, default=num_threads)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output_dir", default="runs/minimal")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    trained_model, trained_processor = main(arguments.seed)
+    trained_model, trained_processor = main(arguments.seed, device=arguments.device)
     from minivlmrl.model.checkpoint import save_model  # writes a folder that transformers can load
 
     save_model(f"{arguments.output_dir}/checkpoint", trained_model, trained_processor)

@@ -2,13 +2,14 @@
 
     python minimal_dpo.py              # 40 steps of SFT, then 150 steps of DPO; 30 s on 2 cores
     python minimal_dpo.py --seed=1     # other initial weights and images
+    python minimal_dpo.py --device=cpu # without the GPU, which is used by default if there is one
 
 A randomly initialised model learns to name the shape in a small image. First, SFT on 96
 demonstrations, half of them mislabelled, teaches the answer format and a rough idea of the task.
 Then DPO trains on 1024 images, each with a correct and a worse answer, and moves probability from
-the worse answers to the correct ones. DPO does not sample completions and needs no rewards. The
-final weights equal those of `python train.py recipes/shapes_dpo.yaml`, bit for bit. minimal.py is
-the corresponding script for GRPO.
+the worse answers to the correct ones. DPO does not sample completions and needs no rewards. On a
+CPU, the final weights equal those of `python train.py recipes/shapes_dpo.yaml`, bit for bit.
+minimal.py is the corresponding script for GRPO.
 
 Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
 """
@@ -53,7 +54,7 @@ def encode(model: Qwen2_5_VL, processor: Processor, rows: list[Row], names: list
     """
     prompts = [row.prompt(processor) for row in rows]  # image -> patches, messages -> tokens
     answers = [[encode_completion(processor, row.messages, getattr(row, name)) for name in names] for row in rows]
-    return pack(prompts, answers, model.config)
+    return pack(prompts, answers, model.config, model.lm_head.weight.device)
 
 
 def answer_logps(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
@@ -127,9 +128,10 @@ def dpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
             print(f"step {step:3}  margin {margin:6.3f} nats  accuracy {accuracy:.3f}", flush=True)
 
 
-def main(seed: int = 0, sft_steps: int = 40, dpo_steps: int = 150) -> tuple[Qwen2_5_VL, Processor]:
+def main(seed: int = 0, sft_steps: int = 40, dpo_steps: int = 150, device: str = "cpu") -> tuple[Qwen2_5_VL, Processor]:
     """Run SFT and DPO; return the model and its processor."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
+    model.to(device)
     sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)
     dpo(model, processor, Shapes(1024, f"{seed}/pairs"), seed, dpo_steps)
     return model, processor
@@ -140,10 +142,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     num_threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
     parser.add_argument("--num_threads", type=int, default=num_threads)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output_dir", default="runs/minimal_dpo")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    trained_model, trained_processor = main(arguments.seed)
+    trained_model, trained_processor = main(arguments.seed, device=arguments.device)
     from minivlmrl.model.checkpoint import save_model  # writes a folder that transformers can load
 
     save_model(f"{arguments.output_dir}/checkpoint", trained_model, trained_processor)

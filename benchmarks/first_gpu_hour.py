@@ -1,98 +1,181 @@
-"""Run all tests and measurements that need a GPU, most important first, and write the results to one page.
+"""Run all tests and measurements that need a GPU, most important first, and write the numbers to one page.
 
-python benchmarks/first_gpu_hour.py --minutes 9 --out DIR   # repeat until no part is printed as "later"
-python benchmarks/first_gpu_hour.py --toy                   # test of the script: toy sizes, also on a CPU
+python benchmarks/first_gpu_hour.py --out DIR                # twelve minutes on one GPU with 80 GB
+python benchmarks/first_gpu_hour.py --out DIR --minutes 9    # repeat until no part is printed as "later"
+python benchmarks/first_gpu_hour.py --out DIR --toy          # test of the script: toy size, also on a CPU
 
-Each part is a process with a time limit; its output is written to DIR/PART.txt. After each part, DIR/gpu_status.md is
-written again. A part with a file DIR/PART.md is done, even if it failed, and is skipped in later calls. With --minutes,
-a part is only started if its time limit fits. Nothing is downloaded; weights are random and of the real size.
+Each part is a process with a time limit. A crash, a GPU out of memory or the limit ends only this part, and the numbers
+that it printed before are kept. DIR/PART.txt has the output of a part, DIR/summary.jsonl one JSON line for each number,
+and DIR/summary.md the same numbers in tables; both files are written again after each part. A later call with the same
+DIR skips the parts that are done, and repeats those that failed. With --minutes, a part only begins if its time limit
+fits. Nothing is downloaded: weights are random and of the real size. The exit status is the number of failed parts.
 """
 
 import argparse
+import json
 import os
-import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 120  # number of lines of a part's output that the page shows
 
 
 class Part(NamedTuple):
-    """A command with its time limit. {out} is replaced with the folder of the page; `toy` is appended at toy size."""
+    """A part: seconds until it is stopped, command below benchmarks/, packages that it needs, and MINIVLMRL_KERNELS."""
 
-    minutes: float
+    seconds: int
     command: str
-    toy: str
+    needs: tuple[str, ...] = ()
+    kernels: str = "auto"
 
 
-SHORT = "--sft.max_steps=1 --grpo.max_steps=1 --grpo.prompts_per_step=2 --data.eval_rows=2"
-RUN = "train.py --resume=never --sft.max_steps=60 --grpo.max_steps=20 --data.eval_rows=32 --output_dir={out}/run_"
-NF4 = "--adapter.r=8 --adapter.quantize=nf4 --model.dtype=bfloat16 --rollout.max_logp_mismatch=.inf"
-NAMES = "model/test_attention", "kernels/test_window_attention", "kernels/test_backend", "generation/test_cuda_graphs"
-FILES = " ".join(f"tests/{name}.py" for name in NAMES)
+TRL = ("trl", "datasets", "transformers")
+# In the order of their value. The limits of the parts up to `default_run` sum to twelve minutes.
 PARTS = {
-    "tests": Part(4, f"-m pytest -m 'slow or not slow' -k gpu {FILES}", "--collect-only"),
-    "run_bfloat16": Part(1.5, f"{RUN}bfloat16 --model.compute_dtype=bfloat16", SHORT),
-    "run_float32": Part(1.5, f"{RUN}float32", SHORT),
-    "run_nf4": Part(1.5, f"{RUN}nf4 {NF4}", SHORT),
-    "step": Part(6, "benchmarks/gpu_step.py --repeats=3 --json={out}/step.json", "--toy --repeats=1"),
-    "grpo": Part(3, "benchmarks/gpu_grpo.py --json={out}/grpo.json", "--toy --steps=1"),
-    "decode": Part(5, "benchmarks/decode.py --json={out}/decode.json", "--toy --repeats=1"),
-    "vllm_tests": Part(5, "-m pytest -m slow tests/generation/test_vllm.py", "--collect-only"),
-    "vllm_run": Part(
-        2, f"{RUN}vllm --model.compute_dtype=bfloat16 --sampling.engine=vllm", f"{SHORT} --sampling.engine=native"
-    ),
-    "vllm_speed": Part(2, "benchmarks/vllm_speed.py", ""),
-    "kernels": Part(8, "benchmarks/gpu_kernels.py --minutes=7 --json={out}/kernels.json", "--toy"),
+    "self_test": Part(35, "gpu_parts.py self_test"),
+    "tests": Part(60, "gpu_parts.py tests", ("pytest", "xdist")),
+    "step": Part(60, "gpu_parts.py step"),
+    "trl_sdpa": Part(135, "gpu_parts.py trl_step sdpa", TRL),
+    "lora": Part(60, "gpu_parts.py lora"),
+    "nf4": Part(70, "gpu_parts.py nf4"),
+    "decode": Part(45, "gpu_parts.py decode"),
+    # with the kernels that `auto` does not select, because no GPU had run them when they were written
+    "step_triton": Part(50, "gpu_parts.py step", kernels="triton"),
+    "decode_triton": Part(40, "gpu_parts.py decode", kernels="triton"),
+    "profile": Part(45, "gpu_parts.py kernel_times"),
+    "attention": Part(25, "gpu_kernels.py attention"),
+    "logits": Part(30, "gpu_kernels.py logits"),
+    "products": Part(20, "gpu_kernels.py products"),
+    "default_run": Part(45, "gpu_parts.py train"),
+    "changes": Part(70, "gpu_parts.py changes"),
+    "lora_changes": Part(120, "gpu_parts.py lora_changes"),
+    "trl_flash": Part(110, "gpu_parts.py trl_step flash_attention_2", (*TRL, "flash_attn")),
+    "transformers": Part(60, "gpu_parts.py transformers", ("transformers",)),
+    "vllm_tests": Part(300, "gpu_parts.py vllm_tests", ("vllm", "pytest", "xdist")),
+    "vllm_run": Part(120, "gpu_parts.py train -- --model.compute_dtype=bfloat16 --sampling.engine=vllm", ("vllm",)),
+    "vllm_speed": Part(120, "gpu_parts.py vllm_speed", ("vllm",)),
 }
 
 
 def main() -> int:
-    """Run the parts; return the number of failed parts."""
+    """Run the parts that are not done, and write their numbers; return the number of failed parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="every part at toy size")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no part that may end later")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the page")
-    o = parser.parse_args()
-    out = o.out.resolve()
-    failed = 0
-    ends = time.monotonic() + 60 * o.minutes
+    parser.add_argument("--minutes", type=float, default=12, help="begin no part that may end later")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the results")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="run these parts")
+    options = parser.parse_args()
+    out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name, part in PARTS.items():
-        if (out / f"{name}.md").exists():
+    ends = time.monotonic() + 60 * options.minutes
+    failed = 0
+    for name in options.only:
+        part = PARTS[name]
+        if is_done(out, name):
             continue
-        if time.monotonic() + 60 * part.minutes > ends:
-            print(f"later   {name}")
-            continue
-        ok = run(name, part, o.toy, out)
-        failed += not ok
-        print(f"{'done  ' if ok else 'FAILED'}  {name}", flush=True)
-        sections = [out / f"{other}.md" for other in PARTS]
-        (out / "gpu_status.md").write_text("\n".join(path.read_text() for path in sections if path.exists()))
-    print(out / "gpu_status.md")
+        missing = [package for package in part.needs if find_spec(package) is None]
+        begin = time.monotonic()
+        if missing:
+            state = f"skipped: {missing[0]} is not installed"
+        elif begin + part.seconds > ends:
+            state = f"later: its time limit is {part.seconds} s"
+        else:
+            state = run(part, options.toy, out / f"{name}.txt")
+        failed += state.startswith("failed")
+        print(f"{name:13} {state}", flush=True)
+        end = {"state": state, "seconds": round(time.monotonic() - begin), "command": part.command}
+        lines = [*read_lines(out / f"{name}.txt"), end]
+        write_lines(out / f"{name}.jsonl", [{"part": name} | line for line in lines])
+        write_summary(out)
+    print(out / "summary.md")
     return failed
 
 
-def run(name: str, part: Part, toy: bool, out: Path) -> bool:
-    """Run a part, write its section of the page, and return whether the part succeeded."""
-    command = shlex.split(f"{part.command} {part.toy if toy else ''}".format(out=out))
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
+def is_done(out: Path, name: str) -> bool:
+    return any(line.get("state") == "done" for line in read_lines(out / f"{name}.jsonl"))
+
+
+def run(part: Part, toy: bool, output: Path) -> str:
+    """Run the process of a part, and return its state: "done", or "failed: " with the reason.
+
+    Args:
+        output: file that gets the output of the process.
+    """
+    script, *words = part.command.split()
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *(["--toy"] if toy else []), *words]
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+        "MINIVLMRL_KERNELS": part.kernels,
+    }  # fmt: skip
+    limit = ["timeout", "--kill-after=1", str(part.seconds)]  # also ends child processes
     begin = time.monotonic()
-    printed = out / f"{name}.txt"
-    limit = ["timeout", "--kill-after=1", f"{60 * part.minutes}"]  # also ends child processes
-    with printed.open("w") as file:
-        both = {"stdout": file, "stderr": subprocess.STDOUT}
-        code = subprocess.run([*limit, sys.executable, *command], cwd=ROOT, env=environment, **both).returncode
-    state = f"{time.monotonic() - begin:.0f} s"
-    if code:
-        state += f", **failed**: {f'stopped after {part.minutes} minutes' if code in (124, 137) else f'exit {code}'}"
-    lines = "\n".join(printed.read_text().splitlines()[-LINES:])
-    (out / f"{name}.md").write_text(f"## {name}\n\n`python {shlex.join(command)}`: {state}\n\n```text\n{lines}\n```\n")
-    return code == 0
+    with output.open("w") as file:
+        process = subprocess.run([*limit, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
+    if process.returncode == 0:
+        return "done"
+    if time.monotonic() - begin >= part.seconds:
+        return f"failed: stopped after {part.seconds} s"
+    printed = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    return f"failed: exit status {process.returncode}, {printed[-1] if printed else 'no output':.200}"
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Return the JSON lines that a part or this script wrote to a file; [] if there is no file."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.startswith(('{"card": ', '{"part": ')) and line.endswith("}")]
+
+
+def write_lines(path: Path, lines: list[dict]):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def write_summary(out: Path):
+    """Write DIR/summary.jsonl and DIR/summary.md from the results of all parts so far."""
+    lines = [line for name in PARTS for line in read_lines(out / f"{name}.jsonl")]
+    write_lines(out / "summary.jsonl", lines)
+    setups = dict.fromkeys(describe(line) for line in lines if "versions" in line)
+    ends = [line for line in lines if "state" in line]
+    text = ["# Measurements on one GPU", *setups, f"Commit {commit()}."]
+    text.append(table("part", "state", "seconds", rows=[(end["part"], end["state"], end["seconds"]) for end in ends]))
+    for end in ends:
+        numbers = [line for line in lines if line["part"] == end["part"] and "name" in line]
+        if numbers:
+            text += [
+                f"## {end['part']}",
+                f"`{end['command']}`",
+                table("name", "value", "unit", rows=map(cells, numbers)),
+            ]
+    (out / "summary.md").write_text("\n\n".join(text) + "\n")
+
+
+def describe(line: dict) -> str:
+    """Return the card, the date and the versions of packages in one sentence."""
+    versions = [f"{name} {version}" for name, version in line["versions"].items()]
+    return f"{line['card']}, {line['date']}: {', '.join(versions)}."
+
+
+def cells(line: dict) -> tuple[str, str, str]:
+    """Return the name, the value and the unit of a number, or the reason why it was not measured."""
+    if "skipped" in line:
+        return line["name"], f"skipped: {line['skipped']}", ""
+    return line["name"], f"{line['value']:g}", line["unit"]
+
+
+def table(*columns: str, rows: Iterable[tuple]) -> str:
+    """Format a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines)
+
+
+def commit() -> str:
+    """Return the commit of the repository, or "unknown" for a copy without its history."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -1,28 +1,24 @@
-"""Test and time the kernels on one NVIDIA GPU, in comparison with plain PyTorch.
+"""Time kernels on a GPU beside those of PyTorch and Liger. first_gpu_hour.py runs all parts.
 
-python benchmarks/gpu_kernels.py --json FILE     # tables and numbers, under eight minutes
-python benchmarks/gpu_kernels.py --toy           # test of the script: everything once at toy size, also on a CPU
+python benchmarks/gpu_kernels.py attention         # windows, and attention of a decode step
+python benchmarks/gpu_kernels.py logits            # log-probabilities from hidden states
+python benchmarks/gpu_kernels.py products          # ceilings of the GPU, products of odd widths and of adapters
+python benchmarks/gpu_kernels.py logits --toy      # test of the part: toy size, also on a CPU
 
-The script prints the GPU and versions. Then it measures two ceilings of the GPU: bytes per second of a large copy, and
-operations per second of a bfloat16 product of 8192^3 random numbers. Then it runs every implementation on the same
-random bfloat16 inputs of several sizes. Before timing, results are compared with plain PyTorch in float32 (for decoding
-with the torch path), while uninitialised memory is filled with NaN. An implementation with wrong results is not timed.
-Times are medians of triton.testing.do_bench (50 ms of warm-up, 300 ms of repetitions). `share` is the time that the
-ceilings allow for the necessary bytes and operations, divided by the median. Peak memory is the memory of one call
-without inputs.
+Inputs are random, in bfloat16, and a number is the median of many calls. Except for `logits`, whose kernels take many
+milliseconds, the calls are replayed inside a CUDA graph (triton.testing.do_bench_cudagraph), so that launches from
+Python do not count. `python -m minivlmrl.kernels.self_test` checks the results.
 """
 
-import contextlib
-import json
-import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 
 import torch
-from gpu_step import CARD, about, peak_gib, read_options, seconds_of, write_numbers
+from gpu_report import part, report, report_skipped, run_part
+from gpu_step import CARD, peak_gib, seconds_of
 from torch import Tensor
+from torch.nn.functional import linear
 
 from minivlmrl.generation.cuda_graphs import StaticDecodeAttention
 from minivlmrl.kernels.backend import triton
@@ -30,255 +26,176 @@ from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
 
-TEMPERATURE = 0.9
-CHUNK = 1024  # number of rows whose float32 logits fit into memory
-Call = Callable[[], list[Tensor]]
+# a photograph of 58 x 70 patches: windows of 8 x 8 patches, and at the edges of 8 x 6, 2 x 8 and 2 x 6
+PHOTOGRAPH = 7 * (8 * [64] + [48]) + 8 * [16] + [12]
+HEADS, HEAD_DIM = 16, 80  # Qwen2.5-VL's tower
 
 
-@dataclass
-class Run:
-    """Settings and results of all tables.
+def milliseconds(call: Callable, in_graph: bool = True) -> float:
+    """Return the median time of a call in milliseconds. On a CPU, call it once.
 
     Args:
-        toy: use sizes that a CPU runs in seconds, and run each implementation once.
-        deadline: time.monotonic() after which implementations are skipped.
-        bytes_per_second, operations_per_second: measured ceilings of the GPU.
-        rows: results so far.
+        in_graph: False for a call that a graph cannot capture, or whose memory a graph should not keep.
     """
-
-    toy: bool
-    deadline: float
-    bytes_per_second: float
-    operations_per_second: float
-    rows: list[dict] = field(default_factory=list)
-
-    def allowed_ms(self, size: float, operations: float) -> float:
-        """Return the time in milliseconds that memory traffic and operations take at the measured ceilings."""
-        return 1e3 * max(size / self.bytes_per_second, operations / self.operations_per_second)
-
-    def table(self, title: str, ways: dict[str, Call], expected: list[Tensor], tolerance: float, allowed_ms: float):
-        """Check and time all implementations (`ways`) on one set of inputs, and print a line for each."""
-        print(f"\n{title}; allowed {allowed_ms:.2f} ms")
-        print(f"{'':32} {'error':>8} {'ms':>9} {'share':>6} {'peak GiB':>9}")
-        for way, call in ways.items():
-            row = {"table": title, "way": way, "allowed_ms": allowed_ms}
-            row |= self.measure(call, expected, tolerance)
-            self.rows.append(row)
-            show(row)
-
-    def measure(self, call: Call, expected: list[Tensor], tolerance: float) -> dict:
-        """Compare a call with the expected results, then measure its time and peak memory."""
-        if time.monotonic() > self.deadline:
-            return {"skipped": "no time left"}
-        try:
-            with nan_in_new_memory():
-                difference = farthest(call(), expected)
-            if not difference <= tolerance:
-                return {"error": difference, "skipped": f"wrong: more than {tolerance}"}
-            peak = peak_gib(call)
-            median = milliseconds(call, self.toy)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return {"skipped": "out of memory"}
-        except Exception as exception:  # continue with the next implementation
-            return {"skipped": f"{type(exception).__name__}: {exception}".splitlines()[0][:100]}
-        return {"error": difference, "ms": median, "peak_gib": peak}
+    if CARD.type == "cpu":
+        return 1e3 * seconds_of(call)
+    if in_graph:
+        return triton.testing.do_bench_cudagraph(call, return_mode="median")
+    return triton.testing.do_bench(call, return_mode="median")
 
 
-def show(row: dict):
-    error = f"{row['error']:8.1e}" if "error" in row else 8 * " "
-    if "skipped" in row:
-        print(f"{row['way']:32} {error} {row['skipped']}", flush=True)
-        return
-    share = row["allowed_ms"] / row["ms"]
-    print(f"{row['way']:32} {error} {row['ms']:9.3f} {share:6.2f} {row['peak_gib']:9.3f}", flush=True)
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CARD).to(torch.bfloat16)
 
 
-def main():
-    options = read_options(__doc__, "--minutes", 8.0, "start nothing new after so long")
-    begin = time.monotonic()
-    print(json.dumps(about()))
-    run = Run(options.toy, begin + 60 * options.minutes, *measure_ceilings(options.toy))
-    copied = run.bytes_per_second / 1e12
-    print(f"ceilings: {copied:.2f} TB/s copied, {run.operations_per_second / 1e12:.0f} TFLOP/s in bfloat16")
-    states_table(run)
-    windows_table(run)
-    decode_table(run)
-    print(f"\n{time.monotonic() - begin:.0f} s")
-    write_numbers(options.json, vars(run))
+# ---- attention -----------------------------------------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------------------ hidden states
+@part
+def attention(toy: bool):
+    """Time the attention of windows and of a decode step."""
+    for label, lengths in {"512 windows of 64": 512 * [64], "8 photographs": 8 * PHOTOGRAPH}.items():
+        time_windows(label, [64, 20, 64] if toy else lengths)
+    for prompts, generations in [(2, 3)] if toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
+        time_decode_attention(prompts, generations, *((50, 8, 5, 4, 2, 16) if toy else (1100, 256, 200, 16, 2, 128)))
 
 
-def states_table(run: Run):
-    """Measure linear_log_softmax: log-probabilities from hidden states, and their gradients."""
-    sizes = [(8192, 151936, 2048), (2048, 151936, 2048), (32768, 151936, 2048), (8192, 152064, 3584)]
-    for rows, vocab, width in [(50, 700, 32)] if run.toy else sizes:
-        torch.manual_seed(rows)
-        hidden = torch.randn(rows, width, device=CARD, dtype=torch.bfloat16).requires_grad_()
-        weight = (3 * width**-0.5 * torch.randn(vocab, width, device=CARD)).bfloat16().requires_grad_()
-        ids = torch.randint(0, vocab, (rows,), device=CARD)
-        advantages = torch.randn(rows, device=CARD)
-        inputs = (hidden, weight, ids, advantages)
-        ways = {
-            "ours": partial(states_step, ours_of_states, *inputs),
-            "torch, float32": partial(states_step, naive_states, *inputs),
-        }
-        allowed = run.allowed_ms(0, 6 * rows * vocab * width)
-        run.table(f"states {rows} x {width}, head {vocab}", ways, expected_states(*inputs), 0.05, allowed)
+def time_windows(label: str, lengths: list[int]):
+    """Time ways to compute attention within segments of these lengths, forward and with gradients."""
+    tokens = sum(lengths)
+    # q and k are contiguous as after the rotary embedding; v is a slice of the projection
+    q, k, grad = (normal(tokens, HEADS, HEAD_DIM) for _ in range(3))
+    v = normal(tokens, 3, HEADS, HEAD_DIM)[:, 2]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    segments = Segments(lengths, CARD)
+    ways = {
+        "ours": lambda *x: window_attention(*x, segments),
+        "torch, by length": lambda *x: batched_attention(*x, segments),
+        "torch, varlen_attn": lambda *x: varlen(*x, segments.cu_seqlens, max(lengths)),
+    }
+    for way, function in ways.items():
+        if way == "torch, varlen_attn" and CARD.type == "cpu":
+            report_skipped(f"{label}, {way}", "varlen_attn needs a GPU")
+            continue
+        with torch.no_grad():
+            report(f"{label}, {way}: forward", milliseconds(partial(function, *inputs)), "ms")
+        report(f"{label}, {way}: with gradients", milliseconds(partial(gradients, function, inputs, grad)), "ms")
 
 
-def states_step(function: Callable, hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> list[Tensor]:
-    """Compute log-probabilities, and the gradients of hidden states and head."""
-    logps = function(hidden, weight, ids)
-    return [logps.detach(), *torch.autograd.grad(logps, (hidden, weight), advantages.to(logps.dtype))]
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
 
 
-def ours_of_states(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    return linear_log_softmax(hidden, weight, ids, TEMPERATURE)[0]
-
-
-def naive_states(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    log_p = ((hidden @ weight.T).float() / TEMPERATURE).log_softmax(-1)
-    return log_p.gather(-1, ids[:, None])[:, 0]
-
-
-def expected_states(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> list[Tensor]:
-    """Compute the results of states_step in float32 with plain PyTorch, some rows at a time."""
-    wide_weight = weight.detach().float().requires_grad_()
-    logps = []
-    grad_hidden = []
-    grad_weight = 0
-    for rows in torch.arange(len(ids), device=CARD).split(CHUNK):
-        wide_hidden = hidden[rows].detach().float().requires_grad_()
-        found = states_step(naive_states, wide_hidden, wide_weight, ids[rows], advantages[rows])
-        logps.append(found[0])
-        grad_hidden.append(found[1])
-        grad_weight = grad_weight + found[2]
-    return [torch.cat(logps), torch.cat(grad_hidden), grad_weight]
-
-
-# ------------------------------------------------------------------------------------------------ windows
-
-
-HEADS, HEAD_DIM = 16, 80  # Qwen2.5-VL's vision tower
-
-
-def windows_table(run: Run):
-    """Measure window_attention, forward and backward, for 512 full windows and eight photographs (58 x 70 patches)."""
-    # windows of 8 x 8 patches; at the edges 8 x 6, 2 x 8 and 2 x 6
-    photograph = 7 * (8 * [64] + [48]) + 8 * [16] + [12]
-    for lengths in [[64, 20, 64]] if run.toy else [512 * [64], 8 * photograph]:
-        tokens = sum(lengths)
-        torch.manual_seed(tokens)
-        # q and k are contiguous as after the rotary embedding; v is a slice of the projection
-        q, k, grad = (torch.randn(tokens, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16) for _ in range(3))
-        v = torch.randn(tokens, 3, HEADS, HEAD_DIM, device=CARD, dtype=torch.bfloat16)[:, 2]
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        segments = Segments(lengths, CARD)
-        ways = {
-            "ours": partial(windows_step, window_attention, inputs, segments, grad),
-            "ours, torch path": partial(windows_step, batched_attention, inputs, segments, grad),
-        }
-        wide = [x.detach().float().requires_grad_() for x in inputs]
-        expected = windows_step(batched_attention, wide, segments, grad.float())
-        size = q.numel() * q.element_size()
-        products = 2 * sum(n * n for n in lengths) * HEADS * HEAD_DIM
-        allowed = run.allowed_ms(11 * size, 7 * products)
-        run.table(f"windows {len(lengths)}, {tokens} patches", ways, expected, 0.02, allowed)
-
-
-def windows_step(function: Callable, inputs: list[Tensor], segments: Segments, grad: Tensor) -> list[Tensor]:
-    """Compute function(q, k, v, segments), (T, H, D), and the gradients of q, k and v."""
-    out = function(*inputs, segments)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-
-
-# ------------------------------------------------------------------------------------------------ decoding
-
-
-def decode_table(run: Run):
-    """Measure attention of one layer in a decode step of the 3B model, including writing the new keys.
-
-    Prompts have 1,100 tokens, and rows have 200 of 256 tokens.
-    """
-    sizes = (50, 8, 5, 4, 2, 16) if run.toy else (1100, 256, 200, 16, 2, 128)
-    (P, _, done, _, K, D) = sizes
-    for prompts, rows_of_each in [(2, 3)] if run.toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
-        R = prompts * rows_of_each
-        torch.manual_seed(R)
-        static, q, new_keys = decode_case(prompts, rows_of_each, *sizes)
-        ways = {
-            "ours": partial(decode_step, StaticDecodeAttention.__call__, static, q, new_keys),
-            "ours, torch path": partial(decode_step, DecodeAttention.__call__, static, q, new_keys),
-        }
-
-        numbers = 2 * K * D * (prompts * P + R * (done + 1)) + 2 * q.numel()
-        title = f"decode {prompts} x {rows_of_each} rows, {P} + {done + 1} keys"
-        run.table(title, ways, ways["ours, torch path"](), 0.02, run.allowed_ms(q.element_size() * numbers, 0))
-
-
-def decode_case(prompts: int, rows_of_each: int, P: int, C: int, done: int, H: int, K: int, D: int):
-    """Create decoding attention for rows that have `done` of C tokens, and q and (k, v) of the next token."""
-    R = prompts * rows_of_each
-    prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
-    q, new_k, new_v = (torch.randn(R, heads, D, device=CARD, dtype=torch.bfloat16) for heads in (H, K, K))
-    prefill.keys.append([q.new_empty(prompts * P, K, D).normal_() for _ in range(2)])
-    start = torch.zeros(prompts, dtype=torch.long, device=CARD)
-    static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(rows_of_each), C, start)
-    static.advance(done + 1, growth=done + 1)
-    for x in static.row_kv[0]:
-        x[:, :, :done].normal_()
-    return static, q, (new_k, new_v)
+def gradients(function: Callable, inputs: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(function(*inputs), inputs, grad)
 
 
 @torch.no_grad()
-def decode_step(call: Callable, static: StaticDecodeAttention, q: Tensor, new_keys: tuple) -> list[Tensor]:
-    return [call(static, 0, q, *new_keys)]
+def time_decode_attention(prompts: int, generations: int, P: int, C: int, done: int, H: int, K: int, D: int):
+    """Time the attention of one layer in a decode step, including writing the new keys.
 
-
-# ------------------------------------------------------------------------------------------------ shared
-
-
-def farthest(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest difference of a tensor relative to its norm; NaN if a result has NaN."""
-    differences = [(a.float() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
-    return torch.stack(differences).max().item()
-
-
-@contextlib.contextmanager
-def nan_in_new_memory():
-    """Fill uninitialised memory with NaN, so that values which a kernel fails to write are found.
-
-    This uses torch.utils.deterministic.fill_uninitialized_memory.
+    Args:
+        P, C: number of tokens of a prompt, and largest number of tokens of a completion.
+        done: number of tokens that each completion has.
+        H, K, D: number of query heads and of key heads, and their dimension.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # operations without a deterministic implementation warn
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
+    R = prompts * generations
+    prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
+    q, new_k, new_v = (normal(R, heads, D) for heads in (H, K, K))
+    prefill.keys.append([normal(prompts * P, K, D) for _ in range(2)])
+    start = torch.zeros(prompts, dtype=torch.long, device=CARD)
+    static = StaticDecodeAttention(prefill, torch.arange(prompts).repeat_interleave(generations), C, start)
+    static.advance(done + 1, growth=done + 1)
+    for x in static.row_kv[0]:
+        x[:, :, :done].normal_()
+    for way, kind in {"ours": StaticDecodeAttention, "torch": DecodeAttention}.items():
+        name = f"decode step, {prompts} x {generations} rows, {P} + {done + 1} keys, {way}"
+        report(name, milliseconds(lambda kind=kind: kind.__call__(static, 0, q, new_k, new_v)), "ms")
 
 
-def milliseconds(call: Callable, once: bool) -> float:
-    """Return the median time of a call in milliseconds, or the time of a single call if `once`."""
-    if once:
-        return 1e3 * seconds_of(call)
-    return triton.testing.do_bench(call, warmup=50, rep=300, return_mode="median")
+# ---- logits --------------------------------------------------------------------------------------------------------
 
 
-def measure_ceilings(toy: bool) -> tuple[float, float]:
-    """Measure bytes per second of a copy, and operations per second of a bfloat16 matrix product."""
-    numbers, side = (2**16, 64) if toy else (2**30, 8192)
-    source = torch.randn(numbers, device=CARD).to(torch.bfloat16)
-    target = torch.empty_like(source)
-    copy_ms = milliseconds(lambda: target.copy_(source), toy)
-    a, b = (torch.randn(side, side, device=CARD).to(torch.bfloat16) for _ in range(2))
-    product_ms = milliseconds(lambda: a @ b, toy)
-    return 1e3 * 2 * source.nbytes / copy_ms, 1e3 * 2 * side**3 / product_ms
+@part
+def logits(toy: bool):
+    """Time log-probabilities from hidden states with their gradients, and measure their memory."""
+    vocab, width, tokens = (700, 32, 8) if toy else (151936, 2048, 256)
+    for rows in (16,) if toy else (2048, 8192):
+        hidden = normal(rows, width).requires_grad_()
+        weight = (3 * width**-0.5 * normal(vocab, width)).requires_grad_()
+        ids = torch.randint(vocab, (rows,), device=CARD)
+        advantages = torch.randn(rows // tokens, device=CARD)
+
+        def loss(logps, advantages=advantages):
+            return -(logps.view(-1, tokens) * advantages[:, None]).mean()
+
+        ways = {"ours": lambda h, w, ids=ids: loss(linear_log_softmax(h, w, ids)[0]),
+                "torch, bfloat16 logits": lambda h, w, ids=ids: loss(log_softmax(h, w, ids))}  # fmt: skip
+        if find_spec("liger_kernel"):
+            ways["Liger"] = partial(liger_loss, ids=ids.view(-1, tokens), advantages=advantages)
+        else:
+            report_skipped(f"{rows} rows, Liger", "liger_kernel is not installed")
+        for way, function in ways.items():
+            call = partial(gradients, function, [hidden, weight], None)
+            report(f"{rows} rows, {way}", milliseconds(call, in_graph=False), "ms")
+            report(f"{rows} rows, {way}: memory", peak_gib(call), "GiB")
+
+
+def log_softmax(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return (hidden @ weight.T).float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+def liger_loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="grpo", compiled=False)
+    mask = torch.ones(ids.shape, device=CARD)
+    return loss(hidden.view(*ids.shape, -1), weight, ids, mask, advantages)[0]
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+@part
+def products(toy: bool):
+    """Measure the ceilings of the GPU, the products of the tower's MLP by width, and those of adapters by dtype."""
+    side = 64 if toy else 8192
+    source = normal(2**16 if toy else 2**30)
+    report(
+        "copy of 2 GiB", 2e-9 * source.nbytes / milliseconds(partial(torch.empty_like(source).copy_, source)), "TB/s"
+    )
+    a, b = normal(side, side), normal(side, side)
+    report(f"product of {side}^3", 2e-9 * side**3 / milliseconds(lambda: a @ b), "TFLOP/s")
+    patches, width = (64, 16) if toy else (32768, 1280)
+    for columns in (20, 24) if toy else (3420, 3424, 3456):
+        time_tower_mlp(patches, width, columns)
+    for rows in (4,) if toy else (48, 128, 3072):
+        time_adapter(rows, *((16, 32, 4) if toy else (2048, 11008, 64)))
+
+
+def time_tower_mlp(patches: int, width: int, columns: int):
+    """Time the six products of an up and a down projection; 3,420 columns are no multiple of 16 bytes."""
+    x, g = normal(patches, width), normal(patches, columns)
+    up, down = normal(columns, width), normal(width, columns)
+    calls = (lambda: linear(x, up), lambda: linear(g, down), lambda: g @ up, lambda: x @ down, lambda: g.T @ x,
+             lambda: x.T @ g)  # fmt: skip
+    spent = sum(map(milliseconds, calls))
+    report(f"MLP of the tower with {columns} columns", 12e-9 * patches * width * columns / spent, "TFLOP/s")
+
+
+def time_adapter(rows: int, width: int, in_features: int, r: int):
+    """Time the two products of an adapter in float32, TF32 and bfloat16."""
+    for kind in ("float32", "TF32", "bfloat16"):
+        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        shapes = (rows, in_features), (r, in_features), (width, r), (rows, width)
+        x, A, B, out = (normal(*shape).to(dtype) for shape in shapes)
+        torch.backends.cuda.matmul.allow_tf32 = kind == "TF32"
+        spent = milliseconds(lambda x=x, A=A, B=B, out=out: torch.addmm(out, linear(x, A), B.T))
+        report(f"adapter, {rows} rows, {kind}", spent, "ms")
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 if __name__ == "__main__":
-    main()
+    run_part(__doc__, globals())

@@ -1,21 +1,19 @@
-"""Time a rollout, scoring and a training step of Qwen2.5-VL-3B on a GPU, also in transformers.
+"""Compare scoring and a training step of Qwen2.5-VL-3B on a GPU with transformers.
 
-python benchmarks/gpu_step.py --json FILE     # a table and its numbers, under eight minutes
+python benchmarks/gpu_step.py --json FILE     # a table and its numbers
 python benchmarks/gpu_step.py --toy           # test of the script: toy size in float32, also on a CPU
 
 The weights are random, in bfloat16. There is one prompt with an image of 1,000 tokens and 100 text tokens, and 8
 completions of exactly 256 tokens.
 
-    rollout     sample 8 completions
     scoring     compute log-probabilities, no gradient
     step        forward, GRPO loss, backward, AdamW
 
-The peer of `rollout` is transformers' generate with num_return_sequences=8. The peers of `scoring`
-and `step` compute one row for each completion, with a copy of the prompt and its image, once with
-minivlmrl's model and once with transformers' model.
+The peers compute one row for each completion, with a copy of the prompt and its image, once with minivlmrl's model and
+once with transformers' model.
 
 Both models share their parameters. In a step, PEER_ROWS rows of the peers are processed at a time and gradients are
-summed, because 8 rows may not fit into memory. Before timing, log-probabilities and gradients of the three
+summed, because 4 rows need more than 80 GB. Before timing, log-probabilities and gradients of the three
 implementations are compared: in float32 with two decoder layers and two vision blocks, where they must agree, then in
 bfloat16 with the whole model, where the differences are printed. Times are medians, with minimum and maximum, of
 alternating calls. Memory is the peak of a call minus the memory that model and optimizer already hold.
@@ -41,8 +39,6 @@ from sizes import config_of
 from torch import Tensor
 
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.build import initialize
 from minivlmrl.model.config import ModelConfig
@@ -51,7 +47,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PEER_ROWS = 4  # number of rows that a peer processes at once in a step
+PEER_ROWS = 2  # number of rows that a peer processes at once in a step
 TOLERANCE = 1e-3  # largest difference in float32, in nats and relative to the gradient's norm
 
 
@@ -76,7 +72,10 @@ class Case:
 
 
 def main():
-    options = read_options(__doc__, "--repeats", 5, "timed calls of each way; a rollout gets half as many")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each way")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    options = read_options(parser)
     # otherwise transformers' Conv3d would compute with ten bits in the float32 comparison
     torch.backends.cudnn.allow_tf32 = False
     print(json.dumps(about()))
@@ -237,13 +236,12 @@ def logps_and_gradients(way: Callable, model: torch.nn.Module, parameters: list,
 
 def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case, repeats: int) -> list[dict]:
     """Time every phase and implementation, and print the table."""
-    torch.manual_seed(0)
     rows = []
     print("| phase | way | seconds | shortest | longest | times ours | peak GiB |\n|---|---|---|---|---|---|---|")
     for phase, ways in phases(ours, theirs, case).items():
         if not theirs:
             del ways["transformers"]
-        results = take_turns(ways, max(1, repeats // 2) if phase == "rollout" else repeats)
+        results = take_turns(ways, repeats)
         our_seconds = results["ours"].get("seconds")
         for way, numbers in results.items():
             rows.append({"phase": phase, "way": way, **numbers})
@@ -254,21 +252,7 @@ def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case, repeat
 def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, dict[str, Callable]]:
     """Return the calls to time, by phase and implementation."""
     G = len(case.completions)
-    C = len(case.completions[0])
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)
-    if theirs:
-        theirs.generation_config.eos_token_id = None  # so that all completions have the same length
-
-    def rollout():
-        draw = sample_by_uniforms(torch.rand(G, C).double(), CARD)
-        sample_token = make_token_sampler(1.0, (), draw, device=CARD)
-        (group,) = generate(ours, [case.prompt], G, C, sample_token, CapturedDecode())
-        assert {len(completion.ids) for completion in group} == {C}
-
-    def rollout_of_transformers():
-        lengths = {"max_new_tokens": C, "min_new_tokens": C}
-        ids = theirs.generate(**case.inputs, **lengths, do_sample=True, top_k=0, num_return_sequences=G)
-        assert ids.shape == (G, len(case.prompt.input_ids) + C)
 
     @torch.no_grad()
     def score(way, model):
@@ -280,7 +264,6 @@ def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict
         optimizer.zero_grad()
 
     return {
-        "rollout": {"ours": rollout, "transformers": rollout_of_transformers},
         "scoring": {
             "ours": partial(score, grouped, ours),
             "ours, separate rows": partial(score, separate, ours),
@@ -353,12 +336,9 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def read_options(description: str, number: str, default: float, help: str) -> argparse.Namespace:
-    """Parse the options of a script that needs a GPU: --toy, --json and one number."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="toy sizes in float32")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    parser.add_argument(number, type=type(default), default=default, help=help)
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the options of a script that needs a GPU, and add the option --toy."""
+    parser.add_argument("--toy", action="store_true", help="toy size in float32, also on a CPU")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
         sys.exit("This benchmark needs a GPU; pass --toy to run it at toy size on a CPU")
@@ -366,7 +346,7 @@ def read_options(description: str, number: str, default: float, help: str) -> ar
 
 
 def about() -> dict:
-    """Return today's date, the device, and the versions of the packages."""
+    """Return the device, today's date, and the versions of the packages."""
     versions = {}
     for name in ("torch", "triton", "transformers"):
         try:
@@ -374,7 +354,7 @@ def about() -> dict:
         except PackageNotFoundError:
             versions[name] = "not installed"
     card = torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
-    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "card": card, "versions": versions}
+    return {"card": card, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
 
 
 def write_numbers(path: Path | None, numbers: dict):

@@ -68,7 +68,7 @@ class EndlessProcessor(Processor):
 
 
 class Ours:
-    """minivlmrl's GRPO, as train.py runs it; each call of `step` is one optimizer step."""
+    """minivlmrl's GRPO, as train.py runs it. Each call of `step` is one optimizer step and returns its metrics."""
 
     def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
         batches = Batches(rows, trainer)
@@ -77,9 +77,10 @@ class Ours:
         self.done = 0
         self.optimizer = build_optimizer(trainer.trained, trainer.config, trainer.run.optimizer)
 
-    def step(self):
-        optimizer_step(self.trainer, next(self.steps), self.optimizer, self.done)
+    def step(self) -> dict[str, float]:
+        metrics = optimizer_step(self.trainer, next(self.steps), self.optimizer, self.done)
         self.done += 1
+        return metrics
 
 
 def take_turns(ours: Ours):

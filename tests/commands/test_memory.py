@@ -128,11 +128,11 @@ def test_recipes_fit_the_gpus_that_their_comments_name():
 @pytest.mark.parametrize(
     ("name", "model", "other", "options"),
     [
-        ("own_data_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
-        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+        ("own_data_one_card", "Qwen2.5-VL-3B", 14, ["--adapter.quantize=nf4"]),
+        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 15, ["--adapter.quantize=nf4"]),
         ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 13, ["--adapter.r=64", *BFLOAT16]),
-        ("lora_7b", "Qwen2.5-VL-7B", 25, ["--adapter.quantize=null"]),
-        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 12, ["--adapter.quantize=nf4"]),
+        ("lora_7b", "Qwen2.5-VL-7B", 32, ["--adapter.quantize=null"]),
+        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 16, ["--adapter.quantize=nf4"]),
         ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 27, ["--adapter.quantize=null"]),
         ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS),
         ("lora_qwen3_5_4b", "Qwen3.5-4B", 19, THOUGHTS),
@@ -148,6 +148,9 @@ def test_recipes_for_one_gpu_fit(name, model, other, options):
     found = [size_of(load_config(path, given), "grpo", model) for given in ([], options)]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
+    if stated := re.search(r"with max_batch_tokens 16384 the recipe needs (\d+) GB", head):
+        config = load_config(path, ["--sampling.max_batch_tokens=16384"])
+        assert round(size_of(config, "grpo", model)) == int(stated[1])
     [row] = rows_of_memory(name) or [None]
     if model.startswith("Qwen3-VL"):  # docs/memory.md has a row for these recipes
         assert row[1:] == [cell(size) for size in sorted(found)[::-1]]

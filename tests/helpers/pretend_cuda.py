@@ -95,6 +95,9 @@ class Pretend(Tensor):
 
     __array__ = numpy
 
+    def __format__(self, form):
+        return self.cpu().__format__(form)
+
     def __reduce_ex__(self, protocol):  # torch.save copies to the host, too
         return self.cpu().__reduce_ex__(protocol)
 

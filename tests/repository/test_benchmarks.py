@@ -44,14 +44,14 @@ def call(tmp_path, monkeypatch, capsys):
 def test_a_machine_without_other_trainers_measures_our_side():
     """A rented machine has neither TRL nor a network, so scripts import other trainers only where they compare them."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
-    names = "decode, gpu_grpo, gpu_kernels, gpu_step, grpo_step, lengths"
+    names = "gpu_kernels, gpu_parts, gpu_step, grpo_step, lengths"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = "-1"
-    run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); decode.SIZES = ((1, 2),); decode.main()"
+    run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); gpu_parts.step(toy=True)"
     command = [sys.executable, "-c", f"{missing}; import {names}; {run}"]
     table = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    assert table.count("transformers is not installed and is left out") == 3
-    assert "| step | ours |" in table and "| 40 | 2 | ours |" in table
+    assert table.count("transformers is not installed and is left out") == 2
+    assert "| step | ours |" in table and '"name": "phase: rollout"' in table
 
 
 @pytest.mark.slow

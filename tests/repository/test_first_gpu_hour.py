@@ -1,7 +1,9 @@
 """Check benchmarks/first_gpu_hour.py, which measures everything on a GPU and writes a page, without a GPU."""
 
+import importlib
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 from links import ROOT
@@ -10,42 +12,110 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import first_gpu_hour
 from first_gpu_hour import PARTS, Part
 
+NUMBER = 'print(\'{"card": "a card", "name": "%s", "value": 1.5, "unit": "s"}\', flush=True)\n'
 
-def write(monkeypatch, tmp_path, *arguments):
-    monkeypatch.setattr(sys, "argv", ["first_gpu_hour.py", "--out", str(tmp_path), *arguments])
+
+def measure(monkeypatch, out, *arguments):
+    """Run the script; return the number of failed parts, the lines of summary.jsonl, and summary.md."""
+    monkeypatch.setattr(sys, "argv", ["first_gpu_hour.py", "--out", str(out), *arguments])
     failed = first_gpu_hour.main()
-    return failed, (tmp_path / "gpu_status.md").read_text()
+    lines = [json.loads(line) for line in (out / "summary.jsonl").read_text().splitlines()]
+    return failed, lines, (out / "summary.md").read_text()
 
 
-def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch, tmp_path):
-    sleeper = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])"
-    parts = {
-        "bad": Part(1, "-c \"print('so far'); raise OSError('no card')\"", ""),
-        "slow": Part(0.02, f'-c "{sleeper}"', ""),
-        "good": Part(1, "-c 'import sys; print(sys.argv[1:])' {out}", "--toy"),
+def states(lines):
+    return {line["part"]: line["state"] for line in lines if "state" in line}
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """Replace the parts of the script by five short ones, each of which writes a number first."""
+    scripts = {
+        "bad": "raise OSError('no card')",
+        "slow": "import subprocess; subprocess.run(['sleep', '60'])",
+        "killed": "import os; os.kill(os.getpid(), 9)",
+        "good": f"import os, sys; open({str(tmp_path / 'calls')!r}, 'a').write(f'{{sys.argv[1:]}}')",
+        "long": "",
     }
-    monkeypatch.setattr(first_gpu_hour, "PARTS", parts)
-    failed, page = write(monkeypatch, tmp_path, "--toy")
-    assert failed == 2
-    bad, slow, good = page.split("\n## ")
-    assert "**failed**" in bad and "so far" in bad and "OSError: no card" in bad
-    assert "**failed**: stopped after 0.02 minutes" in slow and "begun" in slow
-    assert "failed" not in good and f"['{tmp_path}', '--toy']" in good
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(NUMBER % f"number of {name}" + text)
+    found = {name: Part(1 if name == "slow" else 20, f"{tmp_path}/{name}.py") for name in scripts}
+    found["good"] = found["good"]._replace(command=f"{tmp_path}/good.py some words")
+    found["long"] = found["long"]._replace(seconds=10**4)
+    found["needy"] = Part(20, f"{tmp_path}/good.py", ("pytest", "no_such_package"))
+    monkeypatch.setattr(first_gpu_hour, "PARTS", found)
+    return found
+
+
+def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch, tmp_path, parts):
+    failed, lines, page = measure(monkeypatch, tmp_path / "out", "--toy")
+    assert failed == 3
+    assert states(lines) == {
+        "bad": "failed: exit status 1, OSError: no card",
+        "slow": "failed: stopped after 1 s",
+        "killed": states(lines)["killed"],
+        "good": "done",
+        "long": "later: its time limit is 10000 s",
+        "needy": "skipped: no_such_package is not installed",
+    }
+    assert states(lines)["killed"].startswith("failed: exit status")
+    # the numbers of failed parts are kept, and each has the card
+    expected = [(part, "a card", f"number of {part}", 1.5) for part in ("bad", "slow", "killed", "good")]
+    assert [(x["part"], x["card"], x["name"], x["value"]) for x in lines if "name" in x] == expected
+    assert page.count("| number of ") == 4 and "| needy | skipped: no_such_package is not installed | 0 |" in page
+    assert (tmp_path / "calls").read_text() == "['--toy', 'some', 'words']"
+
+
+def test_a_second_call_repeats_only_the_parts_that_are_not_done(monkeypatch, tmp_path, parts):
+    failed, first, _ = measure(monkeypatch, tmp_path / "out", "--only", "bad", "good")
+    assert failed == 1 and [*states(first)] == ["bad", "good"]
+    (tmp_path / "bad.py").write_text(NUMBER % "repaired")
+    failed, second, page = measure(monkeypatch, tmp_path / "out", "--only", "bad", "good")
+    assert failed == 0 and states(second) == {"bad": "done", "good": "done"}
+    assert [line["name"] for line in second if "name" in line] == ["repaired", "number of good"]
+    assert "number of bad" not in page
+    assert (tmp_path / "calls").read_text() == "['some', 'words']"  # from one call
+
+
+def test_parts_exist_and_the_important_ones_fit_twelve_minutes():
+    important = list(PARTS)[: list(PARTS).index("default_run") + 1]
+    assert sum(PARTS[name].seconds for name in important) <= 12 * 60
+    assert {"self_test", "tests", "step", "trl_sdpa", "lora", "nf4", "decode", "profile", "logits"} <= {*important}
+    for part in PARTS.values():
+        script, function, *_ = part.command.split()
+        assert getattr(importlib.import_module(script.removesuffix(".py")), function).is_part
+
+
+# numbers of each part that docs/gpu.md uses
+NUMBERS = {
+    "self_test": ["nf4_unpack: relative error"],
+    "tests": ["tests"],
+    "step": ["step 4", "peak memory by the command `memory`", "largest logp_mismatch", "phase: backward"],
+    "trl_sdpa": ["sdpa: step 2", "sdpa: sampling and rewards of a step"],
+    "lora": ["step 3", "peak memory by the command `memory`"],
+    "nf4": ["step 2", "peak memory by the command `memory`"],
+    "decode": ["1 rows of 1 prompts", "4 rows of 2 prompts"],
+    "step_triton": ["step 4", "largest logp_mismatch"],
+    "decode_triton": ["1 rows of 1 prompts"],
+    "profile": ["decode step: kernels", "forward of a micro-batch: kernels", "backward of a micro-batch: all kernels"],
+    "attention": ["512 windows of 64, ours: with gradients", "8 photographs, torch, varlen_attn"],
+    "logits": ["16 rows, ours", "16 rows, Liger"],
+    "products": ["copy of 2 GiB", "MLP of the tower with 24 columns", "adapter, 4 rows, TF32"],
+    "default_run": ["grpo, sampled accuracy afterwards", "largest logp_mismatch"],
+    "changes": ["step with all changes", "step without: padded MLP of the tower"],
+    "lora_changes": ["step without: 16-bit copies of adapters"],
+    "transformers": ["two layers, float32, hf: difference of log-probabilities", "step, transformers"],
+}
 
 
 @pytest.mark.slow
 def test_parts_run_at_toy_size(monkeypatch, tmp_path):
-    """Run the parts at toy size, with only one of the four training runs."""
-    parts = {name: part for name, part in PARTS.items() if name not in ("run_float32", "run_nf4", "vllm_run")}
-    monkeypatch.setattr(first_gpu_hour, "PARTS", parts)
-    failed, page = write(monkeypatch, tmp_path, "--toy")
+    """All parts run on a CPU, except those whose package is missing."""
+    failed, lines, page = measure(monkeypatch, tmp_path, "--toy")
     assert failed == 0, page
-    assert "planned_gb" in page
-    ways = ["ours", "ours, eager", "transformers"]
-    cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    assert [way for _, rows, way, *_ in (row for row in cells if len(row) > 3) if rows == "64"] == ways
-    kernels, step = (json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("kernels", "step"))
-    ours = [row for row in kernels if row["way"].startswith("ours")]
-    assert {row["table"].split()[0] for row in ours} == {"states", "windows", "decode"}
-    assert not [row for row in ours if "skipped" in row]
-    assert sorted(row["phase"] for row in step) == ["rollout"] * 2 + ["scoring"] * 3 + ["step"] * 3
+    skipped = {name for name, part in PARTS.items() if not all(map(find_spec, part.needs))}
+    assert states(lines).keys() == PARTS.keys()
+    assert {name for name, state in states(lines).items() if state == "done"} == PARTS.keys() - skipped
+    for part, names in NUMBERS.items():
+        measured = {line["name"] for line in lines if line["part"] == part and "name" in line}
+        assert part in skipped or measured >= {*names}, part

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from links import ROOT
+from pretend_cuda import PretendCuda
 from safetensors.torch import load_file
 
 from minivlmrl.commands.train import train_recipe
@@ -33,6 +34,19 @@ def test_a_few_steps_end_with_the_weights_of_train(page, algorithm, printed, tmp
     options = ["--seed=3", "--sft.max_steps=2", f"--{algorithm}.max_steps=3", "--data.eval_rows=1", "--num_threads=1"]
     train_recipe([PAGES[page], *options, f"--output_dir={tmp_path}"])
     assert_equal(dict(model.state_dict()), load_file(tmp_path / "checkpoint" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_it_trains_on_a_gpu(page, monkeypatch):
+    """On the simulated GPU no operation mixes devices, and the weights are those of the CPU up to rounding."""
+    monkeypatch.chdir(ROOT)
+    main = runpy.run_path(page)["main"]
+    expected = dict(main(3, 2, 2)[0].state_dict())
+    with PretendCuda():
+        model, _ = main(3, 2, 2, device="cuda")
+        for name, weight in model.state_dict().items():
+            assert weight.is_cuda
+            torch.testing.assert_close(weight.cpu(), expected[name], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("page", "most"), [("minimal.py", 150), ("minimal_dpo.py", 100)])
