@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
+from minivlmrl.distributed import fsdp
 from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep, save_sharded
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
@@ -187,6 +188,17 @@ def test_offloading_does_not_change_results(alone):
     (logps, found), (expected, theirs) = gradients(model), gradients(tiny.model())
     assert torch.equal(logps, expected)
     assert all(torch.equal(found[name], theirs[name]) for name in theirs)
+
+
+def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
+    """The weights are in pinned host memory, and the mesh is of GPUs."""
+    meshes = []
+    monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, *_, **__: meshes.append(device))
+    section = ShardingOptions(enabled=True, cpu_offload=True)
+    for device, pinned in (("cuda", True), ("cpu", False)):
+        sharding = Sharding(section, World(device=torch.device(device)), torch.float32)
+        assert sharding.offload.pin_memory == pinned and sharding.device == torch.device("cpu")
+    assert meshes == ["cuda", "cpu"]
 
 
 @pytest.mark.parametrize(("model_type", "sharded"), [("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen3_5", False)])

@@ -246,3 +246,14 @@ def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
     assert_same(*drawn)
     if dtype == torch.float32:
         assert_same(drawn[0], sample(*arguments), close=1e-4)
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(2**30 - 1, 1), (2**30, 0)])
+def test_a_capture_returns_unused_memory_only_if_little_is_free(monkeypatch, free, emptied):
+    calls = []
+    with PretendCuda(), torch.inference_mode():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**37))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+        draw = sample_by_uniforms(uniform_numbers(["a"], 2, 5), CUDA)
+        sample(pretend(tiny.model()), prompts(1), 2, options(max_new_tokens=5), (), draw, decode=CapturedDecode())
+    assert len(calls) == emptied

@@ -13,12 +13,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 import vllm_stand_in
+from pretend_cuda import CUDA
 
 from minivlmrl.config.import_utils import load_name, run_file
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
+from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import ENGINES, Sampler, find_engine
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, set_parameters
 
@@ -92,6 +94,32 @@ def test_vllm_is_called_as_recorded(samplers, monkeypatch):
     if not RECORDED.exists() and engine.llm is not vllm:
         RECORDED.write_text(text)  # recorded with the real vLLM
     assert json.loads(text) == json.loads(RECORDED.read_text())
+
+
+def test_on_a_gpu_vllm_sleeps_between_rollouts(monkeypatch, tokenizer_300):
+    """The engine gets memory for the weights before they arrive, and for the keys after that. CUDA graphs are on."""
+    module, calls, given = vllm_stand_in.install(monkeypatch), [], {}
+
+    class LLM(vllm_stand_in.LLM):
+        def __init__(self, *args, **options):
+            given.update(options)
+            super().__init__(*args, **options)
+            self.sleep = lambda level: calls.append(f"sleep {level}")
+            self.wake_up = lambda tags: calls.append(f"wake {tags}")
+
+        def collective_rpc(self, name, kwargs):
+            calls.append(name)
+            super().collective_rpc(name, kwargs)
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", LLM)
+    processor = Processor(tokenizer_300, ImageProcessor())
+    sampling = options(engine="vllm", stop_token_ids=list(STOP))
+    engine = module.VLLMSampler(model_of(""), processor, sampling, World(device=CUDA))
+    assert (given["enable_sleep_mode"], given["enforce_eager"], given["skip_mm_profiling"]) == (True, False, False)
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: calls.append("sample"))
+    engine(prompts(1), 2, "a")
+    rollout = ["wake ['weights']", "reload_weights", "wake ['kv_cache']", "sample", "sleep 2"]
+    assert calls == ["sleep 2", *rollout]
 
 
 def test_the_runner_v2_interface_maps_slots_to_rows(monkeypatch):

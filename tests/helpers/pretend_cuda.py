@@ -14,8 +14,9 @@ including the backward pass. It checks the devices, counts waits, runs the opera
 results. Uninitialised memory is NaN. A CUDA graph is a list of operations: capturing changes no data and rejects
 operations for which the host would wait, and a replay runs the operations on the same memory.
 
-Not simulated: 16-bit kernels, several GPUs, streams, pinned memory, Triton, the rounding of a GPU, and the meta device,
-which stands for the GPU here.
+Operators that only CUDA has are computed by cuda_operators.py. Not simulated: several GPUs, streams, pinned memory,
+Triton, the rounding of a GPU, and the meta device, which stands for the GPU here. torch.backends.cuda answers as on a
+CPU, so a test that needs flash attention must replace can_use_flash_attention.
 """
 
 import collections
@@ -26,6 +27,7 @@ import sys
 from unittest import mock
 
 import torch
+from cuda_operators import CUDA_OPERATORS
 from links import ROOT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -243,11 +245,7 @@ def body_of(func):
 
 def compute(func, args, kwargs):
     """Run one operation in host memory, and fill uninitialised memory with NaN (99 in integers)."""
-    if func._overloadname in ("dtype", "dtype_out"):  # mm, bmm and addmm; a CPU has no products with wider results
-        *args, out_dtype = args
-        args = [x.to(out_dtype) if isinstance(x, Tensor) else x for x in args]
-        func = getattr(func.overloadpacket, "out" if "out" in kwargs else "default")
-    result = func(*args, **kwargs)
+    result = CUDA_OPERATORS.get(func, func)(*args, **kwargs)
     if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
         result.fill_(float("nan") if result.is_floating_point() else 99)
     return result

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pretend_cuda import CUDA, CardGenerator, PretendCuda
 
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
@@ -25,6 +26,21 @@ def test_a_fraction_p_is_0_and_the_mean_is_unchanged(p):
     assert torch.equal(found, drop(p, 5, x))
     product = (found - 1) * (drop(p, 6, x) - 1) / spread**2
     assert abs(product.mean().item()) < 5 / 1000
+
+
+def test_a_gpu_draws_the_mask_itself(monkeypatch):
+    """Its generator gives other numbers than the generator of a CPU, but no mask is copied to the GPU."""
+    devices = []
+
+    class Recorded(CardGenerator):
+        def __new__(cls, device="cpu"):
+            devices.append(device)
+            return super().__new__(cls, device)
+
+    with PretendCuda() as gpu:
+        monkeypatch.setattr(torch, "Generator", Recorded)
+        assert drop(0.4, 5, torch.ones(6, device=CUDA)).device == CUDA
+    assert devices == [CUDA] and not gpu.waits
 
 
 def test_a_layer_with_dropout_matches_peft():

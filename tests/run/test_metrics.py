@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pretend_cuda import PretendCuda
 from runs import LETTERS, metrics
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.run import metrics as metrics_file
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, merge
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, merge, peak_memory
 from minivlmrl.run.trainer_state import TrainerState
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
@@ -30,6 +31,13 @@ def open_log(folder, world=ONE, report_to=(), resumed=None, **progress):
 IDS = torch.zeros(3, dtype=torch.long)
 GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) for n in (30, 20)]
 STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None)
+
+
+def test_the_peak_memory_is_that_of_the_gpu(monkeypatch):
+    """test_platforms.py tests the memory of the host."""
+    with PretendCuda():
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+        assert peak_memory() == {"peak_memory_gib": 3.0}
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):

@@ -6,6 +6,7 @@ import shutil
 import PIL.Image
 import pytest
 import torch
+from pretend_cuda import CUDA, PretendCuda
 from runs import write_lines
 
 from minivlmrl.config.import_utils import recipes_folder
@@ -65,6 +66,18 @@ def test_a_run_prints_its_device_and_model_size(home, capsys, monkeypatch, capab
     assert [line.partition(",")[0] for line in slow] == ["this processor has no AVX-512"] * (capability == "AVX2")
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
     assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
+
+
+def test_a_run_prints_its_gpu(home, capsys, monkeypatch):
+    """On a GPU, bfloat16 needs no AVX-512."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    config = load_config(home / "recipe.yaml", [])
+    policy, _ = setup.build_model(config, ONE)
+    config.model.compute_dtype = "bfloat16"
+    with PretendCuda():
+        describe_run(config, policy, World(device=CUDA))
+    device, size = capsys.readouterr().out.splitlines()
+    assert device == "device: no GPU; ranks: 1; kernels: torch" and size.endswith("computed in bfloat16")
 
 
 @pytest.mark.parametrize(
