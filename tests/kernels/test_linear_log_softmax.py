@@ -55,7 +55,7 @@ def small_pieces(monkeypatch):
 
 
 def test_tiles_of_few_rows_have_more_ids():
-    """All tiles of at least 1,024 rows take about the same memory; the widths are multiples of 1,024 or the vocabulary."""
+    """All tiles of at least 1,024 rows take about the same memory; widths are multiples of 1,024, or the vocabulary."""
     widths = {rows: kernel.tile_width(rows, 151936) for rows in (1, 1024, 1500, 2048, 3000, 4096)}
     assert widths == {1: 8192, 1024: 8192, 1500: 5120, 2048: 4096, 3000: 2048, 4096: 2048}
     assert kernel.tile_width(1024, 5000) == 5000
