@@ -321,6 +321,16 @@ def decode_attention(
             OWN_TILE=own_split.tile,
             num_warps=WARPS[D],
             num_stages=STAGES,
+            enable_fp_fusion=True,
         )
-        _join_kernel[(lines,)](outs, log_sums, out, lines, parts, D, triton.next_power_of_2(parts))
+        _join_kernel[(lines,)](
+            outs,
+            log_sums,
+            out,
+            lines,
+            parts,
+            D,
+            triton.next_power_of_2(parts),
+            enable_fp_fusion=True,
+        )
     return out

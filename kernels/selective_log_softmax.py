@@ -311,6 +311,7 @@ def score_part_(
                 FIRST=first_id == 0,
                 LAST=last,
                 num_warps=FORWARD_WARPS,
+                enable_fp_fusion=True,
             )
     return results
 
@@ -348,6 +349,7 @@ def differentiate_part_(
                 first=first_id,
                 k=LOG2E / temperature,
                 num_warps=BACKWARD_WARPS,
+                enable_fp_fusion=True,
             )
     return out
 

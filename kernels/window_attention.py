@@ -19,9 +19,14 @@ numbers each, in registers.
 Segments are independent. In torch, a run of consecutive segments with equal length is computed in
 one batched call without a mask. If the runs are too short for separate calls, the segments are
 first sorted by length. In Triton, one program computes one segment of at most 64 tokens for one
-head, forward or backward; it reads its inputs once and writes its outputs once. A head with D = 80
-is computed in two blocks of 64 and 16 columns, because a single block of 128 columns needs a third
-more registers in the backward pass (on sm_90).
+head, forward or backward; it reads its inputs once and writes its outputs once. The D columns of a
+head are padded to a power of two, for example 80 to 128. Two blocks of 64 and 16 columns would need
+fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products of 64 rows and 16 or 32
+columns wrongly for sm_90; benchmarks/kernels_aot.py finds such code.
+
+Where Triton is not used on a GPU, windows of different lengths are computed by torch's varlen_attn.
+The 128 runs of windows in eight photographs take .995 ms there, forward and backward, and 38.8 ms
+in separate calls (H200, bfloat16).
 """
 
 import math
@@ -32,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
-from minivlmrl.kernels.dense_attention import Reorder, dense_attention
+from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
 # The largest number of tokens and the largest head dimension that fit into the registers of a
 # Triton program. float32 does not fit: IEEE products spill 8 KB per thread, and products in three
@@ -95,57 +100,57 @@ def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
-# The D columns of a head are loaded as a block of COLUMNS and a block of EXTRA columns, for example
-# 64 and 16 for D = 80; ROWS is the padded number of tokens. All three are powers of two, except
-# that EXTRA may be 0.
+def supports_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if varlen_attention supports q, k and v, each (T, H, D)."""
+    return q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    """Compute `window_attention` in one call of torch's fused kernel, which needs an NVIDIA GPU.
+
+    The scale is varlen_attn's default, D^-1/2.
+    """
+    # Imported here, because this module imports torch._dynamo, which takes more than a second.
+    from torch.nn.attention.varlen import varlen_attn
+
+    (starts, longest) = (segments.cu_seqlens, segments.longest)
+    return varlen_attn(q, k, v, starts, starts, longest, longest)
+
+
+# Both block sizes are powers of two: ROWS is the padded number of tokens of a segment, COLUMNS the
+# padded head dimension D.
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _load_block(x, row_stride, length, D, FIRST: constexpr, ROWS: constexpr, COLUMNS: constexpr):
-    """Load COLUMNS columns of a segment, starting at column FIRST; pad the segment with 0."""
+def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
+    """Load a segment (ROWS, COLUMNS), padded with 0."""
     rows = tl.arange(0, ROWS)[:, None]
-    columns = FIRST + tl.arange(0, COLUMNS)[None, :]
+    columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < length) & (columns < D)
     return tl.load(x + rows * row_stride + columns, mask=inside, other=0.0)
 
 
 @triton.jit
-def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr, EXTRA: constexpr):
-    """Load a segment as two blocks of columns; the second block is never used if EXTRA is 0."""
-    first = _load_block(x, row_stride, length, D, 0, ROWS, COLUMNS)
-    second = first
-    if EXTRA > 0:
-        second = _load_block(x, row_stride, length, D, COLUMNS, ROWS, EXTRA)
-    return first, second
-
-
-@triton.jit
-def _store_block(x, block, length, D, row_stride, FIRST: constexpr):
+def _store(x, block, length, D, row_stride):
+    """Write the first `length` rows and D columns of a block to a segment."""
     rows = tl.arange(0, block.shape[0])[:, None]
-    columns = FIRST + tl.arange(0, block.shape[1])[None, :]
+    columns = tl.arange(0, block.shape[1])[None, :]
     inside = (rows < length) & (columns < D)
     tl.store(x + rows * row_stride + columns, block.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _row_products(a, b, EXTRA: constexpr):
-    """Compute a b^T (ROWS, ROWS), summed in float32 over both blocks of columns."""
-    products = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
-    if EXTRA > 0:
-        products = tl.dot(a[1], tl.trans(b[1]), products, input_precision="ieee")
-    return products
+def _row_products(a, b):
+    """Compute a b^T (ROWS, ROWS), summed in float32."""
+    return tl.dot(a, tl.trans(b), input_precision="ieee")
 
 
 @triton.jit
-def _store_product(out, a, b, length, H: constexpr, D: constexpr, EXTRA: constexpr):
+def _store_product(out, a, b, length, H: constexpr, D: constexpr):
     """Compute a b for a (ROWS, ROWS), and write the product to a segment of `out` (contiguous)."""
-    product = tl.dot(a, b[0], input_precision="ieee")
-    _store_block(out, product, length, D, H * D, 0)
-    if EXTRA > 0:
-        product = tl.dot(a, b[1], input_precision="ieee")
-        _store_block(out, product, length, D, H * D, b[0].shape[1])
+    _store(out, tl.dot(a, b, input_precision="ieee"), length, D, H * D)
 
 
 @triton.jit
@@ -186,7 +191,6 @@ def _forward_kernel(
     D: constexpr,
     ROWS: constexpr,
     COLUMNS: constexpr,
-    EXTRA: constexpr,
 ):
     """Compute attention for one segment and one head.
 
@@ -199,11 +203,11 @@ def _forward_kernel(
     v += start * v_row + head * v_head
     out += (start * H + head) * D
 
-    queries = _load(q, q_row, length, D, ROWS, COLUMNS, EXTRA)
-    keys = _load(k, k_row, length, D, ROWS, COLUMNS, EXTRA)
-    P = _softmax(_row_products(queries, keys, EXTRA), length, D, ROWS)
-    values = _load(v, v_row, length, D, ROWS, COLUMNS, EXTRA)
-    _store_product(out, P.to(v.dtype.element_ty), values, length, H, D, EXTRA)
+    queries = _load(q, q_row, length, D, ROWS, COLUMNS)
+    keys = _load(k, k_row, length, D, ROWS, COLUMNS)
+    P = _softmax(_row_products(queries, keys), length, D, ROWS)
+    values = _load(v, v_row, length, D, ROWS, COLUMNS)
+    _store_product(out, P.to(v.dtype.element_ty), values, length, H, D)
 
 
 @triton.jit
@@ -226,7 +230,6 @@ def _backward_kernel(
     D: constexpr,
     ROWS: constexpr,
     COLUMNS: constexpr,
-    EXTRA: constexpr,
 ):
     """Compute the gradients of q, k and v for one segment and one head.
 
@@ -238,31 +241,28 @@ def _backward_kernel(
     v += start * v_row + head * v_head
     offset = (start * H + head) * D  # the same for all gradients, because all are contiguous
 
-    queries = _load(q, q_row, length, D, ROWS, COLUMNS, EXTRA)
-    keys = _load(k, k_row, length, D, ROWS, COLUMNS, EXTRA)
-    grads = _load(grad + offset, H * D, length, D, ROWS, COLUMNS, EXTRA)
-    values = _load(v, v_row, length, D, ROWS, COLUMNS, EXTRA)
-    P = _softmax(_row_products(queries, keys, EXTRA), length, D, ROWS)
-    dP = _row_products(grads, values, EXTRA)
+    queries = _load(q, q_row, length, D, ROWS, COLUMNS)
+    keys = _load(k, k_row, length, D, ROWS, COLUMNS)
+    grads = _load(grad + offset, H * D, length, D, ROWS, COLUMNS)
+    values = _load(v, v_row, length, D, ROWS, COLUMNS)
+    P = _softmax(_row_products(queries, keys), length, D, ROWS)
+    dP = _row_products(grads, values)
     # In rows outside of the segment, dP is 0, and therefore dS is also 0.
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
-    _store_product(grad_v + offset, P_t, grads, length, H, D, EXTRA)
-    _store_product(grad_q + offset, dS, keys, length, H, D, EXTRA)
-    _store_product(grad_k + offset, tl.trans(dS), queries, length, H, D, EXTRA)
+    _store_product(grad_v + offset, P_t, grads, length, H, D)
+    _store_product(grad_q + offset, dS, keys, length, H, D)
+    _store_product(grad_k + offset, tl.trans(dS), queries, length, H, D)
 
 
-def block_sizes(longest: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the block sizes ROWS, COLUMNS and EXTRA for segments of at most `longest` tokens.
+def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
+    """Return the block sizes ROWS and COLUMNS for segments of at most `longest` tokens.
 
-    Each block size is at least 16, because matrix instructions do not support smaller sizes; EXTRA
-    may also be 0. Example: 60 tokens with a head dimension of 80 give 64, 64 and 16.
+    Each block size is a power of two and at least 16, because matrix instructions do not support
+    smaller sizes. Example: 60 tokens with a head dimension of 80 give 64 and 128.
     """
-    rows = max(16, 1 << (longest - 1).bit_length())
-    columns = max(16, 1 << head_dim.bit_length() - 1)
-    if head_dim <= columns:
-        return rows, columns, 0
-    return rows, columns, max(16, 1 << (head_dim - columns - 1).bit_length())
+    rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
+    return rows, columns
 
 
 def _launch(
@@ -275,7 +275,7 @@ def _launch(
     # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
-    (rows, columns, extra) = block_sizes(longest, D)
+    (rows, columns) = block_sizes(longest, D)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel[((len(cu_seqlens) - 1) * H,)](
             q,
@@ -290,10 +290,11 @@ def _launch(
             D=D,
             ROWS=rows,
             COLUMNS=columns,
-            EXTRA=extra,
             # 64 tokens take 4 warps, which is one warp group of Hopper's matrix unit.
             num_warps=rows // 16,
             num_stages=1,
+            # Each launch of kernels/ chooses this option, because Triton will change its default.
+            enable_fp_fusion=True,
         )
 
 
@@ -339,7 +340,8 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
 
     The Triton kernels are used if backend_for selects them and each segment fits into one program,
     which needs at most 64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes
-    dense_attention for each segment length.
+    segments of at most 64 tokens with different lengths in one call of varlen_attention, if the GPU
+    supports it, and all other segments with one call of dense_attention for each run.
 
     Args:
         q, k, v: (T, H, D), queries, keys and values of T tokens, all with the same dtype.
@@ -347,7 +349,11 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
         The attention outputs (T, H, D).
     Source: equals transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
     """
-    fits = segments.longest <= MAX_TOKENS and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in DTYPES
+    is_short = segments.longest <= MAX_TOKENS
+    fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
+    # Longer segments are few, and varlen_attn was not measured with them.
+    if is_short and len(segments.runs) > 1 and supports_varlen(q, k, v):
+        return varlen_attention(q, k, v, segments)
     return batched_attention(q, k, v, segments)

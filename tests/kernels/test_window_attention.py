@@ -4,9 +4,11 @@ test_backend.py) through the Triton kernels in the interpreter."""
 import pytest
 import torch
 from interpreter import INTERPRETED
+from pretend_cuda import CUDA, PretendCuda
 
+from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels import window_attention as module
-from minivlmrl.kernels.window_attention import Segments, window_attention
+from minivlmrl.kernels.window_attention import Segments, block_sizes, window_attention
 
 # of the norm. The torch path rounds scores and weights to bfloat16, the kernels only weights.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
@@ -15,7 +17,7 @@ if not INTERPRETED:
 EXACT = torch.float32 if INTERPRETED else torch.float64  # the kernels take no float64
 CASES = [
     ([4, 4, 4], 3, 8), ([16, 4, 16, 8, 1, 4], 3, 8), ([7], 3, 16), ([24, 32], 2, 64), ([64, 48, 17, 4], 2, 80),
-    ([64, 60], 1, 128), ([33, 5], 2, 72),  # columns of the second block that no head has
+    ([64, 60], 1, 128), ([33, 5], 2, 72),  # head dimensions that are padded to 128 columns
 ]  # fmt: skip
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
 
@@ -31,12 +33,17 @@ def make(lengths, heads, head_dim, dtype):
     return [x.detach().requires_grad_() for x in tensors]
 
 
+def masked_weights(q, k, lengths):
+    """softmax(q k^T D^-1/2) with a block-diagonal mask: (H, T, T)."""
+    block = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+    scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~block, float("-inf")).softmax(-1)
+
+
 def masked_attention(q, k, v, lengths, upstream=None):
     """softmax(q k^T D^-1/2) v in float64 with a block-diagonal mask over all T tokens, and the three gradients."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    block = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
-    scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
-    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~block, float("-inf")).softmax(-1), v)
+    out = torch.einsum("hij,jhd->ihd", masked_weights(q, k, lengths), v)
     upstream = torch.ones_like(out) if upstream is None else upstream.double()
     return out.detach(), torch.autograd.grad(out, (q, k, v), upstream)
 
@@ -88,6 +95,87 @@ def test_short_runs_are_sorted_by_length_and_others_stay(monkeypatch):
     assert segments.order is None
     inputs = make([4, 2, 4], 2, 8, EXACT)
     assert_close(window_attention(*inputs, segments), masked_attention(*inputs, [4, 2, 4])[0], EXACT)
+
+
+def test_block_sizes_are_powers_of_two():
+    sizes = {(1, 8): (16, 16), (17, 40): (32, 64), (60, 64): (64, 64), (64, 80): (64, 128), (64, 128): (64, 128)}
+    assert {size: block_sizes(*size) for size in sizes} == sizes
+
+
+@pytest.fixture
+def varlen(monkeypatch):
+    """Simulate a GPU with flash attention for segments of different lengths, computed in float64.
+
+    Returns the list of the calls, which are "forward" or "backward".
+    """
+    calls = []
+
+    def check(q, k, v, starts, k_starts, longest, k_longest, dropout, is_causal, **options):
+        """Check the requirements of the kernel; return q, k and v in float64 and the lengths of the segments."""
+        assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
+        assert q.shape == k.shape == v.shape and q.shape[2] % 8 == 0
+        assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+        assert starts.dtype == torch.int32 and starts.equal(k_starts) and starts[-1] == len(q)
+        assert longest == k_longest == starts.diff().max()
+        assert dropout == 0 and not is_causal
+        assert all(value in (None, -1) for value in options.values()), options  # default scale, no sliding window
+        return q.double(), k.double(), v.double(), starts.diff().tolist()
+
+    def forward(q, k, v, *call, **options):
+        calls.append("forward")
+        options.pop("return_debug_mask", None)
+        wide_q, wide_k, wide_v, lengths = check(q, k, v, *call[:6], **options)
+        out = torch.einsum("hij,jhd->ihd", masked_weights(wide_q, wide_k, lengths), wide_v)
+        lse = torch.zeros(q.shape[1], len(q))
+        return out.to(q.dtype), lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(0), torch.zeros(0)
+
+    def backward(grad, q, k, v, out, lse, *call, **options):
+        calls.append("backward")
+        dtype = q.dtype
+        grad = grad.double()
+        q, k, v, lengths = check(q, k, v, *call[:6], **options)
+        P = masked_weights(q, k, lengths)
+        dP = torch.einsum("ihd,jhd->hij", grad, v)
+        dS = q.shape[2] ** -0.5 * P * (dP - (P * dP).sum(-1, keepdim=True))
+        gradients = ("hij,jhd->ihd", dS, k), ("hij,ihd->jhd", dS, q), ("hij,ihd->jhd", P, grad)
+        return tuple(torch.einsum(*product).to(dtype) for product in gradients)
+
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("_flash_attention_forward", forward, "CPU")
+    kernels.impl("_flash_attention_backward", backward, "CPU")
+    monkeypatch.setattr(dense_attention, "can_use_flash_attention", lambda params: True)
+    with PretendCuda():
+        yield calls
+    kernels._destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("lengths", "heads", "head_dim"), [case for case in CASES if len(set(case[0])) > 1], ids=str)
+def test_windows_of_different_lengths_take_one_call_on_a_gpu(lengths, heads, head_dim, dtype, varlen):
+    """torch's varlen_attn computes windows that Triton does not compute."""
+    inputs = [x.detach().to(CUDA).requires_grad_() for x in make(lengths, heads, head_dim, dtype)]
+    out = window_attention(*inputs, Segments(lengths, CUDA))
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gradients = torch.autograd.grad(out, inputs, upstream.to(CUDA))
+    assert varlen == ["forward", "backward"]
+    expected, exact = masked_attention(*(x.detach().cpu() for x in inputs), lengths, upstream)
+    for ours, of_formula in zip((out, *gradients), (expected, *exact), strict=True):
+        assert_close(ours.detach().cpu(), of_formula, dtype)
+
+
+OTHERS = {  # lengths, head_dim, dtype
+    "a single run": ([16, 16], 16, torch.bfloat16), "long segments": ([65, 4], 16, torch.bfloat16),
+    "float32": ([16, 4], 16, torch.float32), "a head dimension of the wrong size": ([16, 4], 12, torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_segments_take_one_call_for_each_run(name, varlen):
+    lengths, head_dim, dtype = OTHERS[name]
+    inputs = [x.detach() for x in make(lengths, 2, head_dim, dtype)]
+    out = window_attention(*(x.to(CUDA) for x in inputs), Segments(lengths, CUDA)).cpu()
+    assert_close(out, masked_attention(*inputs, lengths)[0], dtype)
+    assert varlen == []
 
 
 @interpreted
