@@ -5,6 +5,7 @@ Qwen's <tool_call> format.
 """
 
 import json
+import math
 import re
 import signal
 import threading
@@ -25,7 +26,7 @@ from minivlmrl.agents.environment import (
 )
 from minivlmrl.config import import_utils
 from minivlmrl.config.import_utils import call_user_code, unchanged_process
-from minivlmrl.config.parsing import build, check_field, error_context, read_value
+from minivlmrl.config.parsing import build, check_field, error_context, parse_json, read_value
 from minivlmrl.data.chat_template import END, join_text, layout_turn, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
@@ -261,7 +262,51 @@ def call(tools: dict[str, Callable], name: str, inside: str):
         arguments = read_values(name, inside, tools)
     else:
         name, arguments = read_call(inside, tools)
-    return tools[name](**vars(build(arguments_of(tools[name]), arguments, name)))
+    values = vars(build(arguments_of(tools[name]), arguments, name))
+    check_values(values, name)
+    return tools[name](**values)
+
+
+def strict_json(text: str):
+    """Parse JSON in a call.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deep.
+    """
+    return parse_json(text, json.JSONDecoder(parse_constant=refuse_constant).decode)
+
+
+def refuse_constant(name: str):
+    """Raise ValueError for NaN and Infinity, which Python's JSON parser would accept."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def check_values(value, name: str):
+    """Check that arguments contain no number that is not finite and no half of a surrogate pair.
+
+    JSON can write both, as 1e999 and "\\ud800", and a text argument can be "nan". An environment
+    that computes with such a number, or shows such a text to the model, would fail later, where the
+    error ends the run.
+
+    Raises:
+        ValueError: the value contains one of them.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_values(key, name)
+            check_values(item, f"{name}: {key}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_values(item, name)
+    elif isinstance(value, float):
+        check_field(math.isfinite(value), name, value, "a finite number")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}: {value!a:.60} is not valid Unicode; it contains half of a surrogate pair"
+            ) from error
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
@@ -275,7 +320,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:
         with suppress(ValueError):
-            values = json.loads(f"[{inside}]")
+            values = strict_json(f"[{inside}]")
     if len(values) > len(expected):
         raise ValueError(f"{name} takes {len(expected)} argument(s), not {len(values)}")
     return {field.name: value for field, value in zip(expected, values, strict=False)}
@@ -287,8 +332,8 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
     Raises:
         ValueError: if the text is not a valid call, or there is no tool with this name.
     """
-    written_call = read_parameters(inside, tools) or json.loads(inside)
-    if not isinstance(written_call, dict) or "name" not in written_call:
+    written_call = read_parameters(inside, tools) or strict_json(inside)
+    if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
         raise ValueError('a tool call must have the form {"name": ..., "arguments": {...}}')
     if written_call["name"] not in tools:
         raise ValueError(
@@ -324,8 +369,8 @@ def read_parameter(hint, text: str):
     text 7 is a number, while 7.5, seven and "7" (including its quotes) are strings.
     """
     value = text
-    with suppress(ValueError, RecursionError):
-        value = json.loads(CONSTANTS.get(text, text))
+    with suppress(ValueError):
+        value = strict_json(CONSTANTS.get(text, text))
     if isinstance(value, str):
         return text
     for choice in (value, text):
@@ -347,7 +392,19 @@ def part(result) -> dict:
     if isinstance(shown, Image):
         return {"type": "image", "image": shown}
     text = result["text"] if kind == "text" else str(result)
-    return {"type": "text", "text": text.encode(errors="replace").decode()}
+    return {"type": "text", "text": valid_text(text)}
+
+
+def valid_text(value):
+    """Replace each lone surrogate in a text, also inside lists and dicts, by "?".
+
+    Such a character cannot be encoded as UTF-8, and therefore has no tokens.
+    """
+    if isinstance(value, list):
+        return [valid_text(item) for item in value]
+    if isinstance(value, dict):
+        return {key: valid_text(item) for key, item in value.items()}
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def turn_opening(processor: Processor) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minivlmrl.agents.environment import Environment, get_environment
-from minivlmrl.agents.tool_calls import Call, call_method
+from minivlmrl.agents.tool_calls import Call, call_method, valid_text
 from minivlmrl.agents.tool_sampler import (
     ToolEpisode,
     ToolSampler,
@@ -279,6 +279,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"observe must return a list of messages, but returned {messages!r:.40}")
     check_messages(messages)
+    messages = valid_text(messages)  # a policy can make a tool store a character without tokens
     images = []
     for part in shown_parts_of(messages):
         image = part.get("image")

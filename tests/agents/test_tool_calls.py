@@ -117,15 +117,28 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
         ("look", "", "left is missing"),
         ("look", '1, "a", 3', "takes 2 argument"),
         ("look", '"far"', "left is 'far', but it must be of type float"),
-        ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look"),
-        ("", "<function=eval></function>", "there is no tool 'eval'; the tools are look"),
+        ("", '{"name": "eval"}', "there is no tool 'eval'; the tools are look, name"),
+        ("", "<function=eval></function>", "there is no tool 'eval'; the tools are look, name"),
         ("", '{"name": "look", "arguments": [1]}', "must be an object"),
         ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
+        # Python's JSON parser accepts the following calls, but an environment could not compute with their arguments.
+        ("", '{"name": "look", "arguments": {"left": NaN}}', "NaN is not a JSON number"),
+        ("", '{"name": "look", "arguments": {"left": 1e999}}', "look: left is inf, but it must be a finite number"),
+        ("", '{"name": "look", "arguments": {"left": "nan"}}', "look: left is nan, but it must be a finite number"),
+        ("look", "1e999", "look: left is inf, but it must be a finite number"),
+        (
+            "",
+            PARAMETERS.format("look", "left", "-Infinity", "place", 2),
+            "left is -inf, but it must be a finite number",
+        ),
+        ("", r'{"name": "name", "arguments": {"it": "a\ud800"}}', r"name: it: 'a\\ud800' is not valid Unicode"),
+        ("", '{"name": ["look"]}', "a tool call must have the form"),
+        ("", "[" * 99999, "nested too deep"),
     ],
 )
 def test_invalid_calls_are_reported(tool, said, error):
     with pytest.raises(ValueError, match=error):
-        call({"look": look}, tool, said)
+        call({"look": look, "name": name}, tool, said)
 
 
 def test_text_that_looks_like_a_control_token_stays_text():

@@ -433,6 +433,14 @@ def test_a_window_that_cannot_be_shown_names_row_and_turn(monkeypatch, error):
         play(patch, [[RED, RED]], "Shown", model=model)
 
 
+def test_half_a_surrogate_in_an_observation_is_replaced(monkeypatch):
+    """A tool may store chr(55296), for example; the run goes on with a text that has tokens."""
+    monkeypatch.setattr(Shown, "observe", lambda self, rounds: [user([text("a\ud800b")]), user("c\udfff")])
+    [[trajectory]], *_ = play(monkeypatch, [[RED, RED]], "Shown")
+    window = trajectory.turns[1].prompt.input_ids.tolist()
+    assert contains(window, PROCESSOR.tokenizer.encode("a?b")) and contains(window, PROCESSOR.tokenizer.encode("c?"))
+
+
 def test_what_is_refused():
     two = SamplingOptions(environment="tests.agents.test_trajectories:Shown", history=2)
     with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
