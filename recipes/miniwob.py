@@ -23,9 +23,11 @@ import io
 import json
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import PIL.Image
@@ -160,8 +162,16 @@ def open_browser(page: str) -> Any:
     options.binary_location = find_program("chromium")
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-device-scale-factor=1"):
         options.add_argument(argument)
-    driver = webdriver.Chrome(options=options, service=service.Service(find_program("chromedriver")))
-    atexit.register(driver.quit)  # otherwise Chromium goes on after this process
+    chromedriver = find_program("chromedriver")
+
+    class Service(service.Service):
+        """Starts chromedriver by end_with_parent.py, because neither it nor Chromium ends with this process."""
+
+        def command_line_args(self) -> list[str]:
+            return [str(Path(__file__).with_name("end_with_parent.py")), chromedriver, *super().command_line_args()]
+
+    driver = webdriver.Chrome(options=options, service=Service(sys.executable))
+    atexit.register(driver.quit)
     driver.get(f"{serve_pages()}/miniwob/{page}.html")
     return driver
 

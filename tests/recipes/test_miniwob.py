@@ -6,8 +6,11 @@ import importlib.metadata
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -242,14 +245,83 @@ def test_the_real_pages_agree_about_the_right_element(page):
         close_browser(page)
 
 
+def processes_of(folder):
+    """Return the ids of all processes whose command line names a folder."""
+    named = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if os.fsencode(folder) in path.read_bytes():
+                named.append(int(path.parent.name))
+    return named
+
+
+def wait_until(condition):
+    ends = time.monotonic() + 30
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.05)
+    return condition()
+
+
+# how the process that started the browser ends: {name: code that it runs}
+ENDS = {
+    "return": "",
+    "os._exit": "os._exit(0)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "killed chromedriver": "[one] = child_processes(started); os.kill(one, signal.SIGKILL); time.sleep(999)",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_ends_with_its_parent(tmp_path, end):
+    """The program has a child, and a grandchild in a session of its own, like Chromium below chromedriver."""
+    script = Path(miniwob.__file__).with_name("end_with_parent.py")
+    inner = f"import time; '{tmp_path}'; time.sleep(999)"
+    program = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {inner!r}])\n"
+        f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w').close()\ntime.sleep(999)\n"
+    )
+    command = [sys.executable, str(script), sys.executable, "-c", program]
+    code = f"""
+import os, signal, subprocess, time
+from recipes.end_with_parent import child_processes
+started = subprocess.Popen({command}, stdin=subprocess.PIPE).pid
+while not os.path.exists({str(tmp_path / "ready")!r}):
+    time.sleep(0.01)
+{ENDS[end]}
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=script.parents[1])
+    try:
+        assert wait_until(lambda: processes_of(tmp_path) in ([], [parent.pid]) and (tmp_path / "ready").exists())
+    finally:
+        parent.kill()
+        parent.wait()
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="needs miniwob, selenium, chromium and chromedriver")
-def test_the_browser_ends_with_the_process():
-    code = "from recipes import miniwob; print(miniwob.open_browser('click-color').service.process.pid)"
-    root = Path(miniwob.__file__).parents[1]
-    printed = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(printed), 0)
+@pytest.mark.parametrize("end", ENDS)
+def test_the_browser_ends_with_the_process(tmp_path, end):
+    """chromedriver puts the profile, which all processes of Chromium name, into the folder of temporary files."""
+    code = f"""
+import os, signal, time
+from recipes import miniwob
+from recipes.end_with_parent import child_processes
+started = miniwob.open_browser('click-color').service.process.pid
+open({str(tmp_path / "ready")!r}, "w").close()
+{ENDS[end]}
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(miniwob.__file__).parents[1], env=environment)
+    try:
+        assert wait_until(lambda: (tmp_path / "ready").exists() and processes_of(tmp_path) in ([], [parent.pid]))
+    finally:
+        parent.kill()
+        parent.wait()
 
 
 @pytest.mark.slow
