@@ -2,39 +2,58 @@
 
     python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and the files to ROWS.files/
 
-Existing files are not downloaded again. If a download fails, the row is printed and not written.
+Existing files are not downloaded again. If a download fails, or its file is neither an image nor a video, the row is
+printed and not written.
 """
 
+import argparse
 import hashlib
+import http.client
+import io
 import json
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import PIL.Image
 from tqdm import tqdm
 
 TIMEOUT = 60  # maximum time in seconds to wait for data
+LONGEST = 600  # maximum time in seconds of a download, because a server may send one byte a minute
 LARGEST = 512 * 2**20  # maximum size of a file in bytes
+CHUNK = 2**20  # bytes that are read at once
+# errors of one row, after which the next row is read; a server may also send what is not HTTP
+FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
+# position and value of the bytes by which video files begin: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
+VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))
 
 
-def main(rows: str) -> int:
+def main(arguments: list[str]) -> int:
     """Download all files and write the rows. Return 1 if a download failed, otherwise 0."""
-    file = Path(rows)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="file with one JSON object a line")
+    file = parser.parse_args(arguments).rows
+    try:
+        lines = file.read_bytes().split(b"\n")  # not splitlines, because a text may contain U+2028
+    except OSError as error:
+        parser.error(f"{file}: {error.strerror}")
     folder = file.with_suffix(".files")
     folder.mkdir(exist_ok=True)
     written = file.with_suffix(".local.jsonl")
     num_lost = 0
-    lines = file.read_text(encoding="utf-8").splitlines()
-    with written.open("w", encoding="utf-8") as out:
+    with written.open("wb") as out:
         for number, line in enumerate(tqdm(lines), start=1):
-            try:
-                row = replaced(json.loads(line), folder)
-            except (OSError, ValueError) as error:
-                num_lost += 1
-                tqdm.write(f"{file}:{number}: left out ({error})")
+            if not line.strip():
                 continue
-            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+            try:
+                row = json.dumps(replaced(json.loads(line), folder), ensure_ascii=False).encode()
+            except FAILURES as error:
+                num_lost += 1
+                tqdm.write(f"{file}:{number}: left out ({error or type(error).__name__})")
+                continue
+            out.write(row + b"\n")
     print(f"{written}: {num_lost} rows are left out")
     return int(num_lost > 0)
 
@@ -53,23 +72,53 @@ def replaced(value, folder: Path):
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download a file to a name that is a hash of its URL, and return its path.
+    """Download an image or a video to a name that is a hash of its URL, and return its path.
 
     Raises:
-        OSError, ValueError: if the download fails, or the file is too large.
+        OSError, ValueError, HTTPException: if the download fails, takes too long, or is no such file.
     """
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / f"{name}{Path(urlsplit(url).path).suffix}"
     if not path.exists():
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
-            content = reply.read(LARGEST + 1)
-        if len(content) > LARGEST or reply.length:
-            raise ValueError(f"{url}: the file has over {LARGEST} bytes, or the download was cut off")
+        content = read(url)
+        check_media(url, content)
         partial = path.with_name(path.name + ".partial")
         partial.write_bytes(content)
         partial.replace(path)
     return path
 
 
+def read(url: str) -> bytes:
+    """Return the content of a URL."""
+    content = bytearray()
+    ends = time.monotonic() + LONGEST
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
+        while part := reply.read1(CHUNK):
+            content += part
+            if len(content) > LARGEST:
+                raise ValueError(f"{url}: the file has over {LARGEST} bytes")
+            if time.monotonic() > ends:
+                raise ValueError(f"{url}: the download took over {LONGEST} seconds")
+        if reply.length:
+            raise ValueError(f"{url}: the download was cut off, {reply.length} bytes are missing")
+    return bytes(content)
+
+
+def check_media(url: str, content: bytes):
+    """Raise ValueError unless the content begins like an image or a video.
+
+    Servers often send an empty file, or a page about an error, instead of a picture that is gone.
+    """
+    if any(content[start:].startswith(mark) for start, mark in VIDEOS):
+        return
+    try:
+        PIL.Image.open(io.BytesIO(content)).close()
+    except Exception as error:  # PIL raises many types for damaged files
+        raise ValueError(
+            f"{url}: the file is neither an image nor a video, it begins with {content[:20]!r}; remove the URL from "
+            "the row if it is a link"
+        ) from error
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

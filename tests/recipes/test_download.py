@@ -1,12 +1,22 @@
-"""Tests that recipes/download.py downloads the file of each URL once."""
+"""Tests that recipes/download.py downloads the file of each URL once, and that no answer of a server ends it."""
 
+import gzip
+import io
 import json
+import socket
+from contextlib import contextmanager
+from threading import Thread
 
+import PIL.Image
 import pytest
 from runs import write_lines
 from serving import Quiet, serve
 
 from recipes import download
+
+file = io.BytesIO()
+PIL.Image.new("RGB", (9, 9), "red").save(file, "png")
+PNG = file.getvalue()
 
 
 @pytest.fixture
@@ -17,9 +27,9 @@ def server():
         def do_GET(self):
             asked.append(self.path)
             self.send_response(404 if "missing" in self.path else 200)
-            self.send_header("Content-Length", str(5 + ("cut" in self.path)))
+            self.send_header("Content-Length", str(len(PNG) + ("cut" in self.path)))
             self.end_headers()
-            self.wfile.write(b"bytes")
+            self.wfile.write(PNG)
 
     with serve(Server) as (_, url):
         yield url, asked
@@ -28,14 +38,104 @@ def server():
 def test_rows_name_files_afterwards_and_nothing_is_asked_twice(server, tmp_path, capsys):
     url, asked = server
     turn = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{url}/b.jpg?x=1"}}]}
-    rows = [{"image": f"{url}/a.png", "problem": f"What is {url}?"}, {"prompt": [turn]}]
+    rows = [{"image": f"{url}/a.png", "problem": f"What is {url}?\u2028\x85"}, {"prompt": [turn]}]
     rows += [{"image": f"{url}/{name}.png"} for name in ("missing", "cut")] + [{"image": "there.png"}]
     write_lines(tmp_path / "rows.jsonl", rows)
+    text = (tmp_path / "rows.jsonl").read_text().replace("\\u2028", "\u2028")  # as json.dumps(ensure_ascii=False) does
+    (tmp_path / "rows.jsonl").write_text(text)
     for _ in range(2):
-        assert download.main(str(tmp_path / "rows.jsonl")) == 1
+        assert download.main([str(tmp_path / "rows.jsonl")]) == 1
         assert "rows.local.jsonl: 2 rows are left out" in capsys.readouterr().out
-    first, second, last = map(json.loads, (tmp_path / "rows.local.jsonl").read_text().splitlines())
+    first, second, last = map(json.loads, (tmp_path / "rows.local.jsonl").read_text().strip("\n").split("\n"))
     assert last == rows[-1] and first["problem"] == rows[0]["problem"]
     for path in (first["image"], second["prompt"][0]["content"][0]["image_url"]["url"]):
-        assert (tmp_path / path).read_bytes() == b"bytes"
+        assert (tmp_path / path).read_bytes() == PNG
     assert asked == ["/a.png", "/b.jpg?x=1", *["/missing.png", "/cut.png"] * 2]
+
+
+@contextmanager
+def answering(answer):
+    """Serve the same bytes to every request, which need not be HTTP, and close the connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def work():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # the listener was closed
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(answer)
+
+    Thread(target=work, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def http(body, head=b"200 OK", *headers):
+    return b"\r\n".join((b"HTTP/1.1 " + head, *headers, b"", body))
+
+
+HOSTILE = {
+    "nothing": b"",
+    "not HTTP": b"SSH-2.0-OpenSSH\r\n",
+    "a false status": http(PNG, b"abc OK"),
+    "a long header": http(PNG, b"200 OK", b"A: " + b"a" * 70000),
+    "many headers": http(PNG, b"200 OK", *[b"A: a"] * 200),
+    "a cut chunk": http(b"ff\r\nab", b"200 OK", b"Transfer-Encoding: chunked"),
+    "a false chunk": http(b"zz\r\nab\r\n", b"200 OK", b"Transfer-Encoding: chunked"),
+    "a redirection to nowhere": http(b"", b"302 Found", b"Location: http://[::bad"),
+    "a redirection to a file": http(b"", b"302 Found", b"Location: file:///etc/passwd"),
+    "a redirection to itself": http(b"", b"302 Found", b"Location: /a.png"),
+    "an empty file": http(b""),
+    "a page": http(b"<!DOCTYPE html><title>gone</title>"),
+    "compressed": http(gzip.compress(PNG), b"200 OK", b"Content-Encoding: gzip"),
+    "an error": http(PNG, b"500 Internal"),
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_no_answer_ends_the_download(tmp_path, capsys, answer):
+    with answering(HOSTILE[answer]) as url:
+        write_lines(tmp_path / "rows.jsonl", [{"image": f"{url}/a.png"}, {"image": "there.png"}])
+        status = download.main([str(tmp_path / "rows.jsonl")])
+    assert status == 1 and capsys.readouterr().out.endswith("rows.local.jsonl: 1 rows are left out\n")
+    assert (tmp_path / "rows.local.jsonl").read_text() == '{"image": "there.png"}\n'
+    assert not list((tmp_path / "rows.files").iterdir())
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 10**5, "{", '{"image": "http://[x/a.png"}', '{"a": "\\ud800"}', '{"b": "http://"}']
+)
+def test_no_line_ends_the_download(tmp_path, capsys, line):
+    (tmp_path / "rows.jsonl").write_text(f'{line}\n\n{{"c": 1}}\n')
+    assert download.main([str(tmp_path / "rows.jsonl")]) == 1
+    assert (tmp_path / "rows.local.jsonl").read_text() == '{"c": 1}\n'
+    assert "rows.jsonl:1: left out (" in capsys.readouterr().out
+
+
+def test_a_slow_or_large_download_ends(tmp_path, server, monkeypatch):
+    url, _ = server
+    monkeypatch.setattr(download, "LARGEST", 9)
+    with pytest.raises(ValueError, match="over 9 bytes"):
+        download.read(f"{url}/a.png")
+    monkeypatch.undo()
+    monkeypatch.setattr(download, "LONGEST", -1)
+    with pytest.raises(ValueError, match="took over -1 seconds"):
+        download.read(f"{url}/a.png")
+
+
+def test_a_video_is_kept(tmp_path):
+    for content in (b"\0\0\0\x18ftypmp42", b"\x1aE\xdf\xa3webm", b"RIFF\0\0\0\0AVI LIST", PNG):
+        download.check_media("http://x", content)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [([], "required: ROWS.jsonl"), (["none.jsonl"], "none.jsonl: No such file")]
+)
+def test_a_wrong_call_is_explained(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        download.main(arguments)
+    assert says in capsys.readouterr().err
