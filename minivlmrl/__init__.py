@@ -12,7 +12,7 @@ import sys
 
 # `python -m minivlmrl` searches modules in the working folder first, where a folder of unknown origin
 # could have a yaml.py or a torch.py. So the working folder is removed from sys.path, and __main__.py
-# inserts it again for commands that may run code of the user. In a clone that is not installed, the
+# appends it again for commands that may run code of the user. In a clone that is not installed, the
 # working folder is the clone itself. sys.argv[0] is "-m" while Python locates a module.
 WORKING_FOLDER = None
 if (

@@ -98,5 +98,6 @@ def names_own_code(arguments: list[str]) -> bool:
 
 if __name__ == "__main__":
     if WORKING_FOLDER is not None and names_own_code(sys.argv[1:]):
-        sys.path.insert(0, WORKING_FOLDER)
+        # at the end, so that a module of the folder never replaces an installed one, such as torch
+        sys.path.append(WORKING_FOLDER)
     sys.exit(main())

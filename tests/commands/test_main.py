@@ -96,13 +96,21 @@ def test_a_closed_stdout_is_no_error():
     ("evaluate --model . --data x.json", False),
     ("check config.yaml", True), ("reproduce . --recipe=config.yaml", True), ("memory config.yaml --model .", True),
     ("evaluate --model . --data x.json --rewards={mine:f: 1}", True),
+    ("evaluate --model . --data x.json --system_prompt=a:b", True),
 ])  # fmt: skip
 def test_modules_of_a_found_folder_are_not_imported(tmp_path, arguments, imports):
-    """Python puts the working folder first; it is searched only if the user names a recipe or code."""
+    """Python puts the working folder first; here it comes last, and only if the user names a recipe or code."""
     for name in ("ctypes", "yaml", "torch", "numpy"):
         (tmp_path / f"{name}.py").write_text(f"print('own {name}')\nraise SystemExit")
     (tmp_path / "config.yaml").write_text("stages: [sft]")
+    # sitecustomize, because no command prints sys.path
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import atexit, sys\natexit.register(lambda: print('PATH', sys.path[0], sys.path[-1], sep='|'))"
+    )
     command = [sys.executable, "-m", "minivlmrl", *arguments.split()]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "audit")])
+    paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT), str(ROOT / "audit")])
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-    assert ("own" in done.stdout) is imports and "usage" not in done.stderr
+    assert "own" not in done.stdout and "usage" not in done.stderr
+    _, first, last = done.stdout.split("PATH", 1)[1].strip().split("|")
+    assert first != str(tmp_path) and (last == str(tmp_path)) is imports
