@@ -33,8 +33,8 @@ train on it and what a correct trainer reaches.
 """
 
 
-def main(arguments: list[str]):
-    """Run the command `task`."""
+def main(arguments: list[str]) -> int:
+    """Run the command `task`; return the exit status, which is not 0 if a signal ended it."""
     parser = argparse.ArgumentParser(
         prog="python -m minivlmrl task", description=str(__doc__).splitlines()[0]
     )
@@ -43,14 +43,25 @@ def main(arguments: list[str]):
     folder = parser.parse_args(arguments).folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already exists; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    # The folder has its name only when it is complete, so an interrupted command can be repeated.
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     # the held-out rows and the first training rows of the default run with seed 0
-    write_split(folder, "train", shapes.Shapes(NUM_TRAIN, "0/grpo"))
-    write_split(folder, "eval", shapes.Shapes(NUM_EVAL, "eval"))
-    train_model(folder / "model")
-    shutil.copy(recipes_folder() / "shapes_reward.py", folder / "reward.py")
-    (folder / "README.md").write_text(README)  # at last, as a sign that the folder is complete
+    write_split(partial, "train", shapes.Shapes(NUM_TRAIN, "0/grpo"))
+    write_split(partial, "eval", shapes.Shapes(NUM_EVAL, "eval"))
+    exit_code = train_model(partial / "model")
+    if exit_code:
+        shutil.rmtree(partial)
+        print(f"{folder} was not written; repeat the command")
+        return exit_code
+    shutil.copy(recipes_folder() / "shapes_reward.py", partial / "reward.py")
+    (partial / "README.md").write_text(README)
+    if folder.exists():
+        folder.rmdir()  # an empty folder, which Windows would not replace
+    partial.rename(folder)
     print(f"wrote {folder}")
+    return 0
 
 
 def write_split(folder: Path, split: str, rows: shapes.Shapes):
@@ -93,9 +104,15 @@ def data_uri(file: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
-def train_model(folder: Path):
-    """Train the model of the default run with its SFT stage, and save the model."""
+def train_model(folder: Path) -> int:
+    """Train the model of the default run with its SFT stage, and save the model.
+
+    Returns:
+        0, or the exit code of a run that a signal ended; then there is no model.
+    """
     with tempfile.TemporaryDirectory() as run:
         options = ["--stages=[sft]", f"--output_dir={run}", "--num_threads=1"]
-        run_training(load_config(recipes_folder() / "shapes.yaml", options))
-        shutil.copytree(Path(run) / "checkpoint", folder)
+        exit_code = run_training(load_config(recipes_folder() / "shapes.yaml", options))
+        if not exit_code:
+            shutil.copytree(Path(run) / "checkpoint", folder)
+        return exit_code

@@ -1,6 +1,7 @@
 """Test `task`: all trainers get the same rows and the same reward, and the model works in transformers."""
 
 import random
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -89,6 +90,30 @@ def test_a_folder_with_files_is_not_overwritten(tmp_path, capsys):
     assert main(["task", "shapes", str(tmp_path)]) == 2
     assert "already exists; choose another folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("end", ["error", "signal"])
+def test_an_interrupted_command_can_be_repeated(tmp_path, monkeypatch, capsys, end):
+    """A killed command leaves FOLDER.partial; after a signal the training returns its exit code without a model."""
+    monkeypatch.setattr(task, "NUM_TRAIN", 2)
+    monkeypatch.setattr(task, "NUM_EVAL", 2)
+    folder = tmp_path / "new" / "task"
+
+    def interrupted(config):
+        if end == "error":
+            raise KeyboardInterrupt
+        return 75
+
+    def trained(config):
+        (Path(config.output_dir) / "checkpoint").mkdir()
+        return 0
+
+    monkeypatch.setattr(task, "run_training", interrupted)
+    assert main(["task", "shapes", str(folder)]) == (130 if end == "error" else 75)
+    assert not folder.exists() and (end == "error" or "repeat the command" in capsys.readouterr().out)
+    monkeypatch.setattr(task, "run_training", trained)
+    assert main(["task", "shapes", str(folder)]) == 0
+    assert (folder / "README.md").is_file() and [*folder.parent.iterdir()] == [folder]
 
 
 @pytest.mark.slow
