@@ -27,7 +27,7 @@ from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.losses.advantages import combine, group_advantages
-from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.build import random_model
 from minivlmrl.model.decoder import Qwen2_5_VL
@@ -41,7 +41,6 @@ from minivlmrl.tasks.shapes import Shapes, tokenizer
 GROUP = 8  # G, number of completions per prompt
 TEMPERATURE = 1.0
 MAX_NEW_TOKENS = 20
-LOSS = GRPOLossOptions(loss_type="grpo", beta=0.02)
 REWARDS = {tag_format: 0.5, accuracy: 1.0}  # reward function -> weight
 
 
@@ -117,7 +116,7 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
         logps, _ = per_token_logps(model, group)  # (M,), for all answer tokens
         mask = group.completion_mask  # (R, T)
         normalizer = LossNormalizer(len(mask), mask.sum().item())
-        loss = sft_loss(group.pad(logps), mask, "nll", normalizer=normalizer)
+        loss = sft_loss(group.pad(logps), mask, normalizer=normalizer)
         update(model, optimizer, loss, schedule.at(step))
 
 
@@ -150,7 +149,9 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
         #    used for only one update.
         mask = group.completion_mask
         normalizer = LossNormalizer(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
-        loss, _ = grpo_loss(logps, advantages, mask, LOSS, ref_per_token_logps=ref_logps, normalizer=normalizer)
+        loss, _ = grpo_loss(
+            logps, advantages, mask, loss_type="grpo", beta=0.02, ref_per_token_logps=ref_logps, normalizer=normalizer
+        )
         # 7. Update the weights.
         update(model, optimizer, loss, schedule.at(step))
         if step % 10 == 0 or step == max_steps - 1:

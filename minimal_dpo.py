@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Row
-from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+from minivlmrl.losses.preference import dpo_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.build import random_model
 from minivlmrl.model.decoder import Qwen2_5_VL
@@ -34,7 +34,6 @@ from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.tasks.shapes import Shapes, tokenizer
 
 ROWS_PER_STEP = 32
-LOSS = DPOLossOptions(loss_type=["sigmoid"], beta=1.0)
 
 
 def shuffled(rows: Shapes, seed: int) -> Iterator[list[Row]]:
@@ -118,7 +117,11 @@ def dpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
         #    of policy and reference for the chosen answer, summed over its tokens; v is the
         #    log-ratio for the rejected answer.
         loss, metrics = dpo_loss(
-            by_pair(logps), by_pair(group.completion_mask), LOSS, ref_per_token_logps=by_pair(ref_logps)
+            by_pair(logps),
+            by_pair(group.completion_mask),
+            loss_type="sigmoid",
+            beta=1.0,
+            ref_per_token_logps=by_pair(ref_logps),
         )
         # 4. Update the weights.
         rate = learning_rate(step, 3e-4, max_steps, warmup_steps=5, min_ratio=0.1)

@@ -29,18 +29,15 @@ from typing import TYPE_CHECKING  # noqa: E402
 if TYPE_CHECKING:  # type checkers do not evaluate __getattr__
     from minivlmrl.losses import parity
     from minivlmrl.losses.advantages import group_advantages
-    from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
-    from minivlmrl.losses.ppo import PPOLossOptions, ppo_loss
-    from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+    from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+    from minivlmrl.losses.ppo import ppo_loss
+    from minivlmrl.losses.preference import dpo_loss
     from minivlmrl.losses.sft import sft_loss
     from minivlmrl.model.logprobs import per_token_logps
 
 __version__ = "0.4.0"  # pyproject.toml reads this line
 __all__ = [
-    "DPOLossOptions",
-    "GRPOLossOptions",
     "LossNormalizer",
-    "PPOLossOptions",
     "__version__",
     "dpo_loss",
     "group_advantages",
@@ -52,10 +49,7 @@ __all__ = [
 ]
 # public name: module that defines it
 MODULES = {
-    "DPOLossOptions": "minivlmrl.losses.preference",
-    "GRPOLossOptions": "minivlmrl.losses.grpo",
     "LossNormalizer": "minivlmrl.losses.grpo",
-    "PPOLossOptions": "minivlmrl.losses.ppo",
     "dpo_loss": "minivlmrl.losses.preference",
     "group_advantages": "minivlmrl.losses.advantages",
     "grpo_loss": "minivlmrl.losses.grpo",

@@ -7,21 +7,27 @@ Use it in a recipe in the same folder, see shapes_kto.yaml:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.data.rows import Prompt, Row
-from minivlmrl.losses.preference import KTOLossOptions, kto_kl, kto_loss
+from minivlmrl.losses.preference import KTOType, kto_kl, kto_loss
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.trainers.base import Step
+from minivlmrl.trainers.base import Step, loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, OfflineTrainer
 
 
 @dataclass
-class KTOConfig(KTOLossOptions, TrainingOptions):
+class KTOConfig(TrainingOptions):
     """Options of KTO."""
+
+    loss_type: KTOType = "kto"  # see kto_loss
+    beta: Annotated[float, "> 0"] = 0.1  # factor of the log-ratio
+    desirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is true
+    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is false
 
 
 @dataclass(kw_only=True)
@@ -101,7 +107,7 @@ class KTO(OfflineTrainer):
             batch.group.pad(logps),
             batch.loss_mask,
             batch.labels,
-            self.config,
+            **loss_arguments(self.config, kto_loss),
             ref_per_token_logps=batch.ref_per_token_logps,
             kl=batch.kl,
             normalizer=batch.normalizer,

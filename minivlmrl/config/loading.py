@@ -124,7 +124,15 @@ def _build_run(
         if config.dpo != DPOOptions():
             from minivlmrl.losses.preference import check_dpo_options
 
-            check_dpo_options(config.dpo, "dpo.")
+            dpo = config.dpo
+            check_dpo_options(
+                dpo.loss_type,
+                dpo.loss_weights,
+                dpo.label_smoothing,
+                dpo.f_divergence_type,
+                dpo.use_weighting,
+                prefix="dpo.",
+            )
     return config
 
 

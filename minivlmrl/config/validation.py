@@ -168,8 +168,8 @@ def _on_policy(grpo: GRPOOptions) -> bool:
 def check_grpo_clipping(grpo: GRPOOptions) -> WithoutEffect:
     """Check the bounds and the level of the ratio of policies.
 
-    With a loss from a file, every option may have an effect, because the loss receives the whole
-    section.
+    With a loss from a file, every option may have an effect, because the loss can have any option
+    of the section as an argument.
     """
     if ":" in grpo.loss_type:
         return

@@ -18,55 +18,9 @@ how the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
-
-
-class LossOptions(Protocol):
-    """Protocol of the options of `grpo_loss`: a GRPOLossOptions or a recipe's section `grpo`."""
-
-    @property
-    def loss_type(self) -> str: ...
-    @property
-    def importance_sampling_level(self) -> str: ...
-    @property
-    def epsilon_low(self) -> float: ...
-    @property
-    def epsilon_high(self) -> float: ...
-    @property
-    def beta(self) -> float: ...
-    @property
-    def kl_estimator(self) -> str: ...
-    @property
-    def use_bias_correction_kl(self) -> bool: ...
-
-
-@dataclass
-class GRPOLossOptions:
-    """Options of `grpo_loss` for callers in Python.
-
-    Recipes use GRPOOptions in config/options.py (section `grpo`) instead. A test checks that both
-    classes have the same names and default values.
-    """
-
-    loss_type: str = "dapo"  # selects the term and the average, see TERMS and AVERAGES
-    importance_sampling_level: str = "token"  # selects the ratio, see RATIOS; "sequence" is GSPO
-    epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped below at 1 - epsilon_low
-    epsilon_high: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped above at 1 + epsilon_high
-    beta: Annotated[float, ">= 0"] = 0.0  # weight of the KL; 0 does not need a reference model
-    kl_estimator: str = "k3"  # estimator of the KL, see kl_term
-    use_bias_correction_kl: bool = True  # multiply the KL by the ratio, see correct_kl
-
-    def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # this also rejects NaN
-            raise ValueError(
-                f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
-                f"which is {self.epsilon_high}"
-            )
-        if not self.beta >= 0:
-            raise ValueError(f"beta is {self.beta}, but it must be at least 0")
 
 
 @dataclass
@@ -84,8 +38,14 @@ def grpo_loss(
     per_token_logps: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    options: LossOptions | None = None,
     *,
+    loss_type: str = "dapo",
+    importance_sampling_level: str = "token",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    use_bias_correction_kl: bool = True,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
     token_weights: Tensor | None = None,
@@ -103,6 +63,12 @@ def grpo_loss(
             gradient.
         advantages: (B,), one advantage for each completion, or (B, T), one for each token.
         mask: (B, T), 1 for tokens that are trained on. A row of zeros still counts as a sequence.
+        loss_type: selects the term and the average, see TERMS and AVERAGES.
+        importance_sampling_level: selects the ratio, see RATIOS; "sequence" is GSPO.
+        epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high].
+        beta: weight of the KL, at least 0.
+        kl_estimator: estimator of the KL, see kl_term.
+        use_bias_correction_kl: if True, multiply the KL by the ratio, see correct_kl.
         old_per_token_logps: (B, T), log-probabilities under the policy that sampled the
             completions. None means that the trained policy itself sampled them, so the ratio is 1.
         ref_per_token_logps: (B, T), log-probabilities under the reference model; required if beta
@@ -116,33 +82,39 @@ def grpo_loss(
     Returns:
         The loss, which is a scalar, and a dictionary of metrics without gradient: the kl in nats
         per token, and the metrics of the term, such as clip_ratio/low_mean.
+    Raises:
+        ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
-        (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient.
+        (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient. The defaults
+        are TRL's, too.
     """
+    check_bounds(epsilon_low, epsilon_high, beta)
+    check_known("loss_type", loss_type, AVERAGES)
     if len(advantages) != len(mask):
         raise ValueError(
             f"grpo_loss got {len(advantages)} advantages for {len(mask)} completions; pass one "
             "advantage for each completion"
         )
-    options = options or GRPOLossOptions()
-    check_known("loss_type", options.loss_type, AVERAGES)
     normalizer = normalizer or batch_normalizer(mask)
     if advantages.dim() == 1:
         advantages = advantages[:, None]  # (B, 1), because all tokens of a row have the same one
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
     log_ratio = per_token_logps - old_per_token_logps  # (B, T): log of the ratio of each token
-    ratio = importance_ratio(log_ratio, mask, options.importance_sampling_level)
-    inputs = TermInputs(per_token_logps, log_ratio, ratio, advantages, mask)
-    per_token_loss, metrics = TERMS[options.loss_type](inputs, options, **term_options)
+    ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
+    inputs = TermInputs(
+        per_token_logps, log_ratio, ratio, advantages, mask, epsilon_low, epsilon_high
+    )
+    per_token_loss, metrics = TERMS[loss_type](inputs, **term_options)
     if token_weights is not None:
         per_token_loss = per_token_loss * token_weights
-    if options.beta:
-        kl = kl_term(per_token_logps, ref_per_token_logps, options.kl_estimator)
-        kl = correct_kl(kl, ratio, options)
+    if beta:
+        kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
+        if use_bias_correction_kl:
+            kl = correct_kl(kl, ratio, kl_estimator)
         metrics["kl"] = kl
-        per_token_loss = per_token_loss + options.beta * kl
-    loss = AVERAGES[options.loss_type](per_token_loss * mask, mask, normalizer)
+        per_token_loss = per_token_loss + beta * kl
+    loss = AVERAGES[loss_type](per_token_loss * mask, mask, normalizer)
     return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
 
 
@@ -169,18 +141,18 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class TermInputs:
-    """Tensors from which the functions in TERMS compute the loss of each token."""
+    """Inputs from which the functions in TERMS compute the loss of each token."""
 
     logps: Tensor  # (B, T) log-probabilities in nats, with gradient
     log_ratio: Tensor  # (B, T) log pi - log pi_old of each token, for any importance_sampling_level
     ratio: Tensor  # ratio pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
     advantages: Tensor  # (B, 1), one advantage for each completion, or (B, T), one for each token
     mask: Tensor  # (B, T), 1 for tokens that are trained on
+    epsilon_low: float  # the ratio is clipped below at 1 - epsilon_low
+    epsilon_high: float  # the ratio is clipped above at 1 + epsilon_high
 
 
-def clipped(
-    inputs: TermInputs, options: LossOptions, *, delta: float | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Args:
@@ -188,8 +160,8 @@ def clipped(
             (INTELLECT-2, arXiv 2505.07291). None disables the bound.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
-    low = 1 - options.epsilon_low
-    high = 1 + options.epsilon_high
+    low = 1 - inputs.epsilon_low
+    high = 1 + inputs.epsilon_high
     at_low = (ratio < low) & (advantages < 0)
     at_high = (ratio > high) & (advantages > 0)
     metrics = {
@@ -202,7 +174,7 @@ def clipped(
 
 
 # For each loss_type, a function that computes the loss of each token, (B, T), and metrics. Its
-# arguments are a TermInputs, the options, and the keyword arguments term_options of grpo_loss.
+# arguments are a TermInputs, and the keyword arguments term_options of grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -253,16 +225,14 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     )
 
 
-def correct_kl(kl: Tensor, ratio: Tensor, options: LossOptions) -> Tensor:
+def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     """Multiply the KL estimate by the ratio, to obtain the expected gradient of KL(pi || pi_ref).
 
     The correction is also valid off-policy. For k1 and k3, the missing part of the gradient flows
     through the ratio. For k2 and the estimators with a plus, the ratio is detached, because their
     gradient is already correct; the ratio then only reweights tokens that an older policy sampled.
     """
-    if not options.use_bias_correction_kl:
-        return kl
-    if options.kl_estimator == "k2" or options.kl_estimator.endswith("+"):
+    if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
 
@@ -310,6 +280,17 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
+    """Raise ValueError if an option of grpo_loss has an impossible value."""
+    if not 0 <= epsilon_low <= epsilon_high:  # this also rejects NaN
+        raise ValueError(
+            f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is "
+            f"{epsilon_high}"
+        )
+    if not beta >= 0:
+        raise ValueError(f"beta is {beta}, but it must be at least 0")
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):

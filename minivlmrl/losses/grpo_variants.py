@@ -16,7 +16,6 @@ from minivlmrl.losses.grpo import (
     RATIOS,
     TERMS,
     LossNormalizer,
-    LossOptions,
     TermInputs,
     clipped,
     row_mean,
@@ -37,18 +36,16 @@ RATIOS |= {
 }
 
 
-def rloo_term(
-    inputs: TermInputs, options: LossOptions, *, delta: float | None = None
-) -> tuple[Tensor, dict]:
+def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict]:
     """Compute RLOO's term, which is the clipped term with the ratio of the whole completion.
 
     The option importance_sampling_level is ignored.
     """
     inputs.ratio = RATIOS["sequence_sum"](inputs.log_ratio, inputs.mask)
-    return clipped(inputs, options, delta=delta)
+    return clipped(inputs, delta=delta)
 
 
-def cispo_term(inputs: TermInputs, options: LossOptions) -> tuple[Tensor, dict]:
+def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
     """Compute CISPO's term: -sg(min(r, epsilon_high)) A log pi, where sg is detach.
 
     In contrast to PPO's clipping, every token keeps a gradient.
@@ -56,17 +53,13 @@ def cispo_term(inputs: TermInputs, options: LossOptions) -> tuple[Tensor, dict]:
     Source: MiniMax-M1 eq. 4 (arXiv 2506.13585).
     """
     ratio, advantages = inputs.ratio, inputs.advantages
-    weight = ratio.clamp(max=options.epsilon_high).detach()
-    is_clipped = (ratio > options.epsilon_high) & (advantages > 0)
+    weight = ratio.clamp(max=inputs.epsilon_high).detach()
+    is_clipped = (ratio > inputs.epsilon_high) & (advantages > 0)
     return -weight * advantages * inputs.logps, {"cispo_clip_ratio": is_clipped}
 
 
 def sapo_term(
-    inputs: TermInputs,
-    options: LossOptions,
-    *,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
+    inputs: TermInputs, *, sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05
 ) -> tuple[Tensor, dict]:
     """Compute SAPO's term: -(4 / tau) sigmoid(tau (r - 1)) A, with a soft gate instead of clipping.
 
@@ -81,7 +74,6 @@ def sapo_term(
 
 def vespo_term(
     inputs: TermInputs,
-    options: LossOptions,
     *,
     importance_sampling_ratio: Tensor | None = None,
     vespo_k_pos: float = 2.0,

@@ -1,8 +1,5 @@
 """PPO: per-token rewards, advantages from a critic (GAE), and the loss. Imports only torch."""
 
-from dataclasses import dataclass
-from typing import Annotated, Protocol
-
 import torch
 from torch import Tensor
 
@@ -93,30 +90,13 @@ def whiten(
     return [((part - mean) * scale + kept_mean) * mask for part, mask in pairs]
 
 
-class PPOLossFields(Protocol):
-    """Options that `ppo_loss` reads: a PPOLossOptions or the section `ppo` of a recipe."""
-
-    @property
-    def cliprange(self) -> float: ...
-    @property
-    def vf_coef(self) -> float: ...
-
-
-@dataclass
-class PPOLossOptions:
-    """Options of `ppo_loss`, also part of the section `ppo` of a recipe."""
-
-    # the ratio is clipped to [1 - cliprange, 1 + cliprange], values to old value -+ cliprange
-    cliprange: Annotated[float, ">= 0"] = 0.2
-    vf_coef: Annotated[float, ">= 0"] = 0.1  # weight of the value loss
-
-
 def ppo_loss(
     per_token_logps: Tensor,
     values: Tensor,
     mask: Tensor,
-    options: PPOLossFields | None = None,
     *,
+    cliprange: float = 0.2,
+    vf_coef: float = 0.1,
     old_per_token_logps: Tensor,
     old_values: Tensor,
     advantages: Tensor,
@@ -126,7 +106,9 @@ def ppo_loss(
     """Compute the PPO loss: the clipped policy loss plus vf_coef times the clipped value loss.
 
         policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))             r = pi(o_t) / pi_old(o_t)
-        value    max((V - R)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R)^2) / 2
+        value    max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
+
+    Both parts are clipped with the same eps, the option cliprange.
 
     Example: one token has ratio 1, advantage 2, value 1, old value 1 and return 3. The policy loss
     is -2 and the value loss 2, so the loss with vf_coef 0.1 is -1.8.
@@ -135,6 +117,9 @@ def ppo_loss(
         per_token_logps, values: (B, T), log-probabilities of the policy in nats and predictions of
             the critic, both with gradient.
         mask: (B, T), 1 for tokens that are trained on.
+        cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange], and a value to its old
+            value -+ cliprange; at least 0.
+        vf_coef: weight of the value loss.
         old_per_token_logps, old_values: (B, T), the same at the time of sampling.
         advantages, returns: (B, T), see gae.
         normalizer: LossNormalizer whose `tokens` is the divisor; by default the sum of the mask.
@@ -144,8 +129,7 @@ def ppo_loss(
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last release that
         has one.
     """
-    options = options or PPOLossOptions()
-    eps = options.cliprange
+    eps = cliprange
     # 0 for padding, so that the exponential stays finite
     log_ratio = (per_token_logps - old_per_token_logps) * mask
     ratio = log_ratio.exp()
@@ -170,7 +154,7 @@ def ppo_loss(
             "clip_ratio/value": _mean(squared_clipped > squared, mask),
             "ratio": _mean(ratio, mask),
         }
-    return policy_loss + options.vf_coef * value_loss, metrics
+    return policy_loss + vf_coef * value_loss, metrics
 
 
 def _mean(value: Tensor, mask: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ mean of sft.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,50 +27,6 @@ KTO_LOSS_TYPES = get_args(KTOType)
 # losses that are defined for every f-divergence (sft does not depend on the divergence)
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses with label_smoothing
-
-
-class DPOLossFields(Protocol):
-    """Options that `dpo_loss` reads: a DPOLossOptions or the section `dpo` of a recipe."""
-
-    @property
-    def loss_type(self) -> list[str]: ...
-    @property
-    def loss_weights(self) -> list[float] | None: ...
-    @property
-    def beta(self) -> float: ...
-    @property
-    def label_smoothing(self) -> float: ...
-    @property
-    def f_divergence_type(self) -> Divergence: ...
-    @property
-    def f_alpha_divergence_coef(self) -> float: ...
-    @property
-    def ld_alpha(self) -> float | None: ...
-    @property
-    def use_weighting(self) -> bool: ...
-
-
-@dataclass
-class DPOLossOptions:
-    """Options of `dpo_loss`, also part of the section `dpo` of a recipe."""
-
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys of DPO_LOSSES
-    # weight of each loss_type; None gives each the weight 1; MPO uses [0.8, 0.2, 1.0]
-    loss_weights: list[float] | None = None
-    # factor of the log-ratios; a large value keeps the policy near the reference
-    beta: Annotated[float, "> 0"] = 0.1
-    # assumed share of flipped labels, for sigmoid, exo_pair, robust, aot and aot_unpaired
-    label_smoothing: float = 0.0
-    f_divergence_type: Divergence = "reverse_kl"  # divergence from the reference, see f_score
-    f_alpha_divergence_coef: float = 0.5  # alpha of alpha_divergence
-    # LD-DPO: weight of the tokens beyond the length of the pair's shorter answer
-    ld_alpha: Annotated[float, "[0, 1]"] | None = None
-    use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
-
-    def __post_init__(self):
-        if isinstance(self.loss_type, str):
-            self.loss_type = [self.loss_type]
-        check_dpo_options(self)
 
 
 @dataclass
@@ -86,8 +42,8 @@ class Pairs:
     z: Tensor
     mean_margin: Tensor  # d with both scores divided by the lengths of their answers
     sft_loss: Tensor  # mean negative log-probability of chosen tokens, the same for every pair
-    beta: float  # see DPOLossOptions
-    e: float  # label_smoothing of DPOLossOptions
+    beta: float  # option of dpo_loss
+    e: float  # option label_smoothing of dpo_loss
     discopop_tau: float  # temperature of DiscoPOP's mixture
 
 
@@ -152,12 +108,19 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 def dpo_loss(
     per_token_logps: Tensor,
     mask: Tensor,
-    options: DPOLossFields | None = None,
     *,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+    discopop_tau: float = 0.05,
     ref_per_token_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     log_sum_sq_probs: Tensor | None = None,
-    discopop_tau: float = 0.05,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a DPO loss: one of the 15 losses of DPO_LOSSES, or a weighted sum of several.
@@ -168,11 +131,21 @@ def dpo_loss(
     Args:
         per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
         mask: (B, 2, T), 1 for tokens of the answers.
+        loss_type: a key of DPO_LOSSES, or several.
+        loss_weights: weight of each loss_type; None gives each the weight 1. MPO uses
+            ["sigmoid", "bco_pair", "sft"] with [0.8, 0.2, 1.0].
+        beta: factor of the log-ratios, > 0; a large value keeps the policy near the reference.
+        label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
+        f_divergence_type: divergence between policy and reference, see f_score.
+        f_alpha_divergence_coef: alpha of alpha_divergence.
+        ld_alpha: LD-DPO's weight, from 0 to 1, of the tokens beyond the length of the pair's
+            shorter answer; None is 1.
+        use_weighting: if True, weight pairs by their probability under the policy (WPO).
+        discopop_tau: temperature of discopop, > 0.
         ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
         ref_logps: (B, 2), answer_logps of ref_per_token_logps, which may be given instead of them.
         log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, without
             gradient; needed for use_weighting.
-        discopop_tau: temperature of discopop, > 0.
         normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages
             over them.
     Returns:
@@ -180,15 +153,17 @@ def dpo_loss(
         nats), rewards/margins, rewards/accuracies (share of pairs with a positive margin),
         logps/chosen and logps/rejected.
     Raises:
-        ValueError: a needed tensor is missing, or an answer has no tokens.
+        ValueError: options do not fit together, a needed tensor is missing, or an answer has no
+            tokens.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
         equals DPOTrainer._compute_loss of TRL 1.16, except for label_smoothing of sigmoid.
     """
-    options = options or DPOLossOptions()
+    loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
+    check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type, use_weighting)
     if ref_logps is None:
         if ref_per_token_logps is None:
             raise ValueError("dpo_loss needs ref_per_token_logps or ref_logps; give one of them")
-        ref_logps = answer_logps(ref_per_token_logps, mask, options.ld_alpha)
+        ref_logps = answer_logps(ref_per_token_logps, mask, ld_alpha)
     lengths = mask.sum(-1)  # (B, 2)
     if (lengths == 0).any():
         raise ValueError(
@@ -200,32 +175,32 @@ def dpo_loss(
     if normalizer is not None:
         num_pairs = normalizer.sequences / 2
         num_tokens = normalizer.tokens
-    logps = answer_logps(per_token_logps, mask, options.ld_alpha)
+    logps = answer_logps(per_token_logps, mask, ld_alpha)
     log_ratio = logps - ref_logps  # (B, 2)
     u, v = log_ratio.unbind(1)
-    scores = f_score(log_ratio, options.f_divergence_type, options.f_alpha_divergence_coef)
+    scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
     # The sum over pairs, divided by num_pairs, is -sum(logps of chosen tokens) / num_tokens
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
-        z=options.beta * (scores[:, 0] - scores[:, 1]),
+        z=beta * (scores[:, 0] - scores[:, 1]),
         mean_margin=mean_scores[:, 0] - mean_scores[:, 1],
         sft_loss=sft_loss.expand(B),
-        beta=options.beta,
-        e=options.label_smoothing,
+        beta=beta,
+        e=label_smoothing,
         discopop_tau=discopop_tau,
     )  # fmt: skip
-    weights = options.loss_weights or [1.0] * len(options.loss_type)
-    terms = [DPO_LOSSES[name](pairs) for name in options.loss_type]
+    weights = loss_weights or [1.0] * len(loss_types)
+    terms = [DPO_LOSSES[name](pairs) for name in loss_types]
     weighted = [weight * term for weight, term in zip(weights, terms, strict=True)]
     per_pair_loss = sum(weighted, start=u.new_zeros(()))
-    if options.use_weighting:
+    if use_weighting:
         if log_sum_sq_probs is None:
             raise ValueError("use_weighting needs log_sum_sq_probs; give them to dpo_loss")
         pair_weights = wpo_weights(per_token_logps.detach(), log_sum_sq_probs, mask)
         per_pair_loss = per_pair_loss * pair_weights
-    metrics = _reward_metrics(options.beta * u.detach(), options.beta * v.detach())
+    metrics = _reward_metrics(beta * u.detach(), beta * v.detach())
     metrics["logps/chosen"], metrics["logps/rejected"] = logps.detach().mean(0)
     return per_pair_loss.sum() / num_pairs, metrics
 
@@ -272,25 +247,15 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
     return (((alpha - 1) * log_ratio).clamp(max=80.0).exp() - 1) / (alpha - 1)
 
 
-@dataclass
-class KTOLossOptions:
-    """Options of `kto_loss`, also part of the section `kto` of a recipe."""
-
-    loss_type: KTOType = "kto"  # see kto_loss
-    beta: Annotated[float, "> 0"] = 0.1  # factor of the log-ratio
-    desirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is true
-    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is false
-
-    def __post_init__(self):
-        _check_known("loss_type", self.loss_type, KTO_LOSS_TYPES)
-
-
 def kto_loss(
     per_token_logps: Tensor,
     mask: Tensor,
     labels: Tensor,
-    options: KTOLossOptions | None = None,
     *,
+    loss_type: KTOType = "kto",
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
     ref_per_token_logps: Tensor,
     kl: Tensor | None = None,
     normalizer=None,
@@ -308,6 +273,9 @@ def kto_loss(
         per_token_logps: (B, T), log-probabilities under the policy in nats, with gradient.
         mask: (B, T), 1 for tokens of the answers.
         labels: (B,) bool, True for good answers.
+        loss_type: "kto" or "apo_zero_unpaired", see above.
+        beta: factor of the log-ratio, > 0.
+        desirable_weight, undesirable_weight: weights of good and of bad answers.
         ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
         kl: scalar without gradient, see kto_kl; needed for loss_type kto.
     Returns:
@@ -315,21 +283,21 @@ def kto_loss(
         answers, NaN if the batch has none) and kl.
     Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
     """
-    options = options or KTOLossOptions()
+    _check_known("loss_type", loss_type, KTO_LOSS_TYPES)
     u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
     zero_point = u.new_zeros(())
-    if options.loss_type == "kto":
+    if loss_type == "kto":
         if kl is None:
             raise ValueError("loss_type kto needs the argument kl; compute it with kto_kl")
         zero_point = kl
     good = labels.bool()
-    z = options.beta * torch.where(good, u - zero_point, zero_point - u)
-    desirable = u.new_tensor(options.desirable_weight)
-    undesirable = u.new_tensor(options.undesirable_weight)
+    z = beta * torch.where(good, u - zero_point, zero_point - u)
+    desirable = u.new_tensor(desirable_weight)
+    undesirable = u.new_tensor(undesirable_weight)
     per_answer_loss = torch.where(good, desirable, undesirable) * (1 - z.sigmoid())
-    rewards = options.beta * u.detach()
+    rewards = beta * u.detach()
     metrics = {"rewards/chosen": rewards[good].mean(), "rewards/rejected": rewards[~good].mean()}
-    if options.loss_type == "kto":
+    if loss_type == "kto":
         metrics["kl"] = zero_point
     num_answers = len(labels) if normalizer is None else normalizer.sequences
     return per_answer_loss.sum() / num_answers, metrics
@@ -346,26 +314,11 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
     return log_ratio.mean().detach().clamp(min=0)
 
 
-@dataclass
-class RewardLossOptions:
-    """Options of `reward_loss`, also part of the section `reward_model` of a recipe."""
-
-    # weight of (chosen + rejected)^2, which keeps the mean reward near 0
-    center_rewards_coefficient: float | None = None
-
-
-class RewardLossFields(Protocol):
-    """Options that `reward_loss` reads: a RewardLossOptions or a recipe's `reward_model`."""
-
-    @property
-    def center_rewards_coefficient(self) -> float | None: ...
-
-
 def reward_loss(
     chosen: Tensor,
     rejected: Tensor,
-    options: RewardLossFields | None = None,
     *,
+    center_rewards_coefficient: float | None = None,
     margin: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -375,62 +328,67 @@ def reward_loss(
 
     Args:
         chosen, rejected: (B,) rewards.
+        center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps the mean reward
+            near 0; None is 0.
         margin: (B,), wanted difference of the rewards.
     Returns:
         The loss, and the metrics rewards/chosen, rewards/rejected, rewards/margins and
         rewards/accuracies.
     Source: InstructGPT eq. 1 (arXiv 2203.02155), Llama 2 eq. 2 (2307.09288), 2312.09244; TRL.
     """
-    options = options or RewardLossOptions()
     difference = chosen - rejected
     if margin is not None:
         difference = difference - margin
     per_pair_loss = -logsigmoid(difference)
-    if options.center_rewards_coefficient is not None:
+    if center_rewards_coefficient is not None:
         center = (chosen + rejected).square()
-        per_pair_loss = per_pair_loss + options.center_rewards_coefficient * center
+        per_pair_loss = per_pair_loss + center_rewards_coefficient * center
     num_pairs = len(difference) if normalizer is None else normalizer.sequences / 2
     return per_pair_loss.sum() / num_pairs, _reward_metrics(chosen.detach(), rejected.detach())
 
 
-def check_dpo_options(options: DPOLossFields, prefix: str = ""):
+def check_dpo_options(
+    loss_types: Sequence[str],
+    loss_weights: Sequence[float] | None,
+    label_smoothing: float,
+    f_divergence_type: str,
+    use_weighting: bool,
+    prefix: str = "",
+):
     """Raise ValueError if options of `dpo_loss` do not fit together.
 
     Args:
         prefix: section of a recipe with a dot, for example "dpo.", for option names in messages.
     """
-    names = options.loss_type
-    weights = options.loss_weights
-    divergence = options.f_divergence_type
-    if not names or (weights is not None and len(names) != len(weights)):
+    if not loss_types or (loss_weights is not None and len(loss_types) != len(loss_weights)):
         raise ValueError(
-            f"{prefix}loss_type is {names} and loss_weights is {weights}; "
+            f"{prefix}loss_type is {loss_types} and loss_weights is {loss_weights}; "
             "name at least one loss, and give one weight for each"
         )
-    _check_known(f"{prefix}f_divergence_type", divergence, get_args(Divergence))
-    for name in names:
+    _check_known(f"{prefix}f_divergence_type", f_divergence_type, get_args(Divergence))
+    for name in loss_types:
         _check_known(f"{prefix}loss_type", name, DPO_LOSSES)
-        if divergence != "reverse_kl" and name not in F_LOSSES:
+        if f_divergence_type != "reverse_kl" and name not in F_LOSSES:
             raise ValueError(
                 f"{prefix}loss_type {name} is only defined for f_divergence_type reverse_kl; "
-                f"with {divergence} use one of {', '.join(F_LOSSES)}"
+                f"with {f_divergence_type} use one of {', '.join(F_LOSSES)}"
             )
-        if options.use_weighting and name in ("aot", "aot_unpaired"):
+        if use_weighting and name in ("aot", "aot_unpaired"):
             raise ValueError(
                 f"{prefix}use_weighting does not fit loss_type {name}, which sorts the pairs; "
                 "set it to false"
             )
-    if "exo_pair" in names and not options.label_smoothing:
+    if "exo_pair" in loss_types and not label_smoothing:
         raise ValueError(
             f"{prefix}loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"
         )
-    if not 0 <= options.label_smoothing < 0.5:
+    if not 0 <= label_smoothing < 0.5:
         raise ValueError(
-            f"{prefix}label_smoothing is {options.label_smoothing}, but it must be in [0, 0.5)"
+            f"{prefix}label_smoothing is {label_smoothing}, but it must be in [0, 0.5)"
         )
-    if options.label_smoothing and not set(names) & set(SMOOTHED):
+    if label_smoothing and not set(loss_types) & set(SMOOTHED):
         raise ValueError(
-            f"{prefix}label_smoothing has no effect on loss_type {names}; it is only used by "
+            f"{prefix}label_smoothing has no effect on loss_type {loss_types}; it is only used by "
             f"{', '.join(SMOOTHED)}"
         )
 

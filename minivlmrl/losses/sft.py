@@ -9,7 +9,7 @@ SFT_LOSS_TYPES = get_args(SFTType)
 
 
 def sft_loss(
-    per_token_logps: Tensor, mask: Tensor, loss_type: SFTType = "nll", *, normalizer=None
+    per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll", normalizer=None
 ) -> Tensor:
     """Compute the mean negative log-probability of the demonstrated tokens.
 

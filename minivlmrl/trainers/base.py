@@ -3,10 +3,12 @@
 Each stage of a recipe (sft, dpo, grpo, ...) is implemented by a subclass of Trainer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -109,6 +111,18 @@ class Step:
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
     prompts: range = range(0)  # range of the rollout's prompts that this step trains on
+
+
+def loss_arguments(config: TrainingOptions, *losses: Callable) -> dict[str, Any]:
+    """Select the options of a section that losses have as arguments, for `loss(..., **arguments)`.
+
+    Args:
+        config: section of a recipe, for example `grpo`.
+        losses: functions such as grpo_loss; an option is selected if one of them has an argument of
+            its name.
+    """
+    names = set().union(*(inspect.signature(loss).parameters for loss in losses))
+    return {name: value for name, value in vars(config).items() if name in names}
 
 
 class Trainer:

@@ -15,6 +15,7 @@ from minivlmrl.files import digest
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
+from minivlmrl.trainers.base import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
 # optional columns of a row: the reference's log-probabilities of both answers, summed over their
@@ -157,7 +158,7 @@ class DPOTrainer(PairTrainer):
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
-            self.config,
+            **loss_arguments(self.config, dpo_loss),
             ref_logps=batch.ref_logps.to(logps.dtype),
             log_sum_sq_probs=log_sum_sq_probs,
             normalizer=batch.normalizer,

@@ -53,7 +53,7 @@ from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import RewardLog, recipe_columns, training_rewards
-from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
+from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer, loss_arguments
 from minivlmrl.trainers.rollout_metrics import (
     completion_metrics,
     group_metrics,
@@ -435,9 +435,10 @@ class GRPOTrainer(Trainer):
 
     def loss(self, batch: SampledBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the metrics of a micro-batch, and its loss divided by the totals of the step."""
-        options = self.config
-        if options.loss_type == "rloo":
-            options = replace(options, beta=0.0)  # the KL of RLOO is in the reward
+        # a custom loss gets the options of grpo_loss, and those that it names itself
+        options = loss_arguments(self.config, grpo_loss, self.loss_function)
+        if self.config.loss_type == "rloo":
+            options["beta"] = 0.0  # the KL of RLOO is in the reward
         logps, entropies = self.logps(batch.group)
         padded_entropies = batch.group.pad(entropies)
         # a custom loss function is called without token weights and without an entropy bonus
@@ -446,7 +447,7 @@ class GRPOTrainer(Trainer):
             batch.group.pad(logps),
             batch.advantages,
             batch.loss_mask,
-            options,
+            **options,
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,
@@ -544,11 +545,15 @@ def find_loss(config: GRPOOptions) -> Callable:
     """Return the loss function that loss_type names: grpo_loss or a custom function.
 
     Raises:
-        ValueError: loss_type is not a known loss, and the custom function cannot be loaded.
+        ValueError: loss_type is not a known loss, the custom function cannot be loaded, or the text
+            in brackets sets an option of the section.
     """
     with error_context(f"grpo.loss_type {config.loss_type}"):
         names = dict.fromkeys(AVERAGES, grpo_loss)
-        return with_options(*resolve_object("loss", config.loss_type, names))
+        loss, bound = resolve_object("loss", config.loss_type, names)
+        for name in bound.keys() & vars(config).keys():
+            raise ValueError(f"{name} is an option of the section grpo; set grpo.{name} instead")
+        return with_options(loss, bound)
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
@@ -563,7 +568,7 @@ def try_loss(loss: Callable, config: GRPOOptions):
         logps,
         torch.ones(1),
         torch.ones(1, 2),
-        config,
+        **loss_arguments(config, grpo_loss, loss),
         old_per_token_logps=None,
         ref_per_token_logps=torch.zeros(1, 2),
         normalizer=LossNormalizer(1, 2, 2),

@@ -23,7 +23,7 @@ from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.value_head import ValueHead, ValueModel, check_value_model_folder, value_head
-from minivlmrl.trainers.base import Rollout, SampledBatch
+from minivlmrl.trainers.base import Rollout, SampledBatch, loss_arguments
 from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options, mask_completions
 
 
@@ -165,7 +165,7 @@ class PPOTrainer(GRPOTrainer):
             batch.group.pad(logps),
             batch.group.pad(values),
             batch.loss_mask,
-            self.config,
+            **loss_arguments(self.config, ppo_loss),
             old_per_token_logps=batch.old_per_token_logps,
             old_values=batch.old_values,
             advantages=batch.advantages,

@@ -26,6 +26,7 @@ from minivlmrl.model.value_head import (
     input_form,
     pack_with_last_token,
 )
+from minivlmrl.trainers.base import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
 # folder of the reward model in the run's folder; the stage and the reward have the same name
@@ -87,9 +88,8 @@ class RewardTrainer(PairTrainer):
     def loss(self, batch: RewardBatch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = self.rewards(batch)
         margin = batch.margin.to(chosen.dtype)
-        return reward_loss(
-            chosen, rejected, self.config, margin=margin, normalizer=batch.normalizer
-        )
+        options = loss_arguments(self.config, reward_loss)
+        return reward_loss(chosen, rejected, **options, margin=margin, normalizer=batch.normalizer)
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
         chosen, rejected = self.rewards(self.micro_batch(rows))
