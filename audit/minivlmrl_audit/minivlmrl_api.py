@@ -10,15 +10,15 @@ from minivlmrl.losses.grpo import (
     AVERAGES,
     TERMS,
     LossNormalizer,
-    GRPOLossOptions,
     TermInputs,
+    check_bounds,
     correct_kl,
     importance_ratio,
     kl_term,
 )
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 from minivlmrl.losses.ppo import gae
-from minivlmrl.losses.preference import DPOLossOptions, answer_logps, dpo_loss
+from minivlmrl.losses.preference import Divergence, answer_logps, check_dpo_options, dpo_loss
 
 # The model that recomputes the log-probabilities and gradients of a dumped step, and its inputs.
 from minivlmrl.data.rows import Prompt

@@ -1,14 +1,22 @@
 """One dataclass of options for each loss, with TRL's names, so that the audit can change each option."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from minivlmrl_audit.minivlmrl_api import TERMS, DPOLossOptions, GRPOLossOptions
+from minivlmrl_audit.minivlmrl_api import TERMS, Divergence, check_bounds, check_dpo_options
 
 
 @dataclass
-class PolicyOptions(GRPOLossOptions):
+class PolicyOptions:
     """All options of GRPO and its variants: options of the loss, its terms, and the token weights."""
 
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    epsilon_low: Annotated[float, ">= 0"] = 0.2
+    epsilon_high: Annotated[float, ">= 0"] = 0.2
+    beta: Annotated[float, ">= 0"] = 0.0
+    kl_estimator: str = "k3"
+    use_bias_correction_kl: bool = True
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
     delta: float | None = None
@@ -21,12 +29,32 @@ class PolicyOptions(GRPOLossOptions):
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
 
+    def __post_init__(self):
+        check_bounds(self.epsilon_low, self.epsilon_high, self.beta)
+
 
 @dataclass
-class DPOOptions(DPOLossOptions):
-    """DPOLossOptions, and the option that dpo_loss accepts as a separate argument."""
+class DPOOptions:
+    """Options of dpo_loss."""
 
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    loss_weights: list[float] | None = None
+    beta: Annotated[float, "> 0"] = 0.1
+    label_smoothing: float = 0.0
+    f_divergence_type: Divergence = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    ld_alpha: Annotated[float, "[0, 1]"] | None = None
+    use_weighting: bool = False
     discopop_tau: float = 0.05
+
+    def __post_init__(self):
+        check_dpo_options(
+            self.loss_type,
+            self.loss_weights,
+            self.label_smoothing,
+            self.f_divergence_type,
+            self.use_weighting,
+        )
 
 
 @dataclass
@@ -45,9 +73,7 @@ def options_of(kind: str, values: dict) -> dict:
     return {name: values[name] for name in OPTIONS[kind].__dataclass_fields__ if name in values}
 
 
-def arguments(options: PolicyOptions | DPOOptions) -> dict:
-    """Return the options that dpo_loss, or the term of GRPO's loss_type, accepts as keyword arguments."""
-    if isinstance(options, DPOOptions):
-        return {"discopop_tau": options.discopop_tau}
+def term_arguments(options: PolicyOptions) -> dict:
+    """Return the options that the term of GRPO's loss_type accepts as keyword arguments."""
     names = TERMS[options.loss_type].__kwdefaults__ or {}
     return {name: getattr(options, name) for name in names.keys() & vars(options).keys()}

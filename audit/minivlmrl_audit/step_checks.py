@@ -6,7 +6,6 @@ tensor that the stage needs. The error of a number is |theirs - ours| / unit. ch
 the quantity x of the definition, or its replacement while a known bug is being tried.
 """
 
-import copy
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ from minivlmrl_audit.minivlmrl_api import (
     nanstd,
     off_policy_mask,
 )
-from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, arguments
+from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, term_arguments
 from minivlmrl_audit.perturbations import Change, shown_as
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
@@ -408,10 +407,10 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     no_mismatch = torch.ones(len(d.all_rows), 1)
     correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
     correction = correction[pieces.part]
-    arguments_of_term = arguments(options)
+    arguments = term_arguments(options)
     weights = pieces.kept
     if options.loss_type == "vespo":
-        arguments_of_term["importance_sampling_ratio"] = correction
+        arguments["importance_sampling_ratio"] = correction
     else:
         weights = weights * correction
     if options.off_policy_mask_threshold is not None:
@@ -425,9 +424,15 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
         )
     ratio = importance_ratio(pieces.log_ratio, pieces.mask, options.importance_sampling_level)
     term_inputs = TermInputs(
-        pieces.per_token_logps, pieces.log_ratio, ratio, pieces.advantages, pieces.mask
+        pieces.per_token_logps,
+        pieces.log_ratio,
+        ratio,
+        pieces.advantages,
+        pieces.mask,
+        options.epsilon_low,
+        options.epsilon_high,
     )
-    terms, _ = TERMS[options.loss_type](term_inputs, options, **arguments_of_term)
+    terms, _ = TERMS[options.loss_type](term_inputs, **arguments)
     terms = terms * weights
     terms = change("terms", terms, selection=(pieces.part,), **pieces._asdict())
     return averaged(pieces.part, terms, change)
@@ -438,12 +443,14 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
     names = pieces._asdict()
-    straight = copy.copy(options)
-    straight.kl_estimator += "+" * options.kl_straight_through
-    kl = correct_kl(kl_term(*of_both, straight.kl_estimator), pieces.ratio, straight)
+    estimator = options.kl_estimator
     if "KL estimate" in change:
-        estimate = change("KL estimate", kl_term(*of_both, options.kl_estimator), **names)
-        kl = correct_kl(estimate, pieces.ratio, options)
+        kl = change("KL estimate", kl_term(*of_both, estimator), **names)
+    else:
+        estimator += "+" * options.kl_straight_through
+        kl = kl_term(*of_both, estimator)
+    if options.use_bias_correction_kl:
+        kl = correct_kl(kl, pieces.ratio, estimator)
     kl = change("KL", kl, selection=(pieces.part,), **names)
     # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the difference of two
     # log-probabilities; a larger error is a mistake, such as d.exp() - d - 1
@@ -517,13 +524,12 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
     value, _ = dpo_loss(
         own_logps,
         mask[index],
-        options,
+        **vars(options),
         ref_logps=policy_logps - log_ratio,
         normalizer=normalizer_of(
             part, mask * d["chosen"][:, None], change
         ),  # TRL's sft term averages over the chosen answers
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
-        **arguments(options),
     )
     return value, value.detach().abs() + 1e-2
 

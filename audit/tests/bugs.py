@@ -6,6 +6,7 @@ puts the bug into the installed TRL, and test_trl_steps.py checks that the audit
 """
 
 import copy
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -82,7 +83,12 @@ def around(owner, name: str, change: Callable) -> Callable:
     def put_in(put, trainer=None):
         own = trainer if owner is None else resolve_name(owner) if isinstance(owner, str) else owner
         function = getattr(own, name)
-        put(own, name, lambda *arguments, **options: change(function, *arguments, **options))
+
+        @functools.wraps(function)  # trainers read the names of a loss's arguments
+        def changed(*arguments, **options):
+            return change(function, *arguments, **options)
+
+        put(own, name, changed)
 
     return put_in
 
@@ -153,7 +159,7 @@ def clip_part(self, batch):
 
 def put_k1_into_loss(put):
     put(losses, "kl_term", lambda logps, ref, kind: logps - ref)
-    put(losses, "correct_kl", lambda kl, ratio, options: kl)
+    put(losses, "correct_kl", lambda kl, ratio, estimator: kl)
 
 
 def copy_policy_to_reference(logps, self, *given):
@@ -486,7 +492,7 @@ BUGS = {
     # in minivlmrl, the loss of sft averages over the tokens of each micro-batch
     "mean_of_means": Bug(
         "https://arxiv.org/abs/2604.23747",
-        around(sft, "sft_loss", lambda function, logps, mask, kind, normalizer: function(logps, mask, kind) / 8),
+        around(sft, "sft_loss", lambda loss, logps, mask, normalizer, **options: loss(logps, mask, **options) / 8),
         ["--sft.micro_batch_size=4"],
         loss("mean of means", SUM + " / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
     ),
@@ -552,7 +558,7 @@ BUGS = {
     ),
     "kl_without_gradient": Bug(
         "X-GenGroup/Flow-Factory/issues/122",
-        around(losses, "correct_kl", lambda _, kl, ratio, options: kl.detach()),
+        around(losses, "correct_kl", lambda _, kl, ratio, estimator: kl.detach()),
     ),
     "reference_follows": Bug(
         "aburkov/theLMbook/issues/8", around(Reference, "logps", copy_policy_to_reference),

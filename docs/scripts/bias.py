@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from minivlmrl.losses.advantages import EPSILON, group_advantages, leave_one_out
-from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
-from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards
-from minivlmrl.losses.preference import DPO_LOSSES, DPOLossOptions, dpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards
+from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss
 
 END, T = 2, 3  # id of the end token, and length of the longest completion
 PREFIXES = [prefix for n in range(T) for prefix in product(range(END), repeat=n)]  # 7: (), (0,), (1,), (0, 0), ...
@@ -57,10 +57,11 @@ def expect(loss: Callable, sampler: Tensor, num_generations: int = 1) -> Tensor:
 
 
 def expected_policy_loss(
-    logps: Tensor, rewards: Tensor, options: GRPOLossOptions, scale="none", G=2, one_group=False, *, old=None, ref=None
+    logps: Tensor, rewards: Tensor, options: dict, scale="none", G=2, one_group=False, *, old=None, ref=None
 ) -> Tensor:
     """Return the mean of grpo_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
 
+    options: keyword arguments of grpo_loss.
     one_group: the step has one group. Otherwise it has so many groups that its number of tokens and its standard
     deviation of rewards are constants.
     """
@@ -70,16 +71,16 @@ def expected_policy_loss(
 
     def loss(i: Tensor) -> Tensor:
         advantages = group_advantages(rewards[i], G, "none" if by_batch else scale) / std
-        if options.loss_type == "rloo":
+        if options.get("loss_type") == "rloo":
             advantages = leave_one_out(rewards[i], G)
         constants = {"old_per_token_logps": sampler[i], "ref_per_token_logps": None if ref is None else ref[i]}
         normalizer = LossNormalizer(G, MASK[i].sum() if one_group else G * (chance @ MASK.sum(1)), T)
-        return grpo_loss(logps[i], advantages, MASK[i], options, normalizer=normalizer, **constants)[0]
+        return grpo_loss(logps[i], advantages, MASK[i], **options, normalizer=normalizer, **constants)[0]
 
     return expect(loss, sampler, G)
 
 
-def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLossOptions, old: Tensor) -> Tensor:
+def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, cliprange: float, old: Tensor) -> Tensor:
     """Return the mean of ppo_loss over all completions, with GAE on graded rewards and values (7,) of prefixes."""
     values, normalizer = values[PREFIX] * MASK, LossNormalizer(1, (chances(old) @ MASK.sum(1)).item())
     advantages, returns = gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
@@ -87,16 +88,16 @@ def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, options: PPOLos
 
     def loss(i: Tensor) -> Tensor:
         drawn = {name: x[i] for name, x in fixed.items()}
-        return ppo_loss(logps[i], values[i], MASK[i], options, **drawn, normalizer=normalizer)[0]
+        return ppo_loss(logps[i], values[i], MASK[i], cliprange=cliprange, **drawn, normalizer=normalizer)[0]
 
     return expect(loss, old)
 
 
-def expected_dpo_loss(logps: Tensor, options: DPOLossOptions) -> Tensor:
+def expected_dpo_loss(logps: Tensor, options: dict) -> Tensor:
     """Return the mean of dpo_loss over pairs sampled from the reference; a Bradley-Terry model labels them."""
     normalizer = LossNormalizer(2, (PAIRS.sum(1) @ MASK.sum(1)).item())
-    given = [(logps[p], MASK[p], options, REF[p]) for p in torch.cartesian_prod(ALL, ALL)[:, None]]
-    losses = [dpo_loss(*pair, ref_per_token_logps=ref, normalizer=normalizer)[0] for *pair, ref in given]
+    given = [(logps[p], MASK[p], REF[p]) for p in torch.cartesian_prod(ALL, ALL)[:, None]]
+    losses = [dpo_loss(*pair, **options, ref_per_token_logps=ref, normalizer=normalizer)[0] for *pair, ref in given]
     return PAIRS.flatten() @ torch.stack(losses)
 
 
@@ -146,7 +147,8 @@ def policy_table() -> list[list[str]]:
     for label, (name, level, scale) in kinds.items():
         cells = []
         for rewards, G, one_group, logits, clip in columns.values():
-            options = GRPOLossOptions(name, level, epsilon_low=clip, epsilon_high=clip + (name == "cispo"))
+            options = {"loss_type": name, "importance_sampling_level": level}
+            options |= {"epsilon_low": clip, "epsilon_high": clip + (name == "cispo")}
             found = gradient(expected_policy_loss, logits, rewards, options, scale, G, one_group, old=OLD)
             cells.append(cell(-found, reward_gradient(logits, rewards)))
         table.append([label, *cells])
@@ -160,13 +162,13 @@ def kl_table() -> list[list[str]]:
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
     for loss_type, kind in product(("luspo", "grpo"), kinds):
         estimator = kind[:2] + "+" * ("straight" in kind)
-        options = GRPOLossOptions(loss_type, beta=1.0, kl_estimator=estimator)
-        options.use_bias_correction_kl = "corrected" in kind
+        options = {"loss_type": loss_type, "beta": 1.0, "kl_estimator": estimator}
+        options["use_bias_correction_kl"] = "corrected" in kind
         constants = {"old": OLD, "ref": REF}
         on, off = (gradient(expected_policy_loss, x, none, options, **constants) for x in (POLICY, MOVED))
         cells = cell(on, tokens), cell(on, completions), cell(off, token_kl_gradient(MOVED, OLD))
         table.append([f"{kind}, {loss_type}", *cells])
-    on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), GRPOLossOptions("rloo"))
+    on = gradient(expected_policy_loss, POLICY, (REF - OLD).sum(1), {"loss_type": "rloo"})
     return [*table, ["k1 in the reward, rloo", cell(on, tokens), cell(on, completions), ""]]
 
 
@@ -177,7 +179,7 @@ def ppo_table() -> list[list[str]]:
     for (name, values), lam in product({"true": true, "half": true / 2, "zero": 0 * true}.items(), (1.0, 0.95, 0.0)):
         cells = []
         for logits in (POLICY, MOVED):
-            found = gradient(expected_ppo_loss, logits, values, lam, PPOLossOptions(9.0), OLD)  # never clipped
+            found = gradient(expected_ppo_loss, logits, values, lam, 9.0, OLD)  # never clipped
             cells.append(cell(-found, reward_gradient(logits, GRADED)))
         table.append([name, f"{lam:g}", *cells])
     return table
@@ -193,7 +195,7 @@ def preference_table() -> list[list[str]]:
     best = (chances(REF) * (GRADED / BETA).exp())[:, None] * MASK  # the optimum's probabilities, up to a factor
     optimum = torch.zeros_like(POLICY).index_put((PREFIX, TOKENS), best, accumulate=True).log()
     for name in DPO_LOSSES:
-        options = DPOLossOptions(name, beta=BETA, label_smoothing=0.1 * (name in ("exo_pair", "robust")))
+        options = {"loss_type": name, "beta": BETA, "label_smoothing": 0.1 * (name in ("exo_pair", "robust"))}
         here, there, left = (-gradient(expected_dpo_loss, x, options) for x in (REFERENCE, POLICY, optimum))
         cells = cell(here, reward_gradient(REFERENCE, GRADED)), cell(there, reward_gradient(POLICY, GRADED, BETA))
         table.append([name, *cells, cell(left, here).split(", ")[-1]])  # only the ratio of norms

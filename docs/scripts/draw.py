@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from minivlmrl.losses.grpo import GRPOLossOptions, TermInputs, clipped
+from minivlmrl.losses.grpo import TermInputs, clipped
 from minivlmrl.losses.ppo import gae
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.model.config import VisionConfig
@@ -169,8 +169,8 @@ def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: floa
     picture.line([at(0.4, 0.4 * advantage), at(1.6, 1.6 * advantage)], colours[2], 1.5)  # without clipping
     ratio = torch.linspace(0.4, 1.6, 121, dtype=torch.float64)[:, None]
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    inputs = TermInputs(ratio.log(), ratio.log(), ratio, advantages, torch.ones_like(ratio))
-    gains = -clipped(inputs, GRPOLossOptions())[0]
+    inputs = TermInputs(ratio.log(), ratio.log(), ratio, advantages, torch.ones_like(ratio), 0.2, 0.2)
+    gains = -clipped(inputs)[0]
     picture.line([at(*point) for point in torch.cat([ratio, gains], 1).tolist()], colours[0], 3)
     picture.text(left + size / 2, top + size + 40, "ratio r = pi / pi_old", 13)
     words = f"A = {advantage:+g}: {('worse', 'better')[advantage > 0]} than its group"

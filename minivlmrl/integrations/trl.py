@@ -20,8 +20,8 @@ from torch import Tensor
 from minivlmrl.losses.grpo import (
     AVERAGES,
     TERMS,
-    GRPOLossOptions,
     LossNormalizer,
+    check_bounds,
     check_known,
     grpo_loss,
     importance_ratio,
@@ -43,7 +43,7 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
     )
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # the signature of grpo_loss
-# field of GRPOLossOptions: field of GRPOConfig with the same meaning (kl_estimator has none)
+# argument of grpo_loss: field of GRPOConfig with the same meaning (kl_estimator has none)
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -72,10 +72,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     optimizer and checkpoints are TRL's. The other arguments are those of trl.GRPOTrainer.
 
     Args:
-        loss: a loss_type of `grpo_loss`, such as "grpo"; or a GRPOLossOptions; or a function with
-            the arguments and results of `grpo_loss`. None means the loss_type of `args`.
+        loss: a loss_type of `grpo_loss`, such as "grpo"; or a function with the arguments and
+            results of `grpo_loss`. None means the loss_type of `args`.
+        kl_estimator: estimator of the KL, see kl_term. `args` has all other options of the loss.
     Raises:
-        ValueError: an option of `args` contradicts `loss`, or cannot be computed.
+        ValueError: `args` names another loss than `loss`, or has an option that cannot be computed.
     """
 
     def __init__(
@@ -84,17 +85,23 @@ class GRPOTrainer(trl.GRPOTrainer):
         reward_funcs=None,
         args: trl.GRPOConfig | None = None,
         *more_args,
-        loss: str | GRPOLossOptions | LossFunction | None = None,
+        loss: str | LossFunction | None = None,
+        kl_estimator: str = "k3",
         **kwargs,
     ):
         if args is None:  # the same folder as in TRL
             name = model if isinstance(model, str) else model.config._name_or_path
             args = trl.GRPOConfig(f"{name.split('/')[-1]}-GRPO")
         args = copy.copy(args)
-        self.loss_options = merge_options(args, loss)
-        self.loss_function: LossFunction = grpo_loss
-        if callable(loss):
-            self.loss_function = loss
+        if isinstance(loss, str):
+            if args.loss_type not in (CONFIG_DEFAULTS["loss_type"], loss):
+                raise ValueError(
+                    f"args.loss_type is {args.loss_type!r}, but loss is {loss!r}; set only one of "
+                    "them"
+                )
+            args.loss_type = loss
+        self.loss_options = loss_options(args, kl_estimator)
+        self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
         # arguments that differ from TRL's defaults, which are those of the functions, too
         self.term_options = {
             name: getattr(args, name)
@@ -121,7 +128,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             logps,
             inputs["advantages"],
             mask,
-            self.loss_options,
+            **self.loss_options,
             old_per_token_logps=inputs.get("old_per_token_logps"),
             ref_per_token_logps=inputs.get("ref_per_token_logps"),
             token_weights=weights,
@@ -183,7 +190,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return weights, self.term_options
         ratio = inputs["importance_sampling_ratio"]
-        if self.loss_options.loss_type == "vespo":
+        if self.loss_options["loss_type"] == "vespo":
             return weights, {**self.term_options, "importance_sampling_ratio": ratio}
         return ratio if weights is None else weights * ratio, self.term_options
 
@@ -202,9 +209,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             advantages = advantages[:, None]
         old_logps = inputs.get("old_per_token_logps", logps)
         options = self.loss_options
-        ratio = importance_ratio(logps - old_logps, mask, options.importance_sampling_level)
-        at_low = (ratio < 1 - options.epsilon_low) & (advantages < 0)
-        at_high = (ratio > 1 + options.epsilon_high) & (advantages > 0)
+        ratio = importance_ratio(logps - old_logps, mask, options["importance_sampling_level"])
+        at_low = (ratio < 1 - options["epsilon_low"]) & (advantages < 0)
+        at_high = (ratio > 1 + options["epsilon_high"]) & (advantages > 0)
         for name, clipped, extreme in (("low_min", at_low, min), ("high_max", at_high, max)):
             rows = clipped.float()
             if rows.shape[1] > 1:
@@ -214,36 +221,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._metrics[mode][f"clip_ratio/{name}"].append(extreme(fractions, default=math.nan))
 
 
-def merge_options(
-    args: trl.GRPOConfig, loss: str | GRPOLossOptions | LossFunction | None
-) -> GRPOLossOptions:
-    """Return the options of the loss, and copy them to `args`, where TRL reads them, too.
-
-    Fields that `args` leaves at TRL's defaults take the values of a GRPOLossOptions.
-
-    Raises:
-        ValueError: `args` and `loss` set an option to different values.
-    """
-    chosen: dict[str, Any] = {}
-    if isinstance(loss, str):
-        chosen = {"loss_type": loss}
-    elif isinstance(loss, GRPOLossOptions):
-        chosen = {name: getattr(loss, name) for name in CONFIG_NAMES}
-    for name, value in chosen.items():
-        config_name = CONFIG_NAMES[name]
-        current = getattr(args, config_name)
-        default = CONFIG_DEFAULTS[config_name]
-        if current not in (default, value):
-            raise ValueError(
-                f"args.{config_name} is {current!r}, but loss sets {name} to {value!r}; set it in "
-                "one place"
-            )
-        setattr(args, config_name, value)
-    values = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
-    if values["epsilon_high"] is None:
-        values["epsilon_high"] = args.epsilon
-    kl_estimator = loss.kl_estimator if isinstance(loss, GRPOLossOptions) else "k3"
-    return GRPOLossOptions(**values, kl_estimator=kl_estimator)
+def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
+    """Return the options of grpo_loss that `args` sets, under the names of their arguments."""
+    options = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
+    if options["epsilon_high"] is None:
+        options["epsilon_high"] = args.epsilon
+    check_bounds(options["epsilon_low"], options["epsilon_high"], options["beta"])
+    return options | {"kl_estimator": kl_estimator}
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):

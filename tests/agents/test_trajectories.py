@@ -32,7 +32,7 @@ from minivlmrl.generation import sampler as sampler_file
 from minivlmrl.generation.environments import pack_rollout, packed_length, samples_trajectories
 from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.losses.advantages import leave_one_out
-from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run.loop import optimizer_step
@@ -175,7 +175,6 @@ def weights_of(way, trajectory):
 
 def expected_loss(logps, mask, rewards, probabilities, group, way=None):
     """Mean over all groups of two, in one of their orders, of the implemented loss, or of a shortcut's."""
-    options = GRPOLossOptions(loss_type="dr_grpo")
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(rewards)), 2):
         pair = [i, j]
@@ -189,7 +188,7 @@ def expected_loss(logps, mask, rewards, probabilities, group, way=None):
         if way == "windows as rows of the group":
             counts = torch.tensor([len(group[index].turns) for index in pair])
             advantages = rewards[pair] - (rewards[pair] * counts).sum() / counts.sum()
-        loss, _ = grpo_loss(logps[pair], advantages, weights, options, normalizer=LossNormalizer(2, 1, 1))
+        loss, _ = grpo_loss(logps[pair], advantages, weights, loss_type="dr_grpo", normalizer=LossNormalizer(2, 1, 1))
         orders = 1 if i == j else 2
         total = total + orders * probabilities[i] * probabilities[j] * loss
     return total
@@ -256,10 +255,10 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         advantages = torch.linspace(-1, 1, len(mask), dtype=torch.float64)
         losses = []
         for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
-            options = GRPOLossOptions(loss_type=average, importance_sampling_level=level)
+            options = {"loss_type": average, "importance_sampling_level": level}
             normalizer = LossNormalizer(len(mask), mask.sum(), 40)
             losses.append(
-                grpo_loss(logps, advantages, mask, options, old_per_token_logps=old, normalizer=normalizer)[0]
+                grpo_loss(logps, advantages, mask, **options, old_per_token_logps=old, normalizer=normalizer)[0]
             )
         found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
     (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found

@@ -6,7 +6,7 @@ import torch
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.config.parsing import build
 from minivlmrl.generation.filters import filter_logits
-from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.packing import pack
 
@@ -95,8 +95,8 @@ def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting)
 
     def expected(rewards):
         trained = batch.pad(per_token_logps(model, batch, sampling.temperature)[0])
-        given = chances.detach() * rewards, batch.completion_mask, GRPOLossOptions("dr_grpo")
-        return -gradient(grpo_loss(trained, *given, normalizer=LossNormalizer(1, 1, 1))[0])
+        given = chances.detach() * rewards, batch.completion_mask
+        return -gradient(grpo_loss(trained, *given, loss_type="dr_grpo", normalizer=LossNormalizer(1, 1, 1))[0])
 
     rewards = torch.rand(len(chances), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     exact = gradient(chances @ rewards)

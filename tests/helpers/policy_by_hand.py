@@ -1,16 +1,16 @@
 """Call grpo_loss with all options of TRL, and completions whose loss can be computed by hand."""
 
+import inspect
 from dataclasses import fields
 from math import log
 
 import torch
 from by_hand import tensor
 
-from minivlmrl.losses.grpo import TERMS, GRPOLossOptions, LossNormalizer, batch_normalizer, clipped, grpo_loss
+from minivlmrl.losses.grpo import TERMS, LossNormalizer, batch_normalizer, clipped, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
-OPTIONS = {field.name for field in fields(GRPOLossOptions)}
-TENSORS = "old_per_token_logps", "ref_per_token_logps"
+OWN = inspect.signature(grpo_loss).parameters  # arguments that are not those of a term
 COUNTS = {field.name for field in fields(LossNormalizer)}
 
 
@@ -18,15 +18,15 @@ def loss_of(per_token_logps, advantages, mask, **given):
     """Return loss and metrics of grpo_loss, with the token weights and the entropy bonus of TRL's options.
 
     Args:
-        given: fields of GRPOLossOptions and LossNormalizer, keyword arguments of grpo_loss and TERMS, and `entropies`,
-            `entropy_threshold`, `num_entropy_tokens`, `top_entropy_quantile`, `entropy_coef`,
+        given: fields of LossNormalizer, keyword arguments of grpo_loss and TERMS, and `entropies`, `entropy_threshold`,
+            `num_entropy_tokens`, `top_entropy_quantile`, `entropy_coef`,
             `sampling_per_token_logps`, `off_policy_mask_threshold`, `importance_sampling_ratio`,
             `kl_straight_through`. Options that are None are ignored.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    options = GRPOLossOptions(**{name: given.pop(name) for name in OPTIONS & given.keys()})
+    loss_type = given.get("loss_type", "dapo")
     if given.pop("kl_straight_through", False):
-        options.kl_estimator += "+"
+        given["kl_estimator"] = given.get("kl_estimator", "k3") + "+"
     own = batch_normalizer(mask)
     totals = {"sequences": own.sequences, "tokens": own.tokens}
     normalizer = LossNormalizer(**totals | {name: given.pop(name) for name in COUNTS & given.keys()})
@@ -40,13 +40,11 @@ def loss_of(per_token_logps, advantages, mask, **given):
     sampler = given.pop("sampling_per_token_logps", old)
     if threshold is not None:
         weights = weights * off_policy_mask(per_token_logps, sampler, advantages, mask, threshold)
-    if options.loss_type != "vespo":
+    if loss_type != "vespo":
         weights = weights * given.pop("importance_sampling_ratio", 1)
-    takes = {*TENSORS, *(TERMS.get(options.loss_type, clipped).__kwdefaults__ or {})}
+    takes = {*OWN, *(TERMS.get(loss_type, clipped).__kwdefaults__ or {})}
     given = {name: value for name, value in given.items() if name in takes}  # TRL ignores other options, too
-    loss, metrics = grpo_loss(
-        per_token_logps, advantages, mask, options, normalizer=normalizer, token_weights=weights, **given
-    )
+    loss, metrics = grpo_loss(per_token_logps, advantages, mask, normalizer=normalizer, token_weights=weights, **given)
     if coefficient:
         loss = loss - coefficient * mean_entropy(entropies, kept, normalizer, num_tokens)
     return loss, metrics
@@ -71,6 +69,6 @@ def policy(ratios, advantages, **options):
 OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 
-def reinforce(logps, advantages, mask, options, **step):
+def reinforce(logps, advantages, mask, *, normalizer, **others):
     """Compute REINFORCE, divided by the tokens of the step; an example of a user's own loss function."""
-    return -(advantages[:, None] * logps * mask).sum() / step["normalizer"].tokens, {}
+    return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens, {}

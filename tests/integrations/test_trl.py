@@ -14,7 +14,7 @@ from talk import user
 from trl_fixtures import END, QUIET, model, picture, processor, write_model
 
 from minivlmrl.integrations.trl import GRPOTrainer
-from minivlmrl.losses.grpo import GRPOLossOptions, grpo_loss
+from minivlmrl.losses.grpo import grpo_loss
 
 # micro-batches of 4 completions, 2 of which are an optimizer step; their gradients are exact sums of halves
 DEFAULTS = {
@@ -118,7 +118,7 @@ def test_the_weights_and_metrics_are_those_of_trl(folder, tmp_path, options, tol
             assert our_log[name] == (their_log[name] and pytest.approx(their_log[name], rel=1e-4, abs=1e-6)), name
 
 
-def mean_of_means(per_token_logps, advantages, mask, options, *, normalizer, **rest):
+def mean_of_means(per_token_logps, advantages, mask, *, normalizer, **rest):
     """Average over completions first, which is wrong for dapo."""
     loss = -advantages[:, None] * (per_token_logps - per_token_logps.detach()).exp()
     return ((loss * mask).sum(1) / mask.sum(1)).sum() / normalizer.sequences, {}
@@ -146,27 +146,33 @@ def test_the_function_of_the_page_trains(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "loss", ["rloo", GRPOLossOptions(importance_sampling_level="sequence_token", beta=0.01, kl_estimator="k2")]
+    ("arguments", "options"),
+    [({"loss": "rloo"}, {}), ({"kl_estimator": "k2"}, {"importance_sampling_level": "sequence_token", "beta": 0.01})],
 )
-def test_losses_that_trl_does_not_have_train(folder, tmp_path, loss):
-    weights, logged = train(build(GRPOTrainer, folder, tmp_path, {"loss": loss}, logging_steps=1))
+def test_losses_that_trl_does_not_have_train(folder, tmp_path, arguments, options):
+    weights, logged = train(build(GRPOTrainer, folder, tmp_path, arguments, logging_steps=1, **options))
     assert largest_difference(weights, dict(model(folder).named_parameters())) > 5e-4
     assert "clip_ratio/high_max" in logged[0]
 
 
-def test_options_of_the_loss_replace_defaults(folder, tmp_path):
-    options = GRPOLossOptions("grpo", epsilon_low=0.1, epsilon_high=0.3)
-    trainer = build(GRPOTrainer, folder, tmp_path, {"loss": options})
-    assert (trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high) == ("grpo", 0.1, 0.3)
-    assert trainer.loss_options == options
-    assert build(GRPOTrainer, folder, tmp_path, {"loss": "cispo"}, epsilon=0.1).loss_options.epsilon_high == 0.1
+def test_a_loss_gets_the_options_of_trl_by_our_names(folder, tmp_path):
+    def spy(per_token_logps, advantages, mask, **given):
+        calls.append(given)
+        return grpo_loss(per_token_logps, advantages, mask, **given)
+
+    calls = []
+    options = {"loss_type": "grpo", "epsilon": 0.1, "beta": 0.01, "use_bias_correction_kl": False, "max_steps": 1}
+    train(build(GRPOTrainer, folder, tmp_path, {"loss": spy, "kl_estimator": "k2"}, **options))
+    expected = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.1, "epsilon_high": 0.1}
+    expected |= {"beta": 0.01, "use_bias_correction_kl": False, "kl_estimator": "k2"}
+    assert {name: calls[0][name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        ("grpo", {"loss_type": "bnpo"}, "args.loss_type is 'bnpo', but loss sets loss_type to 'grpo'"),
-        (GRPOLossOptions(), {"epsilon": 0.3}, "args.epsilon is 0.3, but loss sets epsilon_low to 0.2"),
+        ("grpo", {"loss_type": "bnpo"}, "args.loss_type is 'bnpo', but loss is 'grpo'; set only one of them"),
+        (None, {"epsilon": 0.3, "epsilon_high": 0.2}, "epsilon_low is 0.3, but it must be between 0 and epsilon_high"),
         ("gspo", {}, "loss_type is 'gspo', but it must be one of grpo, dapo, dr_grpo"),
         (None, {"use_adaptive_entropy": True}, "use_adaptive_entropy is true, but"),
         (None, {"use_liger_kernel": True}, "use_liger_kernel is true, but"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.losses.grpo import GRPOLossOptions, grpo_loss, kl_term
+from minivlmrl.losses.grpo import grpo_loss, kl_term
 from minivlmrl.losses.ppo import token_rewards
 
 from policy_by_hand import OFF_POLICY, policy
@@ -70,16 +70,16 @@ def test_mistakes_are_refused():
     with pytest.raises(
         ValueError, match=r"epsilon_low is 0\.3, but it must be between 0 and epsilon_high, which is 0\.2"
     ):
-        GRPOLossOptions(epsilon_low=0.3, epsilon_high=0.2)
+        grpo_loss(one, one[0], one, epsilon_low=0.3, epsilon_high=0.2)
     for name, value in (("beta", -0.1), ("beta", float("nan")), ("epsilon_low", -0.3), ("epsilon_low", float("nan"))):
         with pytest.raises(ValueError, match=f"{name} is {value}, but it must be "):
-            GRPOLossOptions(**{name: value})
+            grpo_loss(one, one[0], one, **{name: value})
     with pytest.raises(ValueError, match="grpo_loss got 2 advantages for 1 completions"):
         grpo_loss(one, torch.ones(2), one)
     with pytest.raises(ValueError, match="ref_per_token_logps is None, but the KL term needs it"):
-        grpo_loss(one, one[0], one, GRPOLossOptions(beta=0.1))
+        grpo_loss(one, one[0], one, beta=0.1)
     with pytest.raises(ValueError, match=r"loss_type dr_grpo divides by .*max_completion_length, but it is None"):
-        grpo_loss(one, one[0], one, GRPOLossOptions("dr_grpo"))
+        grpo_loss(one, one[0], one, loss_type="dr_grpo")
 
 
 @pytest.mark.parametrize("options, says", [
@@ -90,4 +90,4 @@ def test_mistakes_are_refused():
 def test_an_unknown_name_is_refused_with_the_known_ones(options, says):
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=f"^{says}$"):
-        grpo_loss(one, one[0], one, GRPOLossOptions(**options), ref_per_token_logps=one)
+        grpo_loss(one, one[0], one, **options, ref_per_token_logps=one)

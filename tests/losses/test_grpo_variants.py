@@ -1,5 +1,6 @@
 """The rest of the policy-gradient family by arithmetic done by hand; against TRL: tests/parity."""
 
+import inspect
 import math
 from dataclasses import fields
 from math import exp, log
@@ -8,11 +9,13 @@ import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.config.options import DPOOptions, GRPOOptions, PPOOptions, RewardModelOptions
-from minivlmrl.losses.grpo import TERMS, GRPOLossOptions, kl_term
+from minivlmrl.config.options import DPOOptions, GRPOOptions, PPOOptions, RewardModelOptions, SFTOptions
+from minivlmrl.losses.grpo import TERMS, grpo_loss, kl_term
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES, rollout_importance_ratio, top_entropy_threshold
-from minivlmrl.losses.ppo import PPOLossOptions
-from minivlmrl.losses.preference import DPOLossOptions, RewardLossOptions
+from minivlmrl.losses.ppo import ppo_loss
+from minivlmrl.losses.preference import dpo_loss, reward_loss
+from minivlmrl.losses.sft import sft_loss
+from minivlmrl.trainers.base import loss_arguments
 
 from policy_by_hand import loss_of, policy
 
@@ -21,22 +24,28 @@ NAN = float("nan")
 
 def test_options_have_the_names_and_defaults_of_trl(trl):
     """But for epsilon, which is epsilon_low here, tensors, and the estimator of the KL, which TRL does not have."""
+    tensors = {"old_per_token_logps", "ref_per_token_logps", "token_weights", "normalizer"}
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
-    ours = {field.name: field.default for field in fields(GRPOLossOptions)}
+    ours = {name: value for name, value in grpo_loss.__kwdefaults__.items() if name not in tensors}
     for term in TERMS.values():
         ours |= term.__kwdefaults__ or {}
     assert ours.keys() - theirs.keys() == {"kl_estimator", "importance_sampling_ratio"}
     assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
 
 
-@pytest.mark.parametrize("of_recipe, of_loss", [
-    (GRPOOptions, GRPOLossOptions), (DPOOptions, DPOLossOptions), (RewardModelOptions, RewardLossOptions),
-    (PPOOptions, PPOLossOptions),
+@pytest.mark.parametrize("section, loss, number", [
+    (GRPOOptions, grpo_loss, 7), (DPOOptions, dpo_loss, 8), (PPOOptions, ppo_loss, 2), (SFTOptions, sft_loss, 1),
+    (RewardModelOptions, reward_loss, 1),
 ])  # fmt: skip
-def test_options_of_a_recipe_have_the_same_defaults(of_recipe, of_loss):
-    recipe = of_recipe()
-    assert {name: getattr(recipe, name) for name in vars(of_loss())} == vars(of_loss())
+def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, number):
+    """A run does not depend on the defaults of a signature, because its trainer passes all options of its section."""
+    options = loss_arguments(section(), loss)
+    assert len(options) == number
+    defaults = {name: p.default for name, p in inspect.signature(loss).parameters.items() if name in options}
+    if loss is dpo_loss:
+        defaults["loss_type"] = [defaults["loss_type"]]  # a recipe has a list of names
+    assert options == defaults
 
 
 def test_gspo_token_gives_each_token_its_own_advantage():

@@ -10,10 +10,15 @@ import torch
 
 from minivlmrl.data.rows import Prompt
 from minivlmrl.losses import preference, sft
-from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.losses.parity import cases, check, check_images, compare, distance
 
 import tiny
+
+
+def chosen(loss, options):
+    """Return the options that the loss has as keyword arguments."""
+    return {name: options[name] for name in loss.__kwdefaults__.keys() & options.keys()}
 
 
 def my_loss(batch, options):
@@ -21,13 +26,9 @@ def my_loss(batch, options):
     if options["kind"] == "sft":
         return sft.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
-        names = preference.DPOLossOptions.__dataclass_fields__
-        chosen = preference.DPOLossOptions(**{n: options[n] for n in names if n in options})
-        return preference.dpo_loss(**batch, options=chosen)[0]
-    names = GRPOLossOptions.__dataclass_fields__
-    chosen = GRPOLossOptions(**{name: options[name] for name in names if name in options})
+        return preference.dpo_loss(**batch, **chosen(preference.dpo_loss, options))[0]
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return grpo_loss(**batch, options=chosen, normalizer=normalizer)[0]
+    return grpo_loss(**batch, **chosen(grpo_loss, options), normalizer=normalizer)[0]
 
 
 def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):
@@ -142,7 +143,7 @@ def test_what_trl_says_of_ones_own_tensors(trl):
         assert distance(says["loss"], value) < 1e-12 and distance(says["gradient"], gradient) < 1e-12
 
 
-def chosen(logits, ids):
+def logps_of(logits, ids):
     """Compute the log-probability of each next token: (B, L, V), (B, L) -> (B, L - 1)."""
     return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
@@ -157,7 +158,7 @@ def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids
             inputs["pixel_values"] = torch.cat(change(pictures, len(ids)))
             inputs["image_grid_thw"] = grids_of(grids, len(ids))
         kinds = (ids == tiny.IMAGE).long()
-        return chosen(model(input_ids=ids, mm_token_type_ids=kinds, **inputs).logits, ids)
+        return logps_of(model(input_ids=ids, mm_token_type_ids=kinds, **inputs).logits, ids)
 
     return my_logps
 
@@ -194,7 +195,7 @@ def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch):
     def our_logps(ids, pixels, grids):
         parts = zip(ids, pixels.chunk(len(ids)), grids.chunk(len(ids)), strict=True)
         rows = [Prompt(*part, torch.ones(len(part[2]))) for part in parts]
-        return chosen(torch.stack(oracle.our_logits(ours, rows)), ids)
+        return logps_of(torch.stack(oracle.our_logits(ours, rows)), ids)
 
     for grids in ([(1, 4, 6)], [(1, 4, 6), (1, 8, 4), (1, 8, 4)]):
         prompt = tiny.prompt(torch.Generator().manual_seed(0), grids)

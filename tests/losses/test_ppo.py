@@ -10,7 +10,7 @@ from by_hand import tensor
 from links import ROOT
 
 from minivlmrl.losses.advantages import leave_one_out
-from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards, whiten
+from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 
 RECORDED = json.loads((ROOT / "tests" / "recorded" / "ppo_trl_1.12.0.json").read_text())
 CASES = [pytest.param(case, id=str(case["config"] or "defaults")) for case in RECORDED["cases"]]
@@ -59,7 +59,7 @@ def trl_step(case):
     logps = inputs["new_logprobs"].requires_grad_()
     new_values = inputs["new_values"].requires_grad_()
     fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
-    policy_loss, metrics = ppo_loss(logps, new_values, mask, PPOLossOptions(vf_coef=0.0), **fixed)
+    policy_loss, metrics = ppo_loss(logps, new_values, mask, vf_coef=0.0, **fixed)
     # TRL trains values at one place more than tokens
     both, value_metrics = ppo_loss(logps.detach(), new_values * value_mask, value_mask, **fixed)
     loss = policy_loss + both - value_metrics["policy_loss"]

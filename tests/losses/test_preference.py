@@ -7,7 +7,7 @@ import torch
 from by_hand import near, tensor
 
 from minivlmrl.losses import preference as losses
-from minivlmrl.losses.preference import DPO_LOSSES, DPOLossOptions, dpo_loss, kto_kl, kto_loss, reward_loss
+from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss, kto_kl, kto_loss, reward_loss
 
 
 def softplus(x):
@@ -23,13 +23,9 @@ PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
 PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
 
 
-GIVEN = ("log_sum_sq_probs", "ref_per_token_logps", "ref_logps")
-
-
-def pair_loss(loss_type, **options):
-    tensors = {name: options.pop(name) for name in GIVEN if name in options}
-    options = DPOLossOptions(**{"loss_type": loss_type, "beta": 0.5, **options})
-    return dpo_loss(PAIR, PAIR_MASK, options, **{"ref_per_token_logps": PAIR_REF, **tensors})[0].item()
+def pair_loss(loss_type, **given):
+    given = {"beta": 0.5, "ref_per_token_logps": PAIR_REF, **given}
+    return dpo_loss(PAIR, PAIR_MASK, loss_type=loss_type, **given)[0].item()
 
 
 def pairs(chosen, rejected, ref_chosen, ref_rejected):
@@ -43,8 +39,7 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
     """(e^80 - 1) / 2 instead of e^2000: the gradient of a pair that is already won stays finite."""
     batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
     logps = batch.pop("per_token_logps").float().requires_grad_()
-    options = DPOLossOptions(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0)
-    loss, _ = dpo_loss(logps, options=options, **batch)
+    loss, _ = dpo_loss(logps, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0, **batch)
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
 
 
@@ -74,7 +69,7 @@ def test_kto_kl():
 def test_docstring_examples():
     alike = pairs([-1.0], [-2.0], [-1.0], [-2.0])
     for loss_type, expected in {"sigmoid": 0.693147, "hinge": 1.0, "ipo": 25.0}.items():
-        assert dpo_loss(**alike, options=DPOLossOptions(loss_type))[0].item() == near(expected)
+        assert dpo_loss(**alike, loss_type=loss_type)[0].item() == near(expected)
     rows, labels = alike["per_token_logps"][0], torch.tensor([True, False])
     loss, _ = kto_loss(rows, torch.ones(2, 1), labels, ref_per_token_logps=rows, kl=torch.tensor(0.0))
     assert loss.item() == near(0.5)
@@ -111,4 +106,4 @@ def test_a_kto_loss_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="loss_type kto needs the argument kl; compute it with kto_kl"):
         kto_loss(PAIR[0], PAIR_MASK[0], torch.tensor([True, False]), ref_per_token_logps=PAIR_REF[0])
     with pytest.raises(ValueError, match="'bco', but it must be one of kto, apo_zero_unpaired"):
-        losses.KTOLossOptions("bco")
+        kto_loss(PAIR[0], PAIR_MASK[0], torch.tensor([True, False]), loss_type="bco", ref_per_token_logps=PAIR_REF[0])

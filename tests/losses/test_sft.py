@@ -20,9 +20,9 @@ def test_nll_with_the_tokens_of_the_step():
 def test_docstring_examples_of_sft():
     logps, mask = torch.full((2, 3), -2.0), tensor([1.0, 0, 0], [1, 1, 1])
     assert sft_loss(logps, mask).item() == 2.0
-    assert sft_loss(logps, mask, "dft").item() == pytest.approx(0.271, abs=5e-4)
+    assert sft_loss(logps, mask, loss_type="dft").item() == pytest.approx(0.271, abs=5e-4)
 
 
 def test_an_unknown_sft_loss_is_refused():
     with pytest.raises(ValueError, match="loss_type is 'mse', but it must be one of nll, dft"):
-        sft_loss(torch.zeros(1, 1), torch.ones(1, 1), "mse")
+        sft_loss(torch.zeros(1, 1), torch.ones(1, 1), loss_type="mse")

@@ -36,11 +36,10 @@ def dpo_cell(q: Question) -> Cell:
 
     def ours(batch: dict):
         options = dict(q.options)
-        keywords = {name: options.pop(name) for name in ("discopop_tau",) if name in options}
         if options.pop("precompute_ref_log_probs", False):
             ref = batch.pop("ref_per_token_logps")
-            keywords["ref_logps"] = preference.answer_logps(ref, batch["mask"], options.get("ld_alpha"))
-        return preference.dpo_loss(**batch, **given, **keywords, options=preference.DPOLossOptions(**options))
+            options["ref_logps"] = preference.answer_logps(ref, batch["mask"], options.get("ld_alpha"))
+        return preference.dpo_loss(**batch, **given, **options)
 
     names = [q.options["loss_type"]] if isinstance(q.options["loss_type"], str) else q.options["loss_type"]
     theirs = partial(trl, "dpo_loss", **{"loss_weights": None, "use_weighting": False, **q.options, "loss_type": names})
@@ -62,7 +61,7 @@ def kto_cell(q: Question) -> Cell:
     def ours(batch: dict):
         kl = preference.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch["kl_mask"])
         answers = {name: value for name, value in batch.items() if name != "kl_mask"}
-        return preference.kto_loss(**answers, options=preference.KTOLossOptions(**q.options), kl=kl)
+        return preference.kto_loss(**answers, **q.options, kl=kl)
 
     batch, labels = policy_batch(q.seed), torch.arange(4) % 3 == q.seed % 3
     given = {name: batch[name].clamp(max=-0.01) for name in ("per_token_logps", "ref_per_token_logps")}
@@ -77,7 +76,7 @@ def sft_cell(q: Question) -> Cell:
     normalizer = None if items is None else SimpleNamespace(tokens=items / processes)
 
     def ours(batch: dict):
-        return sft.sft_loss(batch["per_token_logps"], batch["mask"], kind, normalizer=normalizer), {}
+        return sft.sft_loss(batch["per_token_logps"], batch["mask"], loss_type=kind, normalizer=normalizer), {}
 
     return loss_cell(q, policy_batch(q.seed), ours, partial(trl, "sft_loss", **q.options))
 
@@ -87,7 +86,7 @@ def reward_cell(q: Question) -> Cell:
     center = q.options["center_rewards_coefficient"]
 
     def ours(batch: dict):
-        return preference.reward_loss(options=preference.RewardLossOptions(center), **batch)
+        return preference.reward_loss(**batch, center_rewards_coefficient=center)
 
     chosen, rejected, margin = policy_batch(q.seed)["per_token_logps"][:3]
     batch = {"chosen": chosen, "rejected": rejected, "margin": -margin if q.options["margin"] else None}

@@ -13,11 +13,12 @@ from minivlmrl.data.boxes import Box, iou
 from minivlmrl.data.image import smart_resize
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.losses.advantages import group_advantages
-from minivlmrl.losses.grpo import GRPOLossOptions, grpo_loss, importance_ratio
-from minivlmrl.losses.ppo import PPOLossOptions, gae, ppo_loss, token_rewards, whiten
-from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+from minivlmrl.losses.grpo import grpo_loss, importance_ratio
+from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
+from minivlmrl.losses.preference import dpo_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.rewards.text import tag_format
+from minivlmrl.trainers.base import loss_arguments
 
 PAGE = (ROOT / "docs" / "from_the_articles.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -97,11 +98,11 @@ def test_advantages(page, random, scale_rewards):
 
 def test_the_loss_of_vlm_r1(page, completions):
     logps, old, ref, advantages, mask = completions
-    options = GRPOLossOptions(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
+    options = {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False}
     assert ((logps - old).exp() - 1).abs().max() > 0.2  # some ratios are clipped
     same_with_gradient(
         lambda x: page("vlm_r1_loss")(x, old, ref, advantages, mask),
-        lambda x: grpo_loss(x, advantages, mask, options, old_per_token_logps=old, ref_per_token_logps=ref)[0],
+        lambda x: grpo_loss(x, advantages, mask, **options, old_per_token_logps=old, ref_per_token_logps=ref)[0],
         logps,
     )
 
@@ -109,10 +110,10 @@ def test_the_loss_of_vlm_r1(page, completions):
 def test_the_loss_of_r1_v(page, completions):
     """The loss equals grpo_loss without an old policy, and VLM-R1's loss with the current policy as the old one."""
     logps, _, ref, advantages, mask = completions
-    options = GRPOLossOptions(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
+    options = {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False}
     same_with_gradient(
         lambda x: page("r1_v_loss")(x, ref, advantages, mask),
-        lambda x: grpo_loss(x, advantages, mask, options, ref_per_token_logps=ref)[0],
+        lambda x: grpo_loss(x, advantages, mask, **options, ref_per_token_logps=ref)[0],
         logps,
     )
     same_with_gradient(
@@ -129,17 +130,18 @@ def test_the_loss_of_r1_v(page, completions):
 def test_recipes_have_the_loss_of_their_source(page, completions, source, name):
     """The loss that a recipe configures equals its source's, and AdamW has the rates of transformers' Trainer."""
     logps, old, ref, advantages, mask = completions
-    options = load_config(f"{name}.yaml").grpo
-    assert (options.adam_beta2, options.lr_scheduler_type) == (0.999, "linear")
+    config = load_config(f"{name}.yaml").grpo
+    options = loss_arguments(config, grpo_loss)
+    assert (config.adam_beta2, config.lr_scheduler_type) == (0.999, "linear")
     if source == "vlm_r1_loss":
         same_with_gradient(
             lambda x: page(source)(x, old, ref, advantages, mask),
-            lambda x: grpo_loss(x, advantages, mask, options, old_per_token_logps=old, ref_per_token_logps=ref)[0],
+            lambda x: grpo_loss(x, advantages, mask, **options, old_per_token_logps=old, ref_per_token_logps=ref)[0],
             logps,
         )
     same_with_gradient(
         lambda x: page("r1_v_loss")(x, ref, advantages, mask),
-        lambda x: grpo_loss(x, advantages, mask, options, ref_per_token_logps=ref)[0],
+        lambda x: grpo_loss(x, advantages, mask, **options, ref_per_token_logps=ref)[0],
         logps,
     )
 
@@ -147,10 +149,10 @@ def test_recipes_have_the_loss_of_their_source(page, completions, source, name):
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_the_loss_of_trl(page, completions, beta):
     logps, old, ref, advantages, mask = completions
-    options = GRPOLossOptions(beta=beta)
+    options = {"beta": beta}
     same_with_gradient(
         lambda x: page("trl_loss")(x, old, ref, advantages, mask, beta),
-        lambda x: grpo_loss(x, advantages, mask, options, old_per_token_logps=old, ref_per_token_logps=ref)[0],
+        lambda x: grpo_loss(x, advantages, mask, **options, old_per_token_logps=old, ref_per_token_logps=ref)[0],
         logps,
     )
 
@@ -172,15 +174,15 @@ def test_the_loss_of_dpo(page, completions, reference_free):
             return page("dpo_reference_free")(*sums, beta=0.3)
         return page("dpo_sigmoid")(*sums, *ref_sums, beta=0.3)
 
-    options = DPOLossOptions(beta=0.3)
-    same_with_gradient(of_page, lambda x: dpo_loss(x, mask, options, ref_per_token_logps=ref)[0], logps)
+    options = {"beta": 0.3}
+    same_with_gradient(of_page, lambda x: dpo_loss(x, mask, **options, ref_per_token_logps=ref)[0], logps)
 
 
 def test_the_loss_of_mpo(page, completions):
     logps, _, ref, _, mask = (x.unflatten(0, (-1, 2)) for x in completions)
-    options = DPOLossOptions(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])
+    options = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
     same_with_gradient(
-        lambda x: page("mpo")(x, ref, mask), lambda x: dpo_loss(x, mask, options, ref_per_token_logps=ref)[0], logps
+        lambda x: page("mpo")(x, ref, mask), lambda x: dpo_loss(x, mask, **options, ref_per_token_logps=ref)[0], logps
     )
 
 
@@ -208,7 +210,7 @@ def test_ppo(page, completions, random):
     ):
         same_with_gradient(
             loss_of(lambda p, v: page("ppo")(p, old, v, old_values, white, returns, mask)),
-            loss_of(lambda p, v: ppo_loss(p, v, mask, PPOLossOptions(), **fixed)[0]),
+            loss_of(lambda p, v: ppo_loss(p, v, mask, **fixed)[0]),
             moved,
         )
 

@@ -167,25 +167,25 @@ def brevity(completions, **columns):
     return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
 """
 PARITY = """
-import dataclasses, sys
+import sys
 
 sys.modules["trl"] = None  # the numbers are recorded
 from minivlmrl.losses import parity
-from minivlmrl.losses.grpo import GRPOLossOptions, LossNormalizer, grpo_loss
-from minivlmrl.losses.preference import DPOLossOptions, dpo_loss
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.losses.preference import dpo_loss
 
 
-def chosen(kind, options):
-    return kind(**{field.name: options[field.name] for field in dataclasses.fields(kind) if field.name in options})
+def chosen(loss, options):
+    return {name: options[name] for name in loss.__kwdefaults__.keys() & options.keys()}
 
 
 def grpo(batch, options):
     normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return grpo_loss(**batch, options=chosen(GRPOLossOptions, options), normalizer=normalizer)[0]
+    return grpo_loss(**batch, **chosen(grpo_loss, options), normalizer=normalizer)[0]
 
 
 def dpo(batch, options):
-    return dpo_loss(**batch, options=chosen(DPOLossOptions, options))[0]
+    return dpo_loss(**batch, **chosen(dpo_loss, options))[0]
 
 
 print(parity.check(grpo), parity.check(dpo, kind="dpo"))

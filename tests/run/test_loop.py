@@ -1,5 +1,6 @@
 """Test whole runs through train_recipe: output files, exact repetition, and refused recipes."""
 
+import functools
 import json
 import os
 import subprocess
@@ -215,11 +216,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, m
     good = run(*options, "--sft.max_steps=1", name="good")
     calls = []
 
+    original = sft_file.sft_loss
+
+    @functools.wraps(original)
     def loss(*arguments, **counts):
         calls.append(1)
         return original(*arguments, **counts) * (float("nan") if len(calls) == 2 else 1)
 
-    original = sft_file.sft_loss
     monkeypatch.setattr(sft_file, "sft_loss", loss)
     with pytest.raises(ValueError, match=r"sft step 1: the loss nan.* lower sft\.learning_rate"):
         run(*options, name="bad")
@@ -232,6 +235,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, m
 def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
     original = grpo_file.grpo_loss
 
+    @functools.wraps(original)
     def loss(logps, *arguments, **options):
         value, diagnostics = original(logps, *arguments, **options)
         # the added term is 0, but its gradient is infinite

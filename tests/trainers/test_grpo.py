@@ -1,5 +1,7 @@
 """Tests of GRPO steps on a tiny model: sampling, stored values, micro-batches and counts."""
 
+import functools
+
 import pytest
 import torch
 
@@ -14,9 +16,10 @@ def loss_calls(monkeypatch):
     calls = []
     original = grpo_file.grpo_loss
 
-    def spy(logps, advantages, mask, options, **given):
-        calls.append({"logps": logps, "advantages": advantages, "mask": mask, "options": options, **given})
-        return original(logps, advantages, mask, options, **given)
+    @functools.wraps(original)
+    def spy(logps, advantages, mask, **given):
+        calls.append({"logps": logps, "advantages": advantages, "mask": mask, **given})
+        return original(logps, advantages, mask, **given)
 
     monkeypatch.setattr(grpo_file, "grpo_loss", spy)
     return calls

@@ -1,5 +1,6 @@
 """Tests of GRPO options beyond the paper on a tiny model: selection and weights of completions and tokens."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -28,10 +29,11 @@ def loss_calls(monkeypatch):
     calls = []
     original = grpo_file.grpo_loss
 
-    def spy(per_token_logps, advantages, mask, options, **more):
+    @functools.wraps(original)
+    def spy(per_token_logps, advantages, mask, **given):
         per_token_logps.retain_grad()
-        calls.append(SimpleNamespace(logps=per_token_logps, mask=mask, options=options, **more))
-        return original(per_token_logps, advantages, mask, options, **more)
+        calls.append(SimpleNamespace(logps=per_token_logps, mask=mask, **given))
+        return original(per_token_logps, advantages, mask, **given)
 
     monkeypatch.setattr(grpo_file, "grpo_loss", spy)
     return calls
@@ -148,7 +150,7 @@ def test_rloo_by_hand(stage, samples, loss_calls):
     expected = (rewards - others).flatten().double()
     torch.testing.assert_close(batch.advantages.double(), expected, rtol=1e-6, atol=1e-6)
     line = run.update()
-    assert loss_calls[-1].options.beta == 0 and "kl" not in line
+    assert loss_calls[-1].beta == 0 and "kl" not in line
     assert line["reward"] == pytest.approx(plain.mean().item())
 
 
@@ -206,22 +208,26 @@ def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
 
 
 LOSSES = """
-from dataclasses import replace
-
 import torch
 from minivlmrl.losses.grpo import grpo_loss
 
 
-def same(logps, advantages, mask, options, **step):
-    loss, metrics = grpo_loss(logps, advantages, mask, replace(options, loss_type="dapo"), **step)
+def same(logps, advantages, mask, **options):
+    loss, metrics = grpo_loss(logps, advantages, mask, **options | {"loss_type": "dapo"})
     return loss, metrics | {"seen": torch.ones(())}
 
 
-def all_rows(logps, advantages, mask, options, scale=1.0, **step):
-    return scale * (logps * mask).sum() / step["normalizer"].tokens, {"rows": torch.tensor(float(len(mask)))}
+def all_rows(logps, advantages, mask, *, normalizer, scale=1.0, **others):
+    return scale * (logps * mask).sum() / normalizer.tokens, {"rows": torch.tensor(float(len(mask)))}
 
 
-def flat(logps, advantages, mask, options, **step):
+def options_as_metrics(logps, advantages, mask, *, epsilon_high, num_generations, learning_rate=5.0, **others):
+    found = {"epsilon_high": epsilon_high, "num_generations": num_generations, "learning_rate_of_loss": learning_rate}
+    found |= {name: others[name] for name in ("epsilon_low", "beta", "use_bias_correction_kl")}
+    return 0 * logps.sum(), {name: torch.tensor(float(value)) for name, value in found.items()}
+
+
+def flat(logps, advantages, mask, **others):
     return (advantages.sum() * torch.ones((), requires_grad=True)), {}
 
 
@@ -250,7 +256,18 @@ def test_a_custom_loss_gets_rows_without_advantage(stage, own_loss, script):
     assert line["rows"] == 4 * 3 and line["grad_norm"] > 0
 
 
+def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
+    """It gets the options of grpo_loss, and other options of the section that it names."""
+    options = {"epsilon_high": 0.3, "num_generations": 2, "epsilon_low": 0.1, "beta": 0.5, "learning_rate": 0.25}
+    given = [f"--grpo.{name}={value}" for name, value in options.items()]
+    [line] = stage("grpo", f"{own_loss}:options_as_metrics", *given, "--grpo.use_bias_correction_kl=false").go(1)
+    expected = {**options, "learning_rate_of_loss": 0.25, "use_bias_correction_kl": 0}
+    del expected["learning_rate"]
+    assert {name: line[name] for name in expected} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("name", "says"), [
+    ("all_rows(beta=0.5)", "beta is an option of the section grpo; set grpo.beta instead"),
     ("gone", "cannot be loaded"), ("flat", "raised ValueError: the loss does not depend on its first argument"),
     ("narrow", r"raised TypeError: narrow\(\) "),
     ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),

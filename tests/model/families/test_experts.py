@@ -11,7 +11,7 @@ import torch
 from hub_configs import real_config
 from safetensors.torch import load_file, save_file
 
-from minivlmrl.config.options import GRPOOptions, LoRAOptions
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics.memory import MemoryEstimator
@@ -59,9 +59,8 @@ def random_experts(model_type: str, seed: int):
 def loss_of(logps, mask, seed):
     """Return the GRPO loss of (R, T) log-probabilities with random advantages."""
     advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
-    options = GRPOOptions(loss_type="grpo")
     normalizer = LossNormalizer(len(logps), int(mask.sum()), 9)
-    return grpo_loss(logps, advantages, mask, options, normalizer=normalizer)[0]
+    return grpo_loss(logps, advantages, mask, loss_type="grpo", normalizer=normalizer)[0]
 
 
 def single_rows(theirs, rows, groups):
