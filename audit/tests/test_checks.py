@@ -14,16 +14,17 @@ from safetensors import safe_open
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.rows import Prompt
-from minivlmrl.losses.grpo import TERMS
+from minivlmrl.losses.grpo import TERMS, grpo_loss
 from minivlmrl.losses.parity import FIXTURES
 from minivlmrl.losses.preference import dpo_loss
+from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
 from minivlmrl_audit.checks import assert_rank_invariant, assert_same_logps, assert_split_invariant
-from minivlmrl_audit.options import DPOOptions, PolicyOptions, arguments
+from minivlmrl_audit.options import OPTIONS, PolicyOptions, term_arguments
 
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
@@ -120,7 +121,13 @@ def test_minivlmrl_reproduces_the_fixture():
 
 def test_options_equal_those_of_the_losses():
     """The audit's options are those of the loss functions, with the same defaults."""
-    assert arguments(DPOOptions()).items() <= dpo_loss.__kwdefaults__.items()
+    losses = {"grpo": (grpo_loss, 7), "dpo": (dpo_loss, 9), "sft": (sft_loss, 1)}
+    assert losses.keys() == OPTIONS.keys()
+    for kind, (loss, number) in losses.items():
+        ours = {name: x for name, x in vars(OPTIONS[kind]()).items() if name in loss.__kwdefaults__}
+        if kind == "dpo":
+            [ours["loss_type"]] = ours["loss_type"]  # a list of names
+        assert len(ours) == number and ours.items() <= loss.__kwdefaults__.items()
     for loss_type, term in TERMS.items():
-        ours = arguments(PolicyOptions(loss_type=loss_type))
+        ours = term_arguments(PolicyOptions(loss_type=loss_type))
         assert ours == {name: x for name, x in (term.__kwdefaults__ or {}).items() if name in vars(PolicyOptions())}

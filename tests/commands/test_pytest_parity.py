@@ -15,7 +15,7 @@ import minivlmrl
 
 
 def right(batch, options):
-    loss = minivlmrl.sft_loss(batch["per_token_logps"], batch["mask"], options.pop("loss_type"))
+    loss = minivlmrl.sft_loss(batch["per_token_logps"], batch["mask"], loss_type=options.pop("loss_type"))
     return loss + 0 * batch.popitem()[1].sum()
 
 

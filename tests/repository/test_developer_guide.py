@@ -54,7 +54,7 @@ lines = [json.loads(line) for line in open("run/metrics.jsonl")]
 found["A stage"] = [line["stage"] for line in lines] == ["again", "again", "grpo"]
 normalizer = LossNormalizer(1, 2)
 loss, _ = load_name("my_loss.py:reinforce")(
-    -3 * one, torch.tensor([0.5]), one, None, old_per_token_logps=None, ref_per_token_logps=None, normalizer=normalizer
+    -3 * one, torch.tensor([0.5]), one, beta=0.0, old_per_token_logps=None, normalizer=normalizer
 )
 found["A loss"] = loss.item() == 1.5 and math.isfinite(lines[-1]["loss"])
 weight = torch.nn.Parameter(torch.ones(1))
