@@ -267,7 +267,7 @@ def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("all_rows(beta=0.5)", "beta is an option of the section grpo; set grpo.beta instead"),
+    ("options_as_metrics(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_rate"),
     ("gone", "cannot be loaded"), ("flat", "raised ValueError: the loss does not depend on its first argument"),
     ("narrow", r"raised TypeError: narrow\(\) "),
     ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
