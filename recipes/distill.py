@@ -18,8 +18,9 @@ divergence D and its gradient to the student's logits z are
 
 import copy
 import math
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Annotated
 
 import torch
@@ -37,15 +38,15 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_per_piece
 from minivlmrl.losses.advantages import combine
 from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.packing import pack
-from minivlmrl.trainers.base import Rollout, SampledBatch
-from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options
+from minivlmrl.model.packing import GroupBatch, pack
+from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
 from minivlmrl.trainers.reference import SwappedParameters, load_frozen, swapped_in
+from minivlmrl.trainers.rollout import RolloutTrainer
 
 
 @dataclass
 class DistillConfig(TrainingOptions):
-    """Options of on-policy distillation. Rollouts are sampled as in GRPO."""
+    """Options of on-policy distillation."""
 
     num_generations: Annotated[int, ">= 1"] = 8  # number of completions per prompt
     steps_per_generation: Annotated[int, ">= 1"] = 1  # number of optimizer steps per rollout
@@ -56,25 +57,22 @@ class DistillConfig(TrainingOptions):
     teacher_prompt: Code | None = None  # "file.py:function" that maps a Row to the Row for the teacher
     teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0 gives KL(teacher || student), 1 KL(student || teacher)
 
-    max_num_gen_batches = 1  # not an option; switches GRPO's dynamic sampling off
-
 
 @dataclass(kw_only=True)
 class DistillBatch(SampledBatch):
-    """Micro-batch of completions, together with the hidden states of the teacher."""
+    """Micro-batch of samples, together with the hidden states of the teacher."""
 
-    teacher_states: Tensor = field(init=False)  # (M, D), the states that predict each completion token
+    teacher_states: Tensor  # (M, D), the states that predict each completion token
 
 
-class Distill(GRPOTrainer):
-    """Trainer that samples rollouts like GRPO and minimises the divergence from a teacher.
+class Distill(RolloutTrainer):
+    """Trainer that samples completions and minimises the divergence from a teacher.
 
     The teacher is loaded from the folder distill.teacher. By default it is the reference model.
     """
 
     stage = "distill"
     config_type = DistillConfig
-    compares_groups = False
 
     @classmethod
     def check(cls, run):
@@ -82,7 +80,7 @@ class Distill(GRPOTrainer):
             raise ValueError("distill needs distill.teacher or distill.teacher_prompt; set one of them or both")
         if run.distill.teacher:
             find_folder(run.distill.teacher)  # raise an error now, not after earlier stages have run
-        check_rollout_options(run, cls.stage)
+        super().check(run)
 
     @staticmethod
     def has_reference(config) -> bool:
@@ -90,6 +88,8 @@ class Distill(GRPOTrainer):
 
     def __init__(self, run, model, processor, world, steps_done=0):
         super().__init__(run, model, processor, world, steps_done)
+        self.steps_per_rollout = self.config.steps_per_generation
+        self.passes_per_rollout = self.config.num_iterations
         self.show = lambda row: row
         if self.config.teacher_prompt:
             self.show = load_name(self.config.teacher_prompt)
@@ -100,29 +100,34 @@ class Distill(GRPOTrainer):
         # model that holds the teacher's config and head; for copied adapters this is the policy
         self.teacher_base = model if isinstance(self.teacher, SwappedParameters) else self.teacher
 
-    def prepare(self, rollout: Rollout, prompt_ranges: list[range]) -> list[list[DistillBatch]]:
+    @torch.no_grad()
+    def prepare(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[DistillBatch]]:
         rewards = self.world.all_gather(rollout.rewards)
         rollout.metrics = self.rollout_metrics(rollout, rewards, combine(rewards, self.reward_weights))
-        steps = [self.pack_part(rollout, prompt_range, DistillBatch) for prompt_range in prompt_ranges]
-        for batch in chain(*steps):
-            self.ask_teacher(batch, rollout)
+        steps = []
+        for groups in parts:
+            normalizer = self.count_tokens(groups)
+            packed = [self.pack(samples, normalizer) for samples in self.split(groups)]
+            steps.append([DistillBatch(**vars(batch), teacher_states=self.ask_teacher(batch)) for batch in packed])
         return steps
 
-    @torch.no_grad()
-    def ask_teacher(self, batch: DistillBatch, rollout: Rollout):
+    def ref_logps(self, group: GroupBatch) -> None:
+        """Return no log-probabilities, because the loss needs the teacher's hidden states instead."""
+
+    def ask_teacher(self, batch: SampledBatch) -> Tensor:
         """Compute the teacher's hidden states for its own prompts and the sampled completions."""
-        completions = rollout.by_prompt(batch.completion_index.tolist())
-        prompts = [self.teacher_prompt(rollout.rows[index]) for index in completions]
-        config = self.teacher_base.config
-        group = pack(prompts, list(completions.values()), config, self.world.device)
+        by_prompt = groupby(batch.samples, lambda sample: id(sample.prompt))
+        groups = [list(samples) for _, samples in by_prompt]
+        prompts = [self.teacher_prompt(samples[0].row) for samples in groups]
+        completions = [[sample.completion for sample in samples] for samples in groups]
+        group = pack(prompts, completions, self.teacher_base.config, self.world.device)
         with swapped_in(self.teacher, self.policy) as teacher:
             states = completion_states(teacher, group)
             logits = F.linear(states[:1], teacher.lm_head.weight)
         if not (states.isfinite().all() and logits.isfinite().all()):
             path = self.config.teacher
             raise ValueError(f"distill.teacher: the model {path} computes NaN or inf; check its weights")
-        batch.teacher_states = states
-        batch.advantages = torch.zeros(len(batch.completion_index), device=self.world.device)
+        return states
 
     def teacher_prompt(self, row: Row) -> Prompt:
         """Build the teacher's prompt of a row."""

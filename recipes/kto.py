@@ -50,8 +50,8 @@ class KTO(OfflineTrainer):
     config_type = KTOConfig
     needs = "labels"
 
-    @staticmethod
-    def check(run):
+    @classmethod
+    def check(cls, run):
         config = run.kto
         if config.loss_type == "kto" and config.prompts_per_step < 2:
             raise ValueError("kto.prompts_per_step is 1, but must be at least 2, because the KL pairs different rows")
@@ -74,9 +74,7 @@ class KTO(OfflineTrainer):
                 part = slice(start, start + size)
                 batch = self.pack(prompts[part], answers[part])
                 micro_batch = KTOBatch(
-                    batch.group,
-                    batch.loss_mask,
-                    batch.ref_per_token_logps,
+                    **vars(batch),
                     labels=labels[part].to(self.world.device),
                     shares=(good / total, 1 - good / total),
                     kl=kl,

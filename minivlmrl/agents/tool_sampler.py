@@ -392,7 +392,7 @@ class ToolSampler(Sampler):
     def decode(self) -> Decode:
         return ReadingDecode(super().decode(), self)
 
-    def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+    def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
         text_ends = self.record_tokens(rows, ids)
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 

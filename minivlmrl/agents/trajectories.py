@@ -234,7 +234,7 @@ class TrajectorySampler(Sampler):
             episode.finish(turn)
         return groups
 
-    def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+    def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
         text_ends = self.record_tokens(rows, ids)
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 

@@ -405,6 +405,9 @@ class GRPOOptions(TrainingOptions):
     # dynamic sampling: resample groups with equal rewards, up to this many batches; 1 disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
+    # function that computes advantages, see ADVANTAGES; or your own function, as file.py:name. None
+    # is rloo with loss_type rloo, gdpo with normalize_then_sum, and otherwise grpo
+    advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
     # rewards whose standard deviation divides the advantages
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # normalise the weighted sum of the rewards, or each reward before the sum (GDPO)
@@ -449,6 +452,15 @@ class GRPOOptions(TrainingOptions):
                 f"which is {self.epsilon_high}"
             )
 
+    @property
+    def advantages_name(self) -> str:
+        """Value of `advantages`, or the name that the other options imply if the value is None."""
+        if self.advantages is not None:
+            return self.advantages
+        if self.loss_type == "rloo":
+            return "rloo"
+        return "gdpo" if self.multi_objective_aggregation == "normalize_then_sum" else "grpo"
+
 
 @dataclass
 class PPOOptions(TrainingOptions):
@@ -472,12 +484,6 @@ class PPOOptions(TrainingOptions):
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae
-
-    # names that GRPO uses for these options, so that code for both stages can read them
-    steps_per_generation = property(lambda self: self.num_mini_batches)
-    num_iterations = property(lambda self: self.num_ppo_epochs)
-    beta = property(lambda self: self.kl_coef)
-    max_num_gen_batches = 1  # PPO has no groups, so no group is resampled
 
 
 # ------------------------------------------------------------------------------------------ the run

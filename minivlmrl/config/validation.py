@@ -215,12 +215,16 @@ def check_grpo_kl(grpo: GRPOOptions) -> WithoutEffect:
 
 
 def check_grpo_rewards(grpo: GRPOOptions) -> WithoutEffect:
-    if grpo.loss_type == "rloo":
-        for option in ("grpo.scale_rewards", "grpo.multi_objective_aggregation"):
-            yield option, "loss_type rloo computes leave-one-out advantages instead"
-    if grpo.multi_objective_aggregation == "normalize_then_sum":
+    name = grpo.advantages_name
+    if name == "rloo":
+        yield "grpo.scale_rewards", "leave-one-out advantages are not divided"
+    if name == "gdpo":
         for option in ("grpo.scale_rewards", "grpo.soft_punish_cache"):
-            yield option, "only multi_objective_aggregation sum_then_normalize uses this option"
+            yield option, "GDPO normalises each reward instead of the weighted sum of the rewards"
+        if grpo.loss_type == "rloo":
+            yield "grpo.beta", "loss_type rloo subtracts the KL from a sum that GDPO does not use"
+    if grpo.advantages is not None or grpo.loss_type == "rloo":
+        yield "grpo.multi_objective_aggregation", f"advantages are computed by {name}"
 
 
 def check_grpo_corrections(grpo: GRPOOptions) -> WithoutEffect:

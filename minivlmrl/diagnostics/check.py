@@ -65,7 +65,7 @@ def check(config: RunConfig) -> Iterator[str]:
     for callback in default_callbacks(config):
         callback.on_setup(config, world)
     model, processor, datasets = prepare(config, stages, world)
-    online = [stage for stage, trainer in stages.items() if not trainer.answers]
+    online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
     if online:
         yield from check_sampling_options(config.sampling)

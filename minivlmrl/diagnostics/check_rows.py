@@ -180,7 +180,7 @@ def check_answers(
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids or processor.stop_token_ids
     max_new_tokens = config.sampling.max_new_tokens
-    samples_later = not all(trainer.answers for trainer in map(find_class, config.stages))
+    samples_later = any(find_class(stage).samples_completions for stage in config.stages)
     for name in names:
         answers = [encode_completion(processor, row.messages, getattr(row, name)) for row in rows]
         id_lists = [answer.ids for answer in answers]

@@ -279,16 +279,15 @@ def plan(
     # fraction of a sharded tensor that one GPU holds
     share = 0.0 if run.sharding.cpu_offload else 1 / shards
     micro_batch, sampling_batch = batch_shapes(run, stage, gpus, text_tokens, image_tokens, frames)
-    samples = not trainer.answers
     gathered = gathered_bytes(run, models.policy)
     rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
     logits = piece_bytes(rows, estimator.config.vocab_size, compute_dtype(run))
     phases = {}
-    if samples:
+    if trainer.samples_completions:
         phases["rollout"] = rollout_items(run, estimator, models.policy, sampling_batch, gathered)
     if models.critic is not None:
         gathered += gathered_bytes(run, models.critic.backbone)
-    if samples or has_reference(run, stage):
+    if trainer.samples_completions or has_reference(run, stage):
         forward = estimator.activations(run, models, micro_batch, train=False)
         phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
     gradients = bytes_of(trained_parameters(models)) * share
@@ -313,7 +312,8 @@ def batch_shapes(
     config = getattr(run, stage)
     max_new_tokens = run.sampling.max_new_tokens
     prompt_tokens = text_tokens + image_tokens
-    G = len(find_trainer(stage, run).answers) or config.num_generations
+    trainer = find_trainer(stage, run)
+    G = config.num_generations if trainer.samples_completions else len(trainer.answers)
     max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
     prompts, completions = largest_micro_batch(
@@ -400,7 +400,7 @@ def persistent_items(
         items["reference"] = reference_bytes(run, policy)
     if not trainer.trains_policy:  # the policy is in memory in addition to the trained model
         items["policy"] = adapters or weights
-    if not trainer.answers and "reward_model" in run.rewards:
+    if trainer.samples_completions and "reward_model" in run.rewards:
         path = run.reward_model.path
         judge = estimator if path is None else MemoryEstimator(read_config(find_folder(path)))
         items["reward model"] = judge.parameters * DTYPES[run.model.dtype].itemsize

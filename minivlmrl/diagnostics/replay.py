@@ -151,7 +151,7 @@ class StopBefore(Callback):
         if self.tracer:
             self.tracer.pause(trainer, step)
         last_batch = Batches(batches.dataset, trainer, batches.draws - 1)
-        rows = step.rollout.rows if step.rollout else next(last_batch)
+        rows = [group[0].row for group in step.groups] or next(last_batch)
         raise Reached(trainer, optimizer, step, rows)
 
 
@@ -270,13 +270,12 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
     """Print a prompt of a step, its completions, and their summed log-probabilities in nats."""
-    prompts = step.prompts if step.rollout else range(len(rows))
-    if not 0 <= index < len(prompts):
-        raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(prompts) - 1}")
-    row = rows[prompts[index]]
+    if not 0 <= index < len(rows):
+        raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
+    row = rows[index]
     temperature = 1.0
-    if step.rollout:
-        completions = step.rollout.completions[prompts[index]]
+    if step.groups:
+        completions = [sample.completion for sample in step.groups[index]]
         temperature = trainer.run.sampling.temperature
         logged_group = list(groups(trainer, step))[index]
         table = []

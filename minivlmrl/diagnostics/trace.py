@@ -36,7 +36,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.run import loop
 from minivlmrl.run.rollout_log import groups
-from minivlmrl.trainers.base import MicroBatch, Rollout, Step, Trainer
+from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
 PACKAGE = Path(loop.__file__).parents[1]
 # files in the reading list of the README, in the same order; the page shows their lines
@@ -255,8 +255,9 @@ class StepTracer:
             for token_id in run["ids"] + run["targets"]:
                 words[token_id] = trainer.processor.tokenizer.decode([token_id])
         self.description = {
-            "prompts": describe_prompts(trainer, step, step.rollout) if step.rollout else [],
-            "numbers": list(step.prompts),
+            "prompts": describe_prompts(trainer, step),
+            # index of each prompt of the step among the prompts of the rollout
+            "numbers": [group[0].index // len(group) for group in step.groups],
             "runs": runs,
             "words": words,
         }
@@ -349,17 +350,17 @@ def describe_packed_run(batch: MicroBatch) -> dict:
     }
 
 
-def describe_prompts(trainer: Trainer, step: Step, rollout: Rollout) -> list[dict]:
-    """Describe the first prompts of a rollout by texts, rewards, images and saliency maps."""
+def describe_prompts(trainer: Trainer, step: Step) -> list[dict]:
+    """Describe the first prompts of a step by texts, rewards, images and saliency maps."""
     lines = list(groups(trainer, step))[:NUM_PROMPTS]
-    for index, line in zip(step.prompts, lines, strict=False):
-        line["pictures"] = [png(image) for image in rollout.rows[index].images]
-        for shown, completion in zip(line["completions"], rollout.completions[index], strict=True):
+    for group, line in zip(step.groups, lines, strict=False):
+        line["pictures"] = [png(image) for image in group[0].row.images]
+        for shown, sample in zip(line["completions"], group, strict=True):
             maps = saliency_maps(
                 trainer.policy,
                 trainer.processor,
-                rollout.prompts[index],
-                completion,
+                sample.prompt,
+                sample.completion,
                 shown["advantage"],
                 trainer.run.sampling.temperature,
             )

@@ -91,7 +91,7 @@ class WarningRules:
             self.idle_steps = ((torch.tensor(self.idle_steps or 0) + 1) * is_idle).tolist()
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
-            solutions = [str(row.columns.get("solution")) for row in rollout.rows]
+            solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
             self.recent_rewards.append((solutions, rollout.rewards))
             totals = combine(rollout.rewards, torch.tensor(list(self.run.rewards.values())))
             ordered = sorted([*self.extremes, *totals[~totals.isnan()].tolist()])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,17 +37,6 @@ ENGINES = {
     "native": "minivlmrl.generation.sampler:Sampler",
     "vllm": "minivlmrl.generation.vllm:VLLMSampler",
 }
-
-
-class SampledRows(Protocol):
-    """Fields of Rollout (trainers/base.py) that Sampler.verify_logps reads."""
-
-    @property
-    def rows(self) -> Sequence[Row]: ...
-    @property
-    def prompts(self) -> Sequence[Prompt]: ...
-    @property
-    def completions(self) -> Sequence[Sequence[Completion]]: ...
 
 
 class Sampler:
@@ -162,7 +151,7 @@ class Sampler:
 
         def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
             ids, logps, turn_ends = sample_token(logits, rows, counts)
-            return ids, logps, self.is_finished(rows, ids, turn_ends)
+            return ids, logps, self.accept_tokens(rows, ids, turn_ends)
 
         return sample_and_record
 
@@ -215,8 +204,8 @@ class Sampler:
 
         return CapturedDecode()
 
-    def is_finished(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record the sampled tokens, and find the rows that are finished.
+    def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        """Record the sampled tokens, and return which rows are finished.
 
         The samplers in agents/ override this method to run the tools that a completion calls.
 
@@ -272,13 +261,20 @@ class Sampler:
         """
         return {}
 
-    def verify_logps(self, rollout: SampledRows, max_logp_mismatch: float):
+    def verify_logps(
+        self,
+        rows: Sequence[Row],
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+        max_logp_mismatch: float,
+    ):
         """Check that the engine's log-probabilities of a rollout match those of the policy.
 
         This class computes with the policy itself, so it does not check anything.
 
         Args:
-            rollout: the prompts and sampled completions.
+            rows: the row of each prompt, for error messages.
+            completions: the sampled completions of each prompt.
             max_logp_mismatch: factor by which the largest accepted difference is multiplied.
         Raises:
             ValueError: if the log-probabilities differ too much.

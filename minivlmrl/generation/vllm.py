@@ -41,10 +41,10 @@ from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.config.parsing import error_context, read_json
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.generate import TokenSampler, to_completions
-from minivlmrl.generation.sampler import SampledRows, Sampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES
@@ -287,7 +287,13 @@ class VLLMSampler(Sampler):
         return engine.mm_input(ids.tolist(), items, {"image": hashes}, {"image": spans})
 
     @torch.no_grad()
-    def verify_logps(self, rollout: SampledRows, max_logp_mismatch: float):
+    def verify_logps(
+        self,
+        rows: Sequence[Row],
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+        max_logp_mismatch: float,
+    ):
         """Compare vLLM's log-probabilities of the first rollout with those of the policy.
 
         If the policy or vLLM computes in 16 bits, the root mean square of the differences in each
@@ -304,11 +310,10 @@ class VLLMSampler(Sampler):
         in_16_bits = min(dtype.itemsize for dtype in dtypes) == 2
         bound = 0.5 if in_16_bits else 1e-3
         worst = (0.0, "")
-        groups = zip(rollout.rows, rollout.prompts, rollout.completions, strict=True)
-        for row, prompt, completions in groups:
-            batch = pack([prompt], [completions], self.model.config, self.device)
+        for row, prompt, group in zip(rows, prompts, completions, strict=True):
+            batch = pack([prompt], [group], self.model.config, self.device)
             logps, _ = per_token_logps(self.model, batch, self.sampling.temperature)
-            recorded = torch.cat([completion.sampled_logps for completion in completions])
+            recorded = torch.cat([completion.sampled_logps for completion in group])
             mismatch = (logps - recorded.to(self.device)).abs()
             mismatch = mismatch.square().mean().sqrt() if in_16_bits else mismatch.max()
             worst = max(worst, (mismatch.item(), row.where or f"row {row.index}"))

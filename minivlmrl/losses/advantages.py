@@ -1,4 +1,9 @@
-"""Compute advantages by comparing the reward of each completion with the rewards of its group."""
+"""Compute advantages by comparing the reward of each completion with the rewards of its group.
+
+The table ADVANTAGES has a function for each value of the option grpo.advantages.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -96,6 +101,20 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     if normalize:
         advantages = standardize(advantages)
     return advantages.nan_to_num(0.0)
+
+
+# For each value of grpo.advantages, a function that computes the advantages, (n,), of n completions;
+# the num_generations completions of a group are next to each other. Its first argument is the
+# weighted sum of each completion's rewards, (n,). A function also gets each of these arguments that
+# it names: rewards_per_func, (n, K); reward_weights, (K,); and the options of the section `grpo`,
+# such as num_generations.
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "grpo": group_advantages,
+    "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(
+        rewards_per_func, reward_weights, num_generations
+    ),
+    "rloo": leave_one_out,
+}
 
 
 def standardize(values: Tensor) -> Tensor:

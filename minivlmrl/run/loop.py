@@ -80,8 +80,8 @@ def train_stages(
                 trainer.save(results.folder)
                 world.barrier()  # because the next stage may read the files that were just saved
             trainer = trainers[stage](config, model, processor, world, state.step)
-            samples = not trainer.answers
-            with batch_invariant_mode(samples and config.rollout.batch_invariant):
+            batch_invariant = trainer.samples_completions and config.rollout.batch_invariant
+            with batch_invariant_mode(batch_invariant):
                 train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
             state.begin_stage(number + 1)
         results.write(trainer)

@@ -186,7 +186,7 @@ def collect_notes(
         yield f"{name} has no effect, because `stages` does not include it"
     yield from unnamed_sections(config)
     yield from unused_files(config)
-    if all(trainer.answers for trainer in trainers.values()):
+    if not any(trainer.samples_completions for trainer in trainers.values()):
         for name in (
             "rewards",
             "log_completions",

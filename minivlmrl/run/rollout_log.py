@@ -42,7 +42,7 @@ from minivlmrl.files import read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.trainer_state import TrainerState
-from minivlmrl.trainers.base import Rollout, SampledBatch, Step, Trainer
+from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
 LONGEST_SIDE = 384  # maximum side of a logged image in pixels; larger images are scaled down
@@ -133,16 +133,14 @@ class CompletionsLog:
 
         The keys of the images are paths relative to the run's folder.
         """
-        assert step.rollout is not None
         lines = []
         pictures = {}  # {path: PIL image}
-        logged = zip(step.prompts, groups(trainer, step), strict=True)
-        for prompt_index, line in islice(logged, self.num_prompts):
-            row = step.rollout.rows[prompt_index]
-            completions = step.rollout.completions[prompt_index]
-            for completion, described in zip(completions, line["completions"], strict=True):
+        logged = zip(step.groups, groups(trainer, step), strict=True)
+        for group, line in islice(logged, self.num_prompts):
+            row = group[0].row
+            for sample, described in zip(group, line["completions"], strict=True):
                 paths = described.get("pictures", ())
-                for (picture, *_), path in zip(completion.pictures, paths, strict=True):
+                for (picture, *_), path in zip(sample.completion.pictures, paths, strict=True):
                     pictures[path] = picture
             images = [
                 f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp" for i in range(len(row.images))
@@ -182,57 +180,39 @@ def is_past(line: dict, progress: TrainerState) -> bool:
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     """Yield a log line, without images, for each prompt that this rank trains on in a step."""
-    if step.rollout is None:
-        return
-    G = trainer.config.num_generations
-    advantages = completion_advantages(step)
-    for index in step.prompts:
-        # Completions that are excluded from the loss are logged with advantage 0.
-        group = [advantages.get(index * G + g, 0.0) for g in range(G)]
-        yield describe_group(trainer, step.rollout, index, group)
-
-
-def completion_advantages(step: Step) -> dict[int, float]:
-    """Map the index of each trained completion to its advantage.
-
-    PPO has an advantage for each token, of which the mean over the completion is returned.
-    """
-    means = {}
+    advantages = {}  # {index of a sample: its advantage}; 0 for samples that are not in the loss
     for batch in step.micro_batches:
-        if not isinstance(batch, SampledBatch):
-            continue
-        # (R, 1): one advantage per completion; (R, T) with PPO: one per token
-        advantages = batch.advantages.view(len(batch.loss_mask), -1)
-        mask = batch.loss_mask if advantages.shape[1] > 1 else torch.ones_like(advantages)
-        row_means = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)  # (R,): per completion
-        means.update(zip(batch.completion_index.tolist(), row_means.tolist(), strict=True))
-    return means
+        if isinstance(batch, SampledBatch):
+            indices = [sample.index for sample in batch.samples]
+            advantages.update(zip(indices, batch.completion_advantages(), strict=True))
+    for group in step.groups:
+        own = [advantages.get(sample.index, 0.0) for sample in group]
+        yield describe_group(trainer, group, own)
 
 
-def describe_group(trainer: Trainer, rollout: Rollout, index: int, advantages: list[float]) -> dict:
+def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:
     """Return the log line of a prompt and its G completions, without the field `images`.
 
     The docstring of this module describes the fields of the line.
     """
-    row = rollout.rows[index]
+    row = group[0].row
     processor = trainer.processor
     reward_weights = trainer.run.rewards
-    group = rollout.completions[index]
-    G = len(group)
-    rewards = rollout.rewards[index * G : (index + 1) * G]  # (G, K): K rewards per completion
+    rewards = torch.stack([sample.rewards for sample in group])  # (G, K)
     totals = combine(rewards, torch.tensor(list(reward_weights.values()))).tolist()
-    columns = box_columns([row], [rollout.prompts[index]], processor, 1)
+    columns = box_columns([row], [group[0].prompt], processor, 1)
     [image_size] = columns["image_sizes"]
     [answer_extent] = columns["answer_extents"]
     solution = row.columns.get("solution")
     solution_text = solution if isinstance(solution, str) else json.dumps(solution)
     true_boxes = boxes(solution_text, image_size)
     lines = []
-    for g, completion in enumerate(group):
+    for g, sample in enumerate(group):
+        completion = sample.completion
         text = processor.decode_assistant_turn(completion)
         line = {
             "text": text,
-            "rewards": dict(zip(reward_weights, rewards[g].tolist(), strict=True)),
+            "rewards": dict(zip(reward_weights, sample.rewards.tolist(), strict=True)),
             "reward": totals[g],
             "advantage": advantages[g],
             "stopped": completion.stopped,

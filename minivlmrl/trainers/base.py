@@ -7,9 +7,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import RunConfig, TrainingOptions
@@ -35,9 +37,8 @@ class MicroBatch:
     group: GroupBatch
     # (R, T) float32 with one row for each completion, 1 for tokens that are trained on
     loss_mask: Tensor
-    # numbers of sequences and tokens in the whole optimizer step, by which the loss is divided; it
-    # is set when all micro-batches of the step have been packed
-    normalizer: LossNormalizer = field(init=False)
+    # numbers of sequences and tokens in the whole optimizer step, by which the loss is divided
+    normalizer: LossNormalizer
     # (R, T) log-probabilities of the reference in nats; None if there is no reference model
     ref_per_token_logps: Tensor | None = None
 
@@ -52,53 +53,70 @@ class MicroBatch:
         return total / self.loss_mask.sum().clamp(min=1)
 
 
+@dataclass
+class Sample:
+    """A sampled completion with its prompt and its rewards."""
+
+    index: int  # index among the n samples of this rank's rollout
+    row: Row  # the row of the dataset from which the prompt was made
+    prompt: Prompt
+    completion: Completion
+    rewards: Tensor  # (K,) float32 on the CPU; NaN where a reward function returned None
+
+
 @dataclass(kw_only=True)
 class SampledBatch(MicroBatch):
-    """A micro-batch of sampled completions, with the tensors that a policy-gradient loss needs."""
+    """A micro-batch of R samples; each trainer adds the tensors that its loss needs."""
 
-    completion_index: Tensor  # (R,) index of each completion among the n completions of this rank
-    sampler_logps: Tensor  # (R, T) log-probabilities that the sampler recorded
-    sampler_routes: Tensor | None = None  # (M,) experts that the router chose during sampling
-    advantages: Tensor = field(init=False)  # (R,) or (R, T), set when all rewards are known
-    # (R, T) log-probabilities before the first update on the rollout; None if the policy has not
-    # been updated since, because then its current log-probabilities are the same
-    old_per_token_logps: Tensor | None = None
-    # (R, T) entropies from the forward pass that computed old_per_token_logps
-    old_entropies: Tensor | None = None
-    # (R, T) or (R, 1) ratio that corrects for differences between the sampler and the trainer
-    importance_sampling_ratio: Tensor | None = None
-    # lowest entropy of the tokens that the optimizer step trains on, over all its micro-batches
-    entropy_threshold: float | None = None
-    # number of tokens in the optimizer step whose entropy reaches entropy_threshold
-    num_entropy_tokens: float | None = None
+    samples: Sequence[Sample]
+    sampler_logps: Tensor  # (R, T) log-probabilities that the sampler recorded, in nats
+    sampler_routes: Tensor | None  # (M,) experts that the router chose during sampling
+
+    @property
+    def completion_index(self) -> Tensor:
+        """Return the index of each sample in the rollout of this rank: (R,)."""
+        return torch.tensor([sample.index for sample in self.samples])
+
+    def completion_advantages(self) -> list[float]:
+        """Return one advantage for each sample, for the log; 0 if the loss has no advantages."""
+        return [0.0] * len(self.samples)
 
 
 @dataclass
 class Rollout:
-    """B prompts of this rank with G sampled completions each, and the completions' rewards."""
+    """The n = B * G samples of this rank: G completions of each of B prompts."""
 
-    rows: Sequence[Row]  # the B rows of the dataset from which the prompts were made
-    prompts: list[Prompt]  # the B prompts
-    completions: list[list[Completion]]  # a list of G completions for each prompt
-    # (n, K) float32 on the CPU: K rewards of each of the n = B * G completions; NaN where a reward
-    # function returned None
-    rewards: Tensor
+    groups: list[list[Sample]]  # the G samples of each prompt
     # metrics of the rollout, computed over the completions of all ranks
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def by_prompt(self, indices: Iterable[int]) -> dict[int, list[Completion]]:
-        """Group completions by prompt.
+    @classmethod
+    def join(
+        cls,
+        rows: Iterable[Row],
+        prompts: Iterable[Prompt],
+        completions: Iterable[Iterable[Completion]],
+        rewards: Tensor,
+    ) -> "Rollout":
+        """Build a rollout from B rows, B prompts, B lists of completions, and rewards (n, K)."""
+        numbered_rewards = enumerate(rewards)
+        groups = []
+        for row, prompt, answers in zip(rows, prompts, completions, strict=True):
+            groups.append([])
+            for completion in answers:
+                index, own_rewards = next(numbered_rewards)
+                groups[-1].append(Sample(index, row, prompt, completion, own_rewards))
+        return cls(groups)
 
-        Args:
-            indices: indices of the completions, from 0 to n - 1.
-        Returns:
-            A dictionary from the index of a prompt to the list of its completions.
-        """
-        groups = {}
-        for index in indices:
-            prompt, number = divmod(index, len(self.completions[0]))
-            groups.setdefault(prompt, []).append(self.completions[prompt][number])
-        return groups
+    @property
+    def samples(self) -> list[Sample]:
+        """Return all n samples, ordered by prompt."""
+        return list(chain(*self.groups))
+
+    @property
+    def rewards(self) -> Tensor:
+        """Return the K rewards of each sample: (n, K)."""
+        return torch.stack([sample.rewards for sample in self.samples])
 
 
 @dataclass
@@ -110,7 +128,7 @@ class Step:
     # True for the last step on a rollout; checkpoints are saved only after such a step
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
-    prompts: range = range(0)  # range of the rollout's prompts that this step trains on
+    groups: Sequence[list[Sample]] = ()  # groups of the rollout that this step trains on
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable) -> dict[str, Any]:
@@ -122,6 +140,7 @@ def loss_arguments(config: TrainingOptions, *losses: Callable) -> dict[str, Any]
             its name.
     """
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
+    names.discard("advantages")  # the option names a function, and the argument is a tensor
     return {name: value for name, value in vars(config).items() if name in names}
 
 
@@ -143,6 +162,7 @@ class Trainer:
     needs = "prompts"  # key of NEEDS in run/datasets.py: the columns that each row must have
     # fields of Row with the answers to train on; empty if the stage samples completions
     answers: tuple[str, ...] = ()
+    samples_completions = False  # True if the stage samples completions and scores them
     # False if the stage trains a separate model and leaves the policy unchanged
     trains_policy = True
     # number of optimizer steps in one pass over the prompts of a rollout
@@ -171,8 +191,8 @@ class Trainer:
         if self.has_reference(self.config):
             self.reference = Reference(model, run.reference, processor, world)
 
-    @staticmethod
-    def check(run):
+    @classmethod
+    def check(cls, run: RunConfig):
         """Raise ValueError if the stage cannot run a recipe.
 
         This method is called before any model is loaded.

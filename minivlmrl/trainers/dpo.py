@@ -119,9 +119,7 @@ class DPOTrainer(PairTrainer):
         ref_logps = torch.tensor(known, dtype=torch.float64, device=self.world.device)
         if batch.ref_per_token_logps is not None:
             ref_logps = self.sum_logps(batch.loss_mask, batch.ref_per_token_logps)
-        return DPOBatch(
-            batch.group, batch.loss_mask, batch.ref_per_token_logps, ref_logps=ref_logps
-        )
+        return DPOBatch(**vars(batch), ref_logps=ref_logps)
 
     def ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
         """Return the reference's log-probabilities of a pair if they are known without a model.

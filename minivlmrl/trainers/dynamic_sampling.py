@@ -46,7 +46,7 @@ def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rol
     rollout = trainer.sample_rollout(rows)
     most_batches = trainer.config.max_num_gen_batches
     trainer.num_gen_batches = 1
-    count = len(rollout.rows) * trainer.world.size
+    count = len(rollout.groups) * trainer.world.size
     groups = gather_groups(trainer, rollout)
     while trainer.num_gen_batches < most_batches:
         if sum(group.rewards_differ for group in groups) >= count:
@@ -64,13 +64,15 @@ def gather_groups(trainer: GRPOTrainer, rollout: Rollout) -> list[Group]:
         compared = rollout.rewards  # (n, K): K rewards of each completion
     size = config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
-    columns = rollout.rows, rollout.completions, rollout.rewards.split(size), differs.tolist()
     local = []
-    for row, completions, rewards, rewards_differ in zip(*columns, strict=True):
+    for samples, rewards_differ in zip(rollout.groups, differs.tolist(), strict=True):
+        completions = [sample.completion for sample in samples]
         for completion in completions:
             # The reward has been computed, so the environment is no longer needed. It is removed,
             # because it may not be picklable.
             completion.environment = None
+        rewards = torch.stack([sample.rewards for sample in samples])
+        row = samples[0].row
         local.append(Group(row.index, row.key, completions, rewards, rewards_differ))
     groups = chain(*trainer.world.gather_objects(local))
     return sorted(groups, key=lambda group: group.position)
@@ -87,4 +89,4 @@ def choose_groups(trainer: GRPOTrainer, groups: list[Group], count: int) -> Roll
     prompts = [row.prompt(trainer.processor) for row in rows]
     completions = [group.completions for group in local]
     rewards = torch.cat([group.rewards for group in local])
-    return Rollout(rows, prompts, completions, rewards)
+    return Rollout.join(rows, prompts, completions, rewards)

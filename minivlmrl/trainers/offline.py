@@ -4,7 +4,7 @@ All answers of a row form a group, so their common prompt and its images are com
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.losses.grpo import LossNormalizer, row_mean
+from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer, row_mean
 from minivlmrl.model.packing import pack
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
@@ -68,15 +68,14 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch.
+        """Pack prompts and answers into a micro-batch, whose normalizer counts only itself.
 
         If the stage has a reference model, its log-probabilities are added.
         """
         group = pack(prompts, answers, self.policy.config, self.world.device)
-        batch = self.batch_type(group, group.completion_mask)
-        if self.reference is not None:
-            batch.ref_per_token_logps = self.reference.logps(group)
-        return batch
+        mask = group.completion_mask
+        ref_logps = None if self.reference is None else self.reference.logps(group)
+        return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
         """Return the indices of the rows that have all answers; all ranks return the same list."""
@@ -109,9 +108,7 @@ class OfflineTrainer(Trainer):
         sequences = sum(len(batch.loss_mask) for batch in batches)
         sequences, tokens = self.world.sum(sequences, tokens)
         normalizer = LossNormalizer(sequences, tokens)
-        for batch in batches:
-            batch.normalizer = normalizer
-        return Step(batches)
+        return Step([replace(batch, normalizer=normalizer) for batch in batches])
 
 
 class PairTrainer(OfflineTrainer):

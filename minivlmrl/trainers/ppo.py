@@ -5,7 +5,8 @@ the policy's backbone or a separate model. An adaptive KL weight and an entropy 
 implemented.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.value_head import ValueHead, ValueModel, check_value_model_folder, value_head
-from minivlmrl.trainers.base import Rollout, SampledBatch, loss_arguments
-from minivlmrl.trainers.grpo import GRPOTrainer, check_rollout_options, mask_completions
+from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, loss_arguments
+from minivlmrl.trainers.rollout import RolloutTrainer
 
 
 @dataclass(kw_only=True)
@@ -34,23 +35,28 @@ class PPOBatch(SampledBatch):
     Values and log-probabilities are computed before the first update on the rollout.
     """
 
+    advantages: Tensor  # (R, T)
+    returns: Tensor  # (R, T) targets that the critic is trained to predict
     # (R, T) log-probabilities of the policy before the first update, in nats
-    old_per_token_logps: Tensor = field(init=False)
-    old_values: Tensor = field(init=False)  # (R, T) predictions of the critic before this update
-    returns: Tensor = field(init=False)  # (R, T) targets that the critic is trained to predict
+    old_per_token_logps: Tensor
+    old_values: Tensor  # (R, T) predictions of the critic before the first update
+
+    def completion_advantages(self) -> list[float]:
+        """Average the advantages of each completion over its trained tokens."""
+        mask = self.loss_mask
+        return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
 
 
-class PPOTrainer(GRPOTrainer):
-    """Trainer of PPO, with the rollouts of GRPO and token-level advantages from a critic."""
+class PPOTrainer(RolloutTrainer):
+    """Trainer of PPO, with token-level advantages from a critic."""
 
     stage = "ppo"
     config_type = PPOOptions
     config: PPOOptions
-    compares_groups = False
 
     @classmethod
     def check(cls, run: RunConfig):
-        check_rollout_options(run, cls.stage)
+        super().check(run)
         if run.sampling.environment:
             raise ValueError(
                 "sampling.environment is set, but the stage ppo does not support tools, because "
@@ -58,6 +64,10 @@ class PPOTrainer(GRPOTrainer):
             )
         if run.ppo.critic_path is not None:
             check_value_model_folder(run.ppo.critic_path)
+
+    @staticmethod
+    def has_reference(config: PPOOptions) -> bool:
+        return bool(config.kl_coef)
 
     def __init__(
         self,
@@ -68,15 +78,19 @@ class PPOTrainer(GRPOTrainer):
         steps_done: int = 0,
     ):
         super().__init__(run, model, processor, world, steps_done)
+        self.steps_per_rollout = self.config.num_mini_batches
+        self.passes_per_rollout = self.config.num_ppo_epochs
         self.critic = self.build_critic()
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
+
+    def shares_vision_tower(self) -> bool:
+        # a separate critic has its own vision tower, so it cannot use the policy's image embeddings
+        return self.config.critic == "shared" and super().shares_vision_tower()
 
     def build_critic(self) -> ValueHead | ValueModel:
         """Build the critic: either a value head on the policy's hidden states or its own model."""
         if self.config.critic == "shared":
             return value_head(self.policy)
-        # a separate critic has its own vision tower, so it cannot use the policy's image embeddings
-        self.sample.keeps_vision = False
         path = self.config.critic_path
         if path is None:
             return ValueModel(copy_model(self.policy), self.run.model.freeze)
@@ -91,65 +105,67 @@ class PPOTrainer(GRPOTrainer):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}
 
-    def value_batches(self, rollout: Rollout, prompt_range: range) -> list[PPOBatch]:
-        """Pack the micro-batches of one optimizer step, with current values and log-probabilities.
-
-        Completions without a reward, because all reward functions returned None, are excluded from
-        the loss.
-
-        Args:
-            prompt_range: range of the prompts that the step trains on.
-        """
-        batches = self.pack_part(rollout, prompt_range, PPOBatch)
-        for batch in batches:
-            logps, _, values = self.logps_and_values(batch.group)
-            batch.old_per_token_logps = batch.group.pad(logps)
-            batch.old_values = batch.group.pad(values)
-            if self.reference is not None:
-                batch.ref_per_token_logps = self.reference.logps(batch.group, self.temperature)
-        has_reward = ~rollout.rewards.isnan().all(1)  # (n,): one value for each completion
-        mask_completions(has_reward, rollout, prompt_range, batches, self.world)
-        return batches
-
     @torch.no_grad()
-    def prepare(self, rollout: Rollout, prompt_ranges: list[range]) -> list[list[PPOBatch]]:
+    def prepare(
+        self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
+    ) -> list[list[PPOBatch]]:
         """Pack the micro-batches of each optimizer step, with advantages and returns (R, T).
 
         Args:
-            prompt_ranges: the range of prompts that each optimizer step trains on.
+            parts: the groups of the rollout that each optimizer step trains on.
         """
-        steps = [self.value_batches(rollout, prompt_range) for prompt_range in prompt_ranges]
         rewards = self.world.all_gather(rollout.rewards)
-        total = combine(rewards, self.reward_weights)
-        rollout.metrics = self.rollout_metrics(rollout, rewards, total)
-        # (n,): weighted sum of the rewards of each completion of this rank
-        scores = self.world.local(total).nan_to_num(0.0)
+        totals = combine(rewards, self.reward_weights)
+        rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
+        # (n,): weighted sum of the rewards of each sample of this rank
+        scores = self.world.local(totals).nan_to_num(0.0)
         if self.config.missing_eos_penalty is not None:
-            is_truncated = torch.tensor([not c.stopped for c in chain(*rollout.completions)])
-            scores = scores - self.config.missing_eos_penalty * is_truncated
+            is_truncated = [not sample.completion.stopped for sample in rollout.samples]
+            scores = scores - self.config.missing_eos_penalty * torch.tensor(is_truncated)
+        steps = [self.micro_batches(groups, scores) for groups in parts]
         batches = list(chain(*steps))
-        for batch in batches:
-            self.estimate_advantages(batch, scores[batch.completion_index])
         masks = [batch.loss_mask for batch in batches]
         whitened = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
-        for batch, advantages in zip(batches, whitened, strict=True):
-            batch.advantages = advantages
-        return steps
+        advantages = iter(whitened)
+        return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
-    def estimate_advantages(self, batch: PPOBatch, scores: Tensor):
-        """Compute and store the advantages and returns (R, T) of a micro-batch, using GAE.
+    def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
+        """Pack the micro-batches of one optimizer step, with advantages and returns from GAE.
 
         Args:
-            scores: weighted sum of the rewards of each completion, of shape (R,).
+            groups: groups of the rollout that the step trains on.
+            scores: weighted sums of the rewards of this rank's samples, of shape (n,).
         """
         config = self.config
-        old_logps = batch.old_per_token_logps
-        ref_logps = old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
-        scores = scores.to(old_logps.device)
-        mask = batch.group.completion_mask
-        kl_options = config.kl_coef, config.kl_estimator
-        rewards = token_rewards(scores, old_logps, ref_logps, mask, *kl_options)
-        batch.advantages, batch.returns = gae(rewards, batch.old_values, config.gamma, config.lam)
+        normalizer = self.count_tokens(groups)
+        batches = []
+        for samples in self.split(groups):
+            batch = self.pack(samples, normalizer)
+            group = batch.group
+            logps, _, values = self.logps_and_values(group)
+            old_logps, old_values = group.pad(logps), group.pad(values)
+            ref_logps = (
+                old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
+            )
+            own_scores = scores[batch.completion_index].to(old_logps.device)
+            mask = group.completion_mask
+            kl_options = config.kl_coef, config.kl_estimator
+            rewards = token_rewards(own_scores, old_logps, ref_logps, mask, *kl_options)
+            advantages, returns = gae(rewards, old_values, config.gamma, config.lam)
+            batches.append(
+                PPOBatch(
+                    **vars(batch),
+                    advantages=advantages,
+                    returns=returns,
+                    old_per_token_logps=old_logps,
+                    old_values=old_values,
+                )
+            )
+        return batches
+
+    def is_trained(self, sample: Sample) -> bool:
+        """Exclude completions without a reward, for which all reward functions returned None."""
+        return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the log-probability, entropy and value of each completion token, each (M,)."""
@@ -172,4 +188,4 @@ class PPOTrainer(GRPOTrainer):
             returns=batch.returns,
             normalizer=batch.normalizer,
         )
-        return loss, metrics | self.token_metrics(batch, logps, entropies)
+        return loss, metrics | self.token_metrics(batch, batch.old_per_token_logps, entropies)

@@ -17,6 +17,7 @@ from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import load_scorer, save_value_model
 from minivlmrl.distributed.weights import copy_model, reshard
+from minivlmrl.losses.grpo import batch_normalizer
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import Qwen2_5_VL
@@ -78,7 +79,8 @@ class RewardTrainer(PairTrainer):
         group = pack_with_last_token(prompts, answers, self.policy.config, self.world.device)
         margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
         margin = margin.to(self.world.device)
-        return RewardBatch(group, group.completion_mask, margin=margin)
+        mask = group.completion_mask
+        return RewardBatch(group, mask, batch_normalizer(mask), margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
         """Compute the scores of the chosen and of the rejected answers, each of shape (B,)."""

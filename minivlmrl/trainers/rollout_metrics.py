@@ -37,11 +37,10 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 
 
 def completion_metrics(
-    completions: Sequence[Sequence[Completion]], has_tools: bool, world: World
+    completions: Sequence[Completion], has_tools: bool, world: World
 ) -> dict[str, float]:
     """Compute the metrics of completion lengths, tool calls and turns over all ranks."""
-    flat = chain(*completions)
-    local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in flat]
+    local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in completions]
     sampled = list(chain(*world.gather_objects(local)))
     lengths = [length for length, *_ in sampled]
     terminated = [length for length, stopped, *_ in sampled if stopped]

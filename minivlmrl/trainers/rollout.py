@@ -1,0 +1,299 @@
+"""The base class of trainers that sample completions and learn from their rewards.
+
+    rows -> prompts -> G completions per prompt -> rewards (n, K)     sample_rollout
+         -> micro-batches of samples                                  split
+         -> packed micro-batches                                      pack
+
+In shapes, B is the number of prompts on this rank, n = B * G is the number of samples, which are
+ordered by prompt, and K is the number of reward functions. A micro-batch has R samples of at most T
+tokens each, and M completion tokens in total.
+
+A subclass implements `prepare`, which packs the micro-batches of each optimizer step with the
+tensors that its loss needs, and `loss`. See GRPOTrainer, PPOTrainer and recipes/distill.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.loader import Batches
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.distributed.micro_batching import split_into_micro_batches
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.environments import (
+    check_environment,
+    pack_rollout,
+    packed_length,
+    samples_trajectories,
+)
+from minivlmrl.generation.sampler import find_engine, make_sampler
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.losses.grpo import LossNormalizer
+from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.families.registry import family_of
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import GroupBatch
+from minivlmrl.model.trainable import trained_parameters
+from minivlmrl.rewards.columns import call_rewards
+from minivlmrl.rewards.registry import RewardLog, recipe_columns, training_rewards
+from minivlmrl.trainers.base import MicroBatch, Rollout, Sample, SampledBatch, Step, Trainer
+from minivlmrl.trainers.rollout_metrics import completion_metrics, logged_metrics, reward_metrics
+
+REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model computes
+
+
+class RolloutTrainer(Trainer):
+    """Base class of trainers that sample completions and learn from their rewards.
+
+    The section of a subclass has the options num_generations, micro_batch_size and
+    max_tokens_per_micro_batch.
+    """
+
+    samples_completions = True
+    passes_per_rollout = 1  # number of passes over each rollout
+
+    @classmethod
+    def check(cls, run: RunConfig):
+        """Raise ValueError if the stage cannot use the sampling options or rewards of a recipe."""
+        if run.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0, so all completions of a group would be equal; "
+                "set it to a value greater than 0"
+            )
+        if not run.rewards:
+            raise ValueError(
+                f"the section rewards is empty, but the stage {cls.stage} needs at least one "
+                "reward; add one, for example rewards: {accuracy: 1.0}"
+            )
+        if run.rollout.batch_invariant:
+            others = {
+                "adapter.dropout": run.adapter.dropout,
+                "sampling.environment": run.sampling.environment,
+                "sampling.engine": run.sampling.engine != "native",
+            }
+            for option in [name for name, value in others.items() if value]:
+                raise ValueError(
+                    "rollout.batch_invariant needs the native sampler without tools and without "
+                    f"dropout; remove {option}, or set rollout.batch_invariant to false"
+                )
+        check_environment(run)
+        find_engine(run.sampling).check(run)
+        if REWARD_MODEL in run.rewards:
+            from minivlmrl.trainers.reward_model import check_stage_order
+
+            check_stage_order(run, cls.stage)
+            if samples_trajectories(run.sampling):
+                raise ValueError(
+                    "the reward reward_model cannot score trajectories, because each turn of a "
+                    "trajectory has its own context window; remove reward_model from rewards"
+                )
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: Qwen2_5_VL,
+        processor: Processor,
+        world: World,
+        steps_done: int = 0,
+    ):
+        super().__init__(run, model, processor, world, steps_done)
+        self.sampler = make_sampler(
+            model,
+            processor,
+            run.sampling,
+            world,
+            run.rollout.gather_weights,
+            keeps_vision=self.shares_vision_tower(),
+        )
+        self.temperature = run.sampling.temperature
+        self.reward_log = RewardLog(steps_done, self.config.max_steps)
+        self.rewards = [reward.on(world, self.reward_log) for reward in training_rewards(run)]
+        self.reward_weights = torch.tensor(list(run.rewards.values()))
+        self.reward_model = None
+        if REWARD_MODEL in run.rewards:
+            from minivlmrl.trainers.reward_model import RewardModelScores
+
+            self.reward_model = RewardModelScores(run, model, processor, world)
+
+    def shares_vision_tower(self) -> bool:
+        """Return True if all models of the stage share one frozen vision tower.
+
+        The sampler may then keep image embeddings for training. A reward model and a reference from
+        a folder have their own vision towers.
+        """
+        is_frozen = not trained_parameters(self.policy.visual)
+        return (
+            is_frozen and self.run.reference.path is None and REWARD_MODEL not in self.run.rewards
+        )
+
+    def prepare(
+        self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
+    ) -> list[Sequence[MicroBatch]]:
+        """Set the metrics of a rollout, and pack the micro-batches of each optimizer step.
+
+        Args:
+            parts: the groups of the rollout that each optimizer step trains on.
+        """
+        raise NotImplementedError
+
+    def steps(self, batches: Batches) -> Iterator[Step]:
+        """Sample a rollout for each batch of rows, and yield its optimizer steps.
+
+        A rollout is trained on in passes_per_rollout passes. Each pass has steps_per_rollout
+        optimizer steps, and each step trains on an equal part of the prompts.
+        """
+        self.batches = batches
+        for rows in batches:
+            rollout = self.roll_out(rows)
+            size = len(rollout.groups) // self.steps_per_rollout
+            starts = range(0, len(rollout.groups), size)
+            parts = [rollout.groups[start : start + size] for start in starts]
+            one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
+            all_passes = one_pass * self.passes_per_rollout
+            for number, (micro_batches, groups) in enumerate(all_passes, start=1):
+                ends_rollout = number == len(all_passes)
+                yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
+                self.reward_log.trainer_state.global_step += 1
+
+    # ----------------------------------------------------------------------------- sample and score
+
+    def roll_out(self, rows: Sequence[Row]) -> Rollout:
+        """Return the rollout to train on for a batch of rows."""
+        return self.sample_rollout(rows)
+
+    def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
+        """Sample G completions for each row and compute their rewards."""
+        prompts = [row.prompt(self.processor) for row in rows]
+        keys = [row.key for row in rows]
+        completions = self.sampler(prompts, self.config.num_generations, keys)
+        max_mismatch = self.run.rollout.max_logp_mismatch
+        self.sampler.verify_logps(rows, prompts, completions, max_mismatch)
+        rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
+        return Rollout.join(rows, prompts, completions, rewards)
+
+    def reward_columns(
+        self,
+        rows: Sequence[Row],
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+    ) -> dict[str, list]:
+        """Collect the columns that are passed to reward functions as keyword arguments."""
+        columns = recipe_columns(rows, prompts, completions, self.processor)
+        if self.reward_model is not None:
+            columns["reward_model_scores"] = self.reward_model(prompts, completions)
+        return columns
+
+    def rollout_metrics(
+        self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float
+    ) -> dict[str, float]:
+        """Compute the metrics of a rollout over the completions of all ranks.
+
+        Args:
+            rewards: rewards of all ranks, of shape (n * world.size, K).
+            totals: weighted sums of these rewards, of shape (n * world.size,).
+            others: metrics that the trainer itself has computed.
+        """
+        metrics = reward_metrics(rewards, totals, list(self.run.rewards))
+        has_tools = bool(self.run.sampling.environment)
+        completions = [sample.completion for sample in rollout.samples]
+        metrics |= completion_metrics(completions, has_tools, self.world)
+        metrics |= others
+        return metrics | logged_metrics(self.reward_log, metrics, self.world)
+
+    # ------------------------------------------------------------------------------- split and pack
+
+    def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
+        """Split the samples of an optimizer step into micro-batches.
+
+        If max_tokens_per_micro_batch is set, it limits the number of tokens in a micro-batch.
+        Otherwise, a micro-batch has the groups of micro_batch_size prompts.
+        """
+        size = self.config.micro_batch_size
+        max_tokens = self.config.max_tokens_per_micro_batch
+        if max_tokens is None:
+            return [list(chain(*groups[i : i + size])) for i in range(0, len(groups), size)]
+        lengths = []
+        for group in groups:
+            completion_lengths = [packed_length(sample.completion) for sample in group]
+            lengths.append((len(group[0].prompt.input_ids), completion_lengths))
+        micro_batches = split_into_micro_batches(lengths, size, max_tokens, self.world)
+        return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
+
+    def is_trained(self, sample: Sample) -> bool:
+        """Return False to exclude a sample from the loss.
+
+        An excluded sample still counts as a sequence in the normalizer, but has no tokens.
+        """
+        return True
+
+    def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
+        """Count the samples and the trained tokens of an optimizer step on all ranks."""
+        samples = list(chain(*groups))
+        trained = [sample.completion.policy_mask for sample in samples if self.is_trained(sample)]
+        tokens = sum(int(mask.sum()) for mask in trained)
+        sequences, tokens = self.world.sum(len(samples), tokens)
+        return LossNormalizer(sequences, max(tokens, 1), self.run.sampling.max_new_tokens)
+
+    def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
+        """Pack samples, each after its prompt, with the reference's log-probabilities.
+
+        Args:
+            samples: the samples of a micro-batch; samples of a prompt are next to each other.
+            normalizer: totals of the optimizer step.
+        """
+        device = self.world.device
+        groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
+        prompts = [group[0].prompt for group in groups]
+        completions = [[sample.completion for sample in group] for group in groups]
+        group = pack_rollout(prompts, completions, self.policy.config, device)
+        is_trained = torch.tensor([self.is_trained(sample) for sample in samples])
+        logps = [sample.completion.sampled_logps for sample in samples]
+        routing = family_of(self.policy).routing
+        routes = None if routing is None else routing.join_routes(list(chain(*completions)))
+        return SampledBatch(
+            group,
+            group.completion_mask * to_device(is_trained, device)[:, None],
+            normalizer,
+            self.ref_logps(group),
+            samples=samples,
+            sampler_logps=pad_sequence(logps, batch_first=True).to(device),
+            sampler_routes=routes,
+        )
+
+    def ref_logps(self, group: GroupBatch) -> Tensor | None:
+        """Compute the reference's log-probabilities (R, T); None if there is no reference."""
+        return None if self.reference is None else self.reference.logps(group, self.temperature)
+
+    def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
+        """Compute the log-probability and the entropy of each completion token: two (M,) tensors.
+
+        The policy's logits are divided by the sampling temperature.
+        """
+        return per_token_logps(self.policy, group, self.temperature)
+
+    def token_metrics(
+        self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor
+    ) -> dict[str, Tensor]:
+        """Compute the mean entropy, and how much trainer and sampler differ.
+
+        The difference of their log-probabilities is reported as the largest absolute difference of
+        a token, and as the root mean square over all tokens, both in nats.
+
+        Args:
+            old_logps: log-probabilities (R, T) of the policy that sampled, as the trainer computes
+                them.
+            entropies: entropy of each token under the current policy, of shape (M,).
+        """
+        mask = batch.loss_mask
+        mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()
+        mean_square = (mismatch.square() * mask).sum() / mask.sum().clamp(min=1)
+        return {
+            "entropy": batch.mean(entropies),
+            "rollout/logp_mismatch": mismatch.max(),
+            "rollout/logp_mismatch_rms": mean_square.sqrt(),
+        }
