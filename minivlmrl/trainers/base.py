@@ -131,17 +131,19 @@ class Step:
     groups: Sequence[list[Sample]] = ()  # groups of the rollout that this step trains on
 
 
-def loss_arguments(config: TrainingOptions, *losses: Callable) -> dict[str, Any]:
+def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
     """Select the options of a section that losses have as arguments, for `loss(..., **arguments)`.
 
     Args:
         config: section of a recipe, for example `grpo`.
         losses: functions such as grpo_loss; an option is selected if one of them has an argument of
             its name.
+        others: further values, which are selected like the options.
     """
     names = set().union(*(inspect.signature(loss).parameters for loss in losses))
     names.discard("advantages")  # the option names a function, and the argument is a tensor
-    return {name: value for name, value in vars(config).items() if name in names}
+    values = vars(config) | others
+    return {name: value for name, value in values.items() if name in names}
 
 
 class Trainer:

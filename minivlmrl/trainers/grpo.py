@@ -10,7 +10,6 @@ They choose the ratio, the term and the average of the loss (losses/), the advan
 (losses/advantages.py), and dynamic sampling (dynamic_sampling.py).
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -169,9 +168,9 @@ class GRPOTrainer(RolloutTrainer):
             rewards: the K rewards of all ranks, of shape (n * world.size, K).
         """
         function = self.advantage_function
-        arguments = advantage_arguments(function, self.config, rewards, self.reward_weights)
-        advantages = function(totals, **arguments)
-        check_advantages(self.config.advantages_name, advantages, totals)
+        tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
+        advantages = function(totals, **loss_arguments(self.config, function, **tensors))
+        check_advantages(f"grpo.advantages {self.config.advantages_name}", advantages, totals)
         return self.world.local(advantages)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
@@ -197,7 +196,8 @@ class GRPOTrainer(RolloutTrainer):
                 samples = [s for s in samples if advantages[s.index] != 0] or samples[:1]
             packed.append(self.pack(samples, normalizer))
         # 2. Compute the log-probabilities and entropies of the policy before its update, each (R, T).
-        old_logps = old_entropies = [None] * len(packed)
+        old_logps: list[Tensor | None] = [None] * len(packed)
+        old_entropies: list[Tensor] = []
         if self.needs_old_logps:
             pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
             old_logps = [group.pad(logps) for group, (logps, _) in pairs]
@@ -216,6 +216,7 @@ class GRPOTrainer(RolloutTrainer):
         for batch, logps in zip(packed, old_logps, strict=True):
             ratio = None
             if config.rollout_correction:
+                assert logps is not None  # because needs_old_logps is True
                 clip_min, clip_max = config.rollout_correction_bounds
                 given = logps, batch.sampler_logps, batch.loss_mask, config.rollout_correction
                 ratio = rollout_importance_ratio(*given, clip_max, clip_min)
@@ -404,53 +405,33 @@ def try_loss(loss: Callable, config: GRPOOptions):
         )
 
 
-def advantage_arguments(
-    function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, weights: Tensor
-) -> dict[str, Any]:
-    """Select the arguments that a function of ADVANTAGES or a custom function names.
+def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
+    """Call a function that computes advantages on two groups, to find its errors early.
 
-    Args:
-        rewards: the K rewards of n samples, of shape (n, K).
-        weights: weights of these rewards, of shape (K,).
+    Raises:
+        ValueError: the function raises an error, or does not return one advantage per reward.
     """
+    totals = torch.arange(2.0 * config.num_generations)
+    rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
     tensors = {"rewards_per_func": rewards, "reward_weights": weights}
-    names = inspect.signature(function).parameters
-    options = loss_arguments(config, function)
-    return options | {name: tensor for name, tensor in tensors.items() if name in names}
+    arguments = loss_arguments(config, function, **tensors)
+    name = f"grpo.advantages {config.advantages_name}"
+    check_advantages(name, call_user_code(name, function, totals, **arguments), totals)
 
 
-def check_advantages(name: str, advantages: Any, rewards: Tensor):
-    """Raise ValueError unless a function returned one finite advantage for each reward.
-
-    Args:
-        name: name of the function, for the error message.
-        rewards: weighted sums of rewards, of shape (n,).
-    """
-    found = f"an object of type {type(advantages).__name__}"
+def check_advantages(name: str, advantages: Tensor, rewards: Tensor):
+    """Raise ValueError unless a function returned one finite advantage for each reward, (n,)."""
+    found = type(advantages).__name__
     if isinstance(advantages, Tensor):
-        found = f"a {advantages.dtype} tensor of shape {tuple(advantages.shape)}"
+        found = f"a tensor of shape {tuple(advantages.shape)} and dtype {advantages.dtype}"
         if advantages.shape == rewards.shape and advantages.is_floating_point():
             if advantages.isfinite().all():
                 return
             found = "NaN or inf"
     raise ValueError(
-        f"grpo.advantages: {name} returned {found}, but it must return a float tensor of shape "
-        f"({len(rewards)},), with one finite advantage for each completion"
+        f"{name} returned {found}, but it must return a float tensor of shape ({len(rewards)},) "
+        "with one finite advantage for each completion"
     )
-
-
-def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
-    """Call a function that computes advantages on two groups, to find its errors early.
-
-    Raises:
-        ValueError: the function raises an error, or returns no advantage for each reward.
-    """
-    totals = torch.arange(2.0 * config.num_generations)
-    rewards = totals[:, None].repeat(1, num_rewards)
-    arguments = advantage_arguments(function, config, rewards, torch.ones(num_rewards))
-    name = f"grpo.advantages {config.advantages_name}"
-    advantages = call_user_code(name, function, totals, **arguments)
-    check_advantages(config.advantages_name, advantages, totals)
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
