@@ -25,7 +25,7 @@ from minivlmrl.losses import advantages
 from minivlmrl.losses import grpo as losses
 from minivlmrl.run import loop as train
 from minivlmrl.trainers import grpo as grpo_trainer
-from minivlmrl.trainers import sft
+from minivlmrl.trainers import rollout, sft
 from minivlmrl.trainers.reference import Reference
 
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
@@ -93,6 +93,17 @@ def around(owner, name: str, change: Callable) -> Callable:
     return put_in
 
 
+def other_advantages(change: Callable) -> Callable:
+    """Return a patch that computes advantages with change(group_advantages, rewards, G, scale_rewards)."""
+
+    def find(_, config):
+        return lambda rewards, num_generations, scale_rewards: change(
+            advantages.group_advantages, rewards, num_generations, scale_rewards
+        )
+
+    return around(grpo_trainer, "find_advantages", find)
+
+
 def before_loss(change: Callable, owner=GRPO) -> Callable:
     """Return a patch that calls change(trainer, micro-batch) before each loss of `owner`."""
     return around(owner, "loss", lambda loss, self, batch: (change(self, batch), loss(self, batch))[1])
@@ -119,7 +130,7 @@ def sampled(**options) -> Callable:
             other = replace(self.sampling, **options)
             return sample.Sampler(self.model, self.processor, other, self.world).token_sampler(*given)
 
-    return lambda put: put(grpo_trainer, "make_sampler", Other)
+    return lambda put: put(rollout, "make_sampler", Other)
 
 
 def other_prompts(change: Callable) -> Callable:
@@ -451,11 +462,11 @@ BUGS = {
             x.std(dim, correction=0, keepdim=keepdim)))),
     ),
     "interleaved_groups": Bug(
-        "StarsfieldAI/R1-V/issues/67", around(grpo_trainer, "group_advantages", interleaved),
+        "StarsfieldAI/R1-V/issues/67", other_advantages(interleaved),
     ),
     "grouped_by_text": Bug(  # all prompts have the same text and differ only in their image
         "NVIDIA-NeMo/RL/pull/3882",
-        around(grpo_trainer, "group_advantages", lambda function, r, G, scale: function(r, len(r), scale)),
+        other_advantages(lambda function, r, G, scale: function(r, len(r), scale)),
     ),
     "pictures_of_others": Bug(
         "StarsfieldAI/R1-V/pull/54", other_prompts(next_images),
@@ -565,7 +576,7 @@ BUGS = {
     ),
     "stale_sampler": Bug(  # the initial policy generates all completions
         "huggingface/trl/issues/3679",
-        around(grpo_trainer, "make_sampler", lambda sampler, model, *rest, **options: sampler(
+        around(rollout, "make_sampler", lambda sampler, model, *rest, **options: sampler(
             copy.deepcopy(model), *rest, **options)),
     ),
     "one_seed": Bug(  # all completions of a group are equal

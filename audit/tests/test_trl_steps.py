@@ -87,8 +87,9 @@ def step_of(kind, d, folder, **options):
         groups = [order[i : i + 4] for i in range(0, len(order), 4)]
         completions = [[answers[i] for i in group] for group in groups]
         rewards = d["rewards"].float()
-        rollout = Rollout([Row([], []) for _ in groups], [prompts[group[0]] for group in groups], completions, rewards)
-        step = Step(*trainer.prepare(rollout, [range(len(groups))]))
+        rows = [Row([], []) for _ in groups]
+        rollout = Rollout.join(rows, [prompts[group[0]] for group in groups], completions, rewards)
+        step = Step(*trainer.prepare(rollout, [rollout.groups]))
     else:
         first = range(len(prompts)) if kind == "sft" else d["chosen"].nonzero()[:, 0].tolist()
         second = {int(p): i for i, p in enumerate(d["pair"].tolist()) if not d["chosen"][i]} if kind == "dpo" else {}

@@ -157,7 +157,7 @@ class Walk:
         self.trainer, self.optimizer, self.step, self.index = trainer, optimizer, step, PROMPT
         self.policy, self.temperature = trainer.policy, trainer.run.sampling.temperature
         self.row, [batch] = rows[PROMPT], step.micro_batches
-        [self.batch] = trainer.micro_batches(step.rollout, range(PROMPT, PROMPT + 1), batch.advantages)
+        [self.batch] = trainer.micro_batches([step.rollout.groups[PROMPT]], batch.advantages)
         self.batch.normalizer, self.group = batch.normalizer, self.batch.group
         [self.prompt], self.ids = self.group.prompts, self.group.completion_ids.split(self.group.layout.row_lengths)
 

@@ -124,6 +124,9 @@ class RowOptions:
 
     # folder that relative image paths start from; None is the folder of the file
     image_root: FilePath | None = None
+    # your own function, as file.py:name, that gets each row of a file as a dictionary and returns the
+    # row's columns, for a nested format; None reads the formats in docs/data.md
+    format: Code | None = None
     # new names of columns: {label: solution} reads the column `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
     # text of the last user turn; {problem} is replaced by the question of the row. A template

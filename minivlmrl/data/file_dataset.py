@@ -20,7 +20,7 @@ from minivlmrl.config.options import RowOptions
 from minivlmrl.config.parsing import check_field, did_you_mean, error_context
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
-from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, check_columns, to_columns
+from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, check_columns, find_format, to_columns
 from minivlmrl.data.media import (
     SAMPLING_OPTIONS,
     Media,
@@ -81,6 +81,7 @@ class FileDataset(FileRows):
         **options,
     ):
         self.options = RowOptions(**options)
+        self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
         self.source = open_rows(path)
         self.constants = dict(constants or {})
@@ -137,7 +138,7 @@ class FileDataset(FileRows):
         columns = self.source[index]
         where = self.source.where(index)
         with error_context(where):
-            row, media = read_row(columns, self.required, self.options)
+            row, media = read_row(self.convert(columns), self.required, self.options)
         row.where = where
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
         return row, media

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import VideoOptions
 from minivlmrl.config.parsing import check_field, error_context, parse_json, read_value
 from minivlmrl.config.types import Plain
@@ -58,6 +59,28 @@ COLUMN_TYPES = {  # {column: type and bounds of its values}
     "answer_extent": tuple[Side, Side],
     "label": bool,  # for KTO: True if the completion is a good answer
 }
+
+
+def find_format(name: str) -> Callable[[dict], dict]:
+    """Return a function that converts a row with the function that data.format names.
+
+    The function gets the row as it stands in the file, and returns columns in any known format.
+
+    Raises:
+        ValueError: there is no such function. The returned function also raises ValueError if the
+            named function raises an error, or returns no dictionary.
+    """
+    with error_context(f"data.format {name}"):
+        function = with_options(*resolve_object("format", name, {}))
+
+    def convert(row: dict) -> dict:
+        columns = call_user_code(f"data.format {name}", function, dict(row))
+        check_field(
+            isinstance(columns, dict), f"the result of data.format {name}", columns, "a dictionary"
+        )
+        return columns
+
+    return convert
 
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:

@@ -45,7 +45,7 @@ READING_LIST = (
     *("model/rope", "model/vision", "model/attention", "model/packing", "model/decoder"),
     "model/logprobs",
     *("generation/generate", "rewards/text", "rewards/columns", "losses/advantages", "losses/grpo"),
-    *("trainers/grpo", "run/loop"),
+    *("trainers/rollout", "trainers/grpo", "run/loop"),
 )
 PAGE = Path(__file__).with_suffix(".html")
 # maximum number of recorded executions of each line, and of recorded calls of each function that

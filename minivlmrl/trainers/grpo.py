@@ -22,6 +22,7 @@ from torch import Tensor
 from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.config.parsing import error_context
+from minivlmrl.config.validation import is_set
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
@@ -71,7 +72,7 @@ class GRPOTrainer(RolloutTrainer):
         loss = find_loss(config)
         if loss is not grpo_loss:
             call_user_code(f"{cls.stage}.loss_type {config.loss_type}", try_loss, loss, config)
-        if config.advantages is not None:
+        if ":" in config.advantages_name:
             try_advantages(find_advantages(config), config, num_rewards=len(run.rewards))
 
     @staticmethod
@@ -409,13 +410,19 @@ def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rew
     """Call a function that computes advantages on two groups, to find its errors early.
 
     Raises:
-        ValueError: the function raises an error, or does not return one advantage per reward.
+        ValueError: the function raises an error, does not return one advantage per reward, or does
+            not use the option scale_rewards, which is set.
     """
     totals = torch.arange(2.0 * config.num_generations)
     rewards, weights = totals[:, None].repeat(1, num_rewards), torch.ones(num_rewards)
     tensors = {"rewards_per_func": rewards, "reward_weights": weights}
     arguments = loss_arguments(config, function, **tensors)
     name = f"grpo.advantages {config.advantages_name}"
+    if is_set("scale_rewards", config) and "scale_rewards" not in arguments:
+        raise ValueError(
+            f"grpo.scale_rewards is {config.scale_rewards!r} and has no effect: {name} has no "
+            "argument scale_rewards"
+        )
     check_advantages(name, call_user_code(name, function, totals, **arguments), totals)
 
 

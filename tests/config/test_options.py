@@ -23,6 +23,7 @@ from minivlmrl.data.boxes import SPACES
 from minivlmrl.data.processor import Processor
 from minivlmrl.generation import sampler
 from minivlmrl.generation.generate import make_token_sampler
+from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.metrics import METRICS
@@ -170,6 +171,7 @@ ENUMERATIONS = [
         "grpo.multi_objective_aggregation": GRPO,
         "data.answer_format": ["boxes", "--stages=grpo", f"--rewards={{{__file__}:lengths: 1}}"],
     }.items()],
+    ("grpo.advantages", ADVANTAGES, GRPO),
     ("grpo.rollout_correction", CORRECTION_MODES, [*DRIFT, "--grpo.rollout_correction_bounds=[null, 1.5]"]),
     ("data.box_space", SPACES, ["boxes", "--stages=grpo", "--rewards={iou: 1}"]),
 ]  # fmt: skip
@@ -188,6 +190,7 @@ OUTPUTS = [
     ("adapter.quantize", "nf4", [*SFT, "--adapter.r=4"], METRICS),
     ("data.files", "{sft: {home}/other.jsonl}", OWN, METRICS),
     ("data.train", "[{file: {home}/other.jsonl}]", SEVERAL, METRICS),
+    ("data.format", f"{__file__}:upper", OWN, METRICS),
     ("data.columns", "{solution: key}", ["own", *GRPO, "--rewards={letters: 1}"], "completions.jsonl"),
     ("data.image_root", "{home}/elsewhere", OWN, METRICS),
     ("data.resize_backend", "torch", OWN, METRICS),
@@ -324,6 +327,11 @@ def boxed(processor, ids):
 def lengths(answer_texts, **columns):
     """Return the lengths of the answers as rewards."""
     return [float(len(text)) for text in answer_texts]
+
+
+def upper(row):
+    """Change a row as the function of data.format."""
+    return row | {"problem": row["problem"].upper()}
 
 
 def differ(first, second):

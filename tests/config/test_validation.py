@@ -21,6 +21,7 @@ from minivlmrl.trainers.registry import find_trainer
 
 TWICE = {"grpo.num_iterations": 2}
 OWN_LOSS = {"grpo.loss_type": "policy_by_hand:reinforce"}
+OWN_ADVANTAGES = {"grpo.advantages": "policy_by_hand:max_rl"}
 RLOO = {"grpo.loss_type": "rloo"}
 GDPO = {"grpo.multi_objective_aggregation": "normalize_then_sum"}
 FILES = {"data.task": None, "data.train_file": "rows.jsonl"}
@@ -41,6 +42,7 @@ CASES = [
     ("adapter.target", ["vision"], [{}], [ADAPTER]),
     ("adapter.quantize", "nf4", [{}], [ADAPTER]),
     ("data.image_root", "folder", [{}], [FILES]),
+    ("data.format", "my_format.py:read", [{}], [FILES]),
     ("data.columns", {"label": "solution"}, [{}], [FILES]),
     ("data.skip_unreadable", True, [{}], [FILES]),
     ("data.eval_file", "rows.jsonl", [{}], [FILES]),
@@ -81,9 +83,10 @@ CASES = [
     ("grpo.kl_estimator", "k2", [{}, KL | RLOO], [KL]),
     ("grpo.use_bias_correction_kl", False, [{}, KL | RLOO, KL | {"grpo.kl_estimator": "k2"}],
      [KL, KL | TWICE | {"grpo.kl_estimator": "k2"}]),
-    ("grpo.scale_rewards", "none", [RLOO, GDPO], [{}]),
-    ("grpo.multi_objective_aggregation", "normalize_then_sum", [RLOO], [{}]),
-    ("grpo.soft_punish_cache", 4, [GDPO], [{}]),
+    ("grpo.beta", 0.1, [RLOO | {"grpo.advantages": "gdpo"}], [{}, RLOO, {"grpo.advantages": "gdpo"}]),
+    ("grpo.scale_rewards", "none", [RLOO, GDPO, {"grpo.advantages": "rloo"}], [{}, OWN_ADVANTAGES]),
+    ("grpo.multi_objective_aggregation", "normalize_then_sum", [RLOO, OWN_ADVANTAGES], [{}]),
+    ("grpo.soft_punish_cache", 4, [GDPO, {"grpo.advantages": "gdpo"}], [{}, OWN_ADVANTAGES]),
     ("grpo.rollout_correction_bounds", [0.5, 2.0], [{}], [{"grpo.rollout_correction": "token_mask"}]),
     ("ppo.critic_path", "folder", [{}], [{"ppo.critic": "separate"}]),
     ("ppo.kl_estimator", "k3", [{"ppo.kl_coef": 0.0}], [{}]),

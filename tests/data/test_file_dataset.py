@@ -302,3 +302,58 @@ def test_unusual_rows_that_are_valid(write_rows):
         assert FileDataset(write_rows({"problem": "?", "completion": answer}))[0].completion == answer
     row = FileDataset(write_rows({"messages": [user("1"), assistant("2")], "chosen": "2", "rejected": "3"}))[0]
     assert (row.completion, row.chosen, row.rejected) == ([assistant("2")], "2", "3")
+
+
+FORMAT_FILE = """
+def read(row, key="turns"):
+    question, answer = row["example"][key]
+    return {"image": row["example"]["picture"]["path"], "question": question, "answer": answer}
+
+
+def in_place(row):
+    row["problem"] = row.pop("example")["turns"][0]
+    return row
+
+
+def nothing(row):
+    print(row)
+"""
+NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which colour?", "red"]}}
+
+
+@pytest.fixture
+def own_format(tmp_path):
+    (tmp_path / "my_format.py").write_text(FORMAT_FILE)
+    return str(tmp_path / "my_format.py")
+
+
+def test_a_nested_format_in_a_file(write_rows, own_format):
+    """The function returns columns of any known format, here question and answer."""
+    required = ("problem", "solution", "completion")
+    row = FileDataset(write_rows(NESTED), required, format=f"{own_format}:read")[0]
+    assert text_of(row.messages[-1]) == "Which colour?" and row.images[0].size == (4, 4)
+    assert row.columns["solution"] == row.completion == "red" and "example" not in row.columns
+
+
+def test_a_format_may_have_options_and_may_change_its_row(write_rows, own_format):
+    moved = {"example": {"picture": {"path": "red.png"}, "said": ["Which colour?", "red"]}}
+    row = FileDataset(write_rows(moved), format=f"{own_format}:read(key='said')")[0]
+    assert row.columns["solution"] == "red"
+    rows = FileDataset(write_rows(NESTED), format=f"{own_format}:in_place")
+    assert rows[0].messages == rows[0].messages
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("read(kee=1)", r"^data\.format .*my_format\.py:read\(kee=1\): there is no option 'kee'; the options are: key"),
+    ("gone", r"^data\.format .*my_format\.py:gone.* cannot be loaded"),
+    ("nothing", r"rows\.jsonl:1: the result of data\.format .*my_format\.py:nothing is None, but it must be a dict"),
+    ("read(key='said')", r"rows\.jsonl:1: data\.format .*:read\(.*\) raised KeyError: 'said' in .*my_format\.py:3"),
+])  # fmt: skip
+def test_invalid_formats_are_refused(write_rows, own_format, name, says):
+    with pytest.raises(ValueError, match=says):
+        FileDataset(write_rows(NESTED), format=f"{own_format}:{name}")
+
+
+def test_a_format_must_be_in_a_file(write_rows):
+    with pytest.raises(ValueError, match=r"^data\.format vqa: unknown format 'vqa'; known names are: file\.py:name"):
+        FileDataset(write_rows(NESTED), format="vqa")

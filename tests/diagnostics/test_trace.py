@@ -131,7 +131,7 @@ def test_the_page_has_the_values_of_the_step(run_step):
     assert ratio["rows"] == torch.ones_like(batch.loss_mask).tolist() and ratio["stats"] == [1, 1, 1, 0]
     assert len(page.values_of("pixel_values", "VisionTransformer.forward")[-1]["pictures"]) == 4
     rounds = [n for call, _, name, n in page.more if page.calls[call][1] == "generate" and not name]
-    assert 2 + max(rounds) == max(len(c.ids) for group in step.rollout.completions for c in group)
+    assert 2 + max(rounds) == max(len(sample.completion.ids) for sample in step.rollout.samples)
 
 
 def test_uninitialised_memory_has_no_numbers(home, replayed, plain, lively, tmp_path):  # noqa: F811
@@ -253,8 +253,7 @@ def test_large_matrices_are_shown_as_means_of_tiles():
 def test_saliency_maps_are_derivatives_by_pixels(run_step):
     """The map sums a pixel's derivatives over colours and frames, here measured numerically."""
     _, trainer, step, *_ = run_step("grpo", False, "--model.dtype=float64")
-    prompt = step.rollout.prompts[0]
-    one = step.rollout.completions[0][0]
+    prompt, one = step.rollout.samples[0].prompt, step.rollout.samples[0].completion
     policy = trainer.policy
     pixels = prompt.pixel_values.double()
     slopes = []

@@ -54,6 +54,11 @@ CASES = [
 ]
 
 
+def groups_of(*solutions):
+    """Return groups of a rollout whose rows have these solutions."""
+    return [[SimpleNamespace(row=SimpleNamespace(columns={"solution": solution}))] for solution in solutions]
+
+
 def make_rules(temperature=1.0, model=None, state=()):
     sampling = SamplingOptions(temperature=temperature, max_new_tokens=9)
     run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
@@ -100,7 +105,7 @@ def test_failed_tool_calls_are_reported(answered, said):
 
 
 def rollout_with(rewards):
-    return SimpleNamespace(rows=[SimpleNamespace(columns={})] * len(rewards), rewards=torch.tensor(rewards))
+    return SimpleNamespace(groups=groups_of(*[None] * len(rewards)), rewards=torch.tensor(rewards))
 
 
 def test_success_is_reported_once():
@@ -153,8 +158,7 @@ def test_a_resumed_run_gives_the_same_warnings(killed):
         rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])
         if number >= BASELINE_ROLLOUTS:
             rewards = torch.ones(2, 2)
-        rows = [SimpleNamespace(columns={"solution": solution}) for solution in ("cat", "dog")]
-        return SimpleNamespace(rows=rows, rewards=rewards)
+        return SimpleNamespace(groups=groups_of("cat", "dog"), rewards=rewards)
 
     def step(rules, number):
         flat = (SAME if 12 < number < 30 else {}) | {"loss": math.nan}
@@ -232,14 +236,13 @@ def test_a_batch_invariant_run_allows_no_mismatch():
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
 def test_a_policy_must_beat_a_constant_answer(mean, said):
     """Half of the rows have the solution `cat`. Rows that no reward can score do not count."""
-    solutions = ("cat", "dog", "cat", "ant", "judged by no one")
-    rows = [SimpleNamespace(columns={"solution": solution}) for solution in solutions]
+    groups = groups_of("cat", "dog", "cat", "ant", "judged by no one")
     right = torch.zeros(100)
     right[: round(100 * mean)] = 1
     rewards = torch.stack([torch.ones(125), torch.cat([right, torch.full((25,), math.nan)])], 1)
     rules = make_rules()
     for number in range(BASELINE_ROLLOUTS):
-        found = rules.step(HEALTHY, SimpleNamespace(rows=rows, rewards=rewards))
+        found = rules.step(HEALTHY, SimpleNamespace(groups=groups, rewards=rewards))
         assert bool(found) == (said and number == BASELINE_ROLLOUTS - 1)
     assert (
         rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS

@@ -127,7 +127,7 @@ def test_a_frozen_tower_encodes_each_image_once_per_rollout(stage, monkeypatch, 
     lines, once = run.go(3), sum(seen)
     assert len(seen) == run.batches.draws
     again = stage("grpo", "--grpo.beta=0.1", FROZEN, *more, model=model)
-    again.trainer.sample.keeps_vision = False
+    again.trainer.sampler.keeps_vision = False
     expected = again.go(3)
     assert sum(seen) - once >= 2 * once
     for line, other in zip(lines, expected, strict=True):
@@ -166,7 +166,7 @@ def test_a_custom_engine_samples_rollouts(stage, tmp_path):
     option = f"--sampling.engine={file}:Counting"
     expected = stage("grpo").go(2)
     run = stage("grpo", option)
-    assert run.go(2) == expected and run.trainer.sample.calls == [4, 4]
+    assert run.go(2) == expected and run.trainer.sampler.calls == [4, 4]
     with pytest.raises(ValueError, match="no top_k of 9"):
         stage("grpo", option, "--sampling.top_k=9")
     for name in ("NoSampler", "Counting(a=1)", "Sampler(a=1)"):

@@ -158,8 +158,8 @@ def record(trainer, result):
 
     def spy(rows):
         made = roll_out(rows)
-        texts = [[trainer.processor.decode(c.ids) for c in group] for group in made.completions]
-        keys = [row.key for row in made.rows]
+        texts = [[trainer.processor.decode(sample.completion.ids) for sample in group] for group in made.groups]
+        keys = [group[0].row.key for group in made.groups]
         parts = trainer.world.gather_objects(list(zip(keys, texts, strict=True)))
         result.texts += sorted(pair for part in parts for pair in part)
         return made

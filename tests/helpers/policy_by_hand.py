@@ -72,3 +72,10 @@ OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 def reinforce(logps, advantages, mask, *, normalizer, **others):
     """Compute REINFORCE, divided by the tokens of the step; an example of a user's own loss function."""
     return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens, {}
+
+
+def max_rl(rewards, num_generations):
+    """Compute advantages as a function for grpo.advantages: reward minus mean, divided by the mean of the group."""
+    groups = rewards.view(-1, num_generations)
+    mean = groups.mean(1, keepdim=True)
+    return ((groups - mean) / mean.clamp(min=1e-6)).flatten()

@@ -20,7 +20,7 @@ from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import registry
-from minivlmrl.trainers.grpo import GRPOTrainer
+from minivlmrl.trainers.rollout import RolloutTrainer
 
 from tiny import FILES, RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, of_file, recipe
 
@@ -114,8 +114,8 @@ def stage(folder, lively):
 def samples(monkeypatch):
     """A list to which every sampled rollout is appended."""
     seen = []
-    original = GRPOTrainer.sample_rollout
-    monkeypatch.setattr(GRPOTrainer, "sample_rollout", lambda *a: seen.append(original(*a)) or seen[-1])
+    original = RolloutTrainer.sample_rollout
+    monkeypatch.setattr(RolloutTrainer, "sample_rollout", lambda *a: seen.append(original(*a)) or seen[-1])
     return seen
 
 
@@ -150,7 +150,7 @@ def without_idle_rows(stage, script, rewards, *options):
         script(rewards)
         run = stage("grpo", *options)
         if everything:
-            run.trainer.rows_with_signal = lambda rows, advantages: rows
+            run.trainer.needs_all_samples = True
         batch = run.next()[0]
         loss, _ = run.trainer.loss(batch)
         loss.backward()
@@ -169,7 +169,7 @@ def letter_rewards(trainer, rollout):
 
 def completions_of(rollout):
     """Return the completions of a rollout in order."""
-    return [completion for group in rollout.completions for completion in group]
+    return [sample.completion for sample in rollout.samples]
 
 
 class SecondRank(World):

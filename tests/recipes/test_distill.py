@@ -40,12 +40,12 @@ def by_hand(run, teacher, shown, rollout):
     total = 0.0
     tokens = 0
     temperature, beta = run.trainer.run.sampling.temperature, run.trainer.config.teacher_beta
-    for row, prompt, group in zip(rollout.rows, rollout.prompts, rollout.completions, strict=True):
-        own = Row.prompt(shown(row), processor)
-        assert not torch.equal(own.input_ids, prompt.input_ids)
-        for completion in group:
-            p, q = (log_probs(*given, completion, temperature) for given in ((student, prompt), (teacher, own)))
-            total, tokens = total + divergence(p, q.detach(), beta)[0].sum(), tokens + len(p)
+    for sample in rollout.samples:
+        own = Row.prompt(shown(sample.row), processor)
+        assert not torch.equal(own.input_ids, sample.prompt.input_ids)
+        sides = (student, sample.prompt), (teacher, own)
+        p, q = (log_probs(*given, sample.completion, temperature) for given in sides)
+        total, tokens = total + divergence(p, q.detach(), beta)[0].sum(), tokens + len(p)
     return total / tokens
 
 

@@ -32,6 +32,7 @@ from minivlmrl.model.lora import inject_adapters
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.__main__ import main
 from minivlmrl.model.lora import LoRAOptions
+from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.formats import to_columns
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.image_settings import RESIZE
@@ -46,6 +47,7 @@ one = torch.ones(1, 2)
 out = io.StringIO()
 own = ["--stages=[my_stage.py:Again, grpo]", "--grpo.loss_type=my_loss.py:reinforce", "--report_to=my_tracker.py:csv"]
 own += ["--optimizer.name=my_opt.py:sgd(momentum=0.5)", "--sampling.engine=my_engine.py:Telling", "--num_threads=1"]
+own += ["--grpo.advantages=my_advantages.py:max_rl(least=0.1)"]
 own += ["--data.eval_rows=2", "--again.max_steps=2", "--grpo.max_steps=1", "--grpo.prompts_per_step=2"]
 with contextlib.redirect_stdout(out):
     train_recipe(["shapes.yaml", *own, "--again.prompts_per_step=2", "--output_dir=run"])
@@ -57,6 +59,15 @@ loss, _ = load_name("my_loss.py:reinforce")(
     -3 * one, torch.tensor([0.5]), one, beta=0.0, old_per_token_logps=None, normalizer=normalizer
 )
 found["A loss"] = loss.item() == 1.5 and math.isfinite(lines[-1]["loss"])
+groups = torch.tensor([1.0, 2.0, 3.0, math.nan, 0.0, 0.0])
+advantages = load_name("my_advantages.py:max_rl")(groups, 3)
+found["An advantage"] = advantages.tolist() == [-0.5, 0, 0.5, 0, 0, 0] and lines[-1]["reward_std"] >= 0
+Image.new("RGB", (56, 56)).save("a.png")
+with open("nested.jsonl", "w") as file:
+    turns = [{"text": "Which shape?"}, {"text": "red square"}]
+    file.write(json.dumps({"turns": turns, "picture": {"path": "a.png"}}))
+[row] = FileDataset("nested.jsonl", ["problem", "solution"], format="my_format.py:read")
+found["A nested data format"] = row.columns["solution"] == "red square" and len(row.images) == 1
 weight = torch.nn.Parameter(torch.ones(1))
 weight.grad = torch.ones(1)
 load_name("my_opt.py:sgd")([weight], 0.25, (0.9, 0.99), 0.0).step()

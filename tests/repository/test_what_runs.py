@@ -31,7 +31,8 @@ NEEDED = {
         *("generate", "prefill", "Decode.__call__"),
         *("make_token_sampler.<locals>.sample_token", "inverse_cdf", "to_completions"),
     },
-    "trainers/grpo": {f"GRPOTrainer.{name}" for name in ("steps", "roll_out", "prepare", "micro_batches", "loss")},
+    "trainers/rollout": {f"RolloutTrainer.{name}" for name in ("steps", "sample_rollout", "split", "pack")},
+    "trainers/grpo": {f"GRPOTrainer.{name}" for name in ("roll_out", "prepare", "micro_batches", "loss")},
 }
 
 

@@ -73,7 +73,8 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     assert texts == [f"<think>\nThe square is green.\n{end}", "<think>\n" + one.processor.decode(ids[:2])]
     assert tag_format(texts) == [1.0, 0.0] and columns["answer_texts"] == ["green square", None]
     assert columns["completion_ids"] == [ids.tolist(), ids[:2].tolist()]
-    lines = describe_group(one, Rollout([row], [prompt], [group], torch.zeros(2, 1)), 0, [0.0, 0.0])["completions"]
+    [samples] = Rollout.join([row], [prompt], [group], torch.zeros(2, 1)).groups
+    lines = describe_group(one, samples, [0.0, 0.0])["completions"]
     assert [line["text"] for line in lines] == texts and "".join(t for t, _ in lines[0]["tokens"]) == texts[0]
     assert [line["tokens"][0] for line in lines] == [("<think>\n", None)] * 2
     evaluated = evaluate.result_line(one.processor, [], row, group, [[], []])["answers"]
@@ -105,9 +106,9 @@ def log_on_rank(folder, overrides, world):
     rows = [replace(row, index=10 * world.rank + i) for i, row in enumerate(list(Shapes(2, "rows")))]
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
-    rollout = Rollout(rows, [row.prompt(processor) for row in rows], [[one], [one]], torch.zeros(2, 2))
+    rollout = Rollout.join(rows, [row.prompt(processor) for row in rows], [[one], [one]], torch.zeros(2, 2))
     trainer = SimpleNamespace(stage="grpo", run=config, processor=processor, config=SimpleNamespace(num_generations=1))
-    log.step(trainer, Step([], rollout=rollout, prompts=range(2 - world.rank)), 0)
+    log.step(trainer, Step([], rollout=rollout, groups=rollout.groups[: 2 - world.rank]), 0)
 
 
 @pytest.mark.parametrize(("overrides", "logged"), [({"num_logged_prompts": None}, [0, 1, 10]), ({}, [0, 1])])

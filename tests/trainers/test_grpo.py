@@ -40,7 +40,7 @@ def test_stored_log_probabilities(stage, loss_calls, samples):
         ends.append(run.step.ends_rollout)
         lines.append(run.update())
     assert len(samples) == 2
-    assert [len(rollout.prompts) for rollout in samples] == [8, 8]
+    assert [len(rollout.groups) for rollout in samples] == [8, 8]
     assert ends == [False, False, False, True] * 2
     assert len(loss_calls) == 16  # two micro-batches per step
     assert ratios(loss_calls) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
@@ -55,7 +55,7 @@ def test_stored_log_probabilities(stage, loss_calls, samples):
 def test_steps_of_a_rollout_have_their_own_prompts_and_counts(stage, samples):
     run = stage("grpo", "--grpo.steps_per_generation=2", "--grpo.micro_batch_size=4")
     both = [run.next()[0] for _ in range(2)]
-    lengths = [[len(c.ids) for group in samples[0].completions[i : i + 4] for c in group] for i in (0, 4)]
+    lengths = [[len(s.completion.ids) for group in samples[0].groups[i : i + 4] for s in group] for i in (0, 4)]
     assert [batch.group.layout.row_lengths for batch in both] == lengths
     assert [(b.normalizer.sequences, b.normalizer.tokens) for b in both] == [(12, sum(own)) for own in lengths]
     assert [b.normalizer.max_completion_length for b in both] == [6, 6]

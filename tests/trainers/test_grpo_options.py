@@ -2,15 +2,18 @@
 
 import functools
 import re
+import typing
 from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import metrics
 
-from minivlmrl.config.options import RolloutOptions, RunConfig
+from minivlmrl.config.options import GRPOOptions, RolloutOptions, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
+from minivlmrl.losses import advantages
+from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
 from minivlmrl.run.preflight import check_batch_invariant
@@ -54,7 +57,9 @@ def test_groups_with_equal_rewards_are_sampled_anew(stage, samples, script):
     batches = run.next()
     assert len(samples) == 3 and left == [[9.0] * 8]
     kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # (rollout, group) in the order of sampling; surplus groups are dropped
-    assert torch.equal(ids_of(batches), torch.cat([c.ids for i, group in kept for c in samples[i].completions[group]]))
+    assert torch.equal(
+        ids_of(batches), torch.cat([s.completion.ids for i, group in kept for s in samples[i].groups[group]])
+    )
     assert torch.cat([batch.advantages for batch in batches]).tolist() == [0.5, -0.5] * 4
     line = run.update()
     assert line["num_gen_batches"] == 3
@@ -69,7 +74,8 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     batches = run.next()
     assert len(samples) == 3
     kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the group whose rewards differ, then groups in the order of sampling
-    assert run.step.rollout.completions == [samples[i].completions[group] for i, group in kept]
+    expected = [sample.completion for i, group in kept for sample in samples[i].groups[group]]
+    assert completions_of(run.step.rollout) == expected
     assert [batch.completion_index.tolist() for batch in batches] == [[0, 1], [4]]
     line = run.update()
     assert line["num_gen_batches"] == 3
@@ -184,7 +190,8 @@ def test_the_entropy_threshold_is_that_of_the_whole_step(stage):
     thresholds = []
     for _ in range(2):
         batches = run.next()
-        entropies = torch.cat([batch.old_entropies[batch.loss_mask.bool()] for batch in batches])
+        with torch.no_grad():
+            entropies = torch.cat([run.trainer.logps(batch.group)[1] for batch in batches])
         threshold = torch.quantile(entropies, 0.7).item()
         for batch in batches:
             assert batch.entropy_threshold == pytest.approx(threshold, rel=1e-6)
@@ -279,6 +286,133 @@ def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
         ValueError, match=r"grpo\.loss_type is 'dap', but it must be of type 'grpo', .* or file\.py:name"
     ):
         stage("grpo", "--grpo.loss_type=dap")
+
+
+ADVANTAGES_FILE = """
+import torch
+
+
+def max_rl(rewards, num_generations, least=1e-6):
+    groups = rewards.view(-1, num_generations)
+    mean = groups.mean(1, keepdim=True)
+    return ((groups - mean) / mean.clamp(min=least)).flatten()
+
+
+def same(rewards):
+    return rewards
+
+
+def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
+    assert torch.equal(rewards_per_func @ reward_weights, rewards) and learning_rate == 0.01
+    return rewards + 1
+
+
+def one_per_group(rewards, num_generations):
+    return rewards.view(-1, num_generations).mean(1)
+
+
+def a_list(rewards):
+    return rewards.tolist()
+
+
+def not_finite(rewards):
+    return rewards / 0
+
+
+def whole(rewards):
+    return rewards.long()
+
+
+def breaks(rewards):
+    return {}["gone"]
+"""
+
+
+@pytest.fixture
+def own_advantages(tmp_path):
+    (tmp_path / "my_advantages.py").write_text(ADVANTAGES_FILE)
+    return f"--grpo.advantages={tmp_path / 'my_advantages.py'}"
+
+
+def test_the_option_advantages_has_the_names_of_the_table():
+    hint = typing.get_type_hints(GRPOOptions)["advantages"]
+    assert {*typing.get_args(typing.get_args(hint)[0])} == {*ADVANTAGES}
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("grpo", ["--grpo.scale_rewards=batch"]), ("rloo", ["--grpo.loss_type=rloo"]),
+    ("gdpo", ["--grpo.multi_objective_aggregation=normalize_then_sum"]),
+])  # fmt: skip
+def test_other_options_imply_the_function_of_advantages(stage, samples, name, options):
+    """Advantages equal those of the named function, and naming it sets the same ones."""
+    named = [f"--grpo.advantages={name}", *(options if name == "grpo" else [])]
+    implied, chosen = (torch.cat([b.advantages for b in stage("grpo", *more).next()]) for more in (options, named))
+    rewards = letter_rewards(stage("grpo").trainer, samples[0])
+    expected = {
+        "grpo": lambda: advantages.group_advantages(rewards, 3, "batch"),
+        "rloo": lambda: advantages.leave_one_out(rewards, 3),
+        "gdpo": lambda: advantages.normalize_then_sum(rewards[:, None], torch.ones(1), 3),
+    }[name]()
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(implied, expected[expected != 0])
+    assert torch.equal(implied, chosen)
+
+
+def test_own_advantages_by_hand(stage, own_advantages, script):
+    script([1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 2.0, 2.0])
+    run = stage("grpo", f"{own_advantages}:max_rl(least=0.5)", "--grpo.micro_batch_size=4")
+    [batch] = run.next()
+    assert batch.completion_index.tolist() == [0, 2, 6, 7, 8]  # others have advantage 0
+    torch.testing.assert_close(batch.advantages, torch.tensor([-0.5, 0.5, 4 / 3, -2 / 3, -2 / 3]))
+    assert run.update()["grad_norm"] > 0
+
+
+def test_own_advantages_get_the_arguments_that_they_name(stage, own_advantages, script):
+    script([1.0, 0.0, 0.5] * 4)
+    [batch] = stage("grpo", f"{own_advantages}:weighted", "--grpo.micro_batch_size=4").next()
+    assert batch.advantages.tolist() == [2.0, 1.0, 1.5] * 4
+
+
+def test_own_advantages_compare_rewards_minus_the_kl_with_rloo(stage, own_advantages, samples):
+    options = ["--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.micro_batch_size=4"]
+    run = stage("grpo", f"{own_advantages}:same", *options)
+    run.go(2)
+    [batch] = run.next()
+    kl = ((batch.old_per_token_logps - batch.ref_per_token_logps) * batch.loss_mask).sum(1)
+    assert kl.abs().min() > 1e-3
+    rewards = letter_rewards(run.trainer, samples[-1])
+    torch.testing.assert_close(batch.advantages.double(), rewards.double() - 0.2 * kl, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_generations instead"),
+    ("max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
+    ("gone", "cannot be loaded"),
+    ("one_per_group", r"returned a tensor of shape \(2,\) and dtype torch.float32, but it must return a float tensor "
+     r"of shape \(6,\) with one finite advantage for each completion"),
+    ("a_list", "returned list, but it must return"),
+    ("not_finite", "returned NaN or inf, but it must return"),
+    ("whole", "dtype torch.int64, but it must return a float tensor"),
+    ("breaks", "raised KeyError: 'gone' in .*my_advantages.py:37"),
+])  # fmt: skip
+def test_invalid_advantages_are_refused_early(stage, own_advantages, name, says):
+    with pytest.raises(ValueError, match=rf"^grpo\.advantages .*my_advantages\.py:{re.escape(name)}.* {says}"):
+        stage("grpo", f"{own_advantages}:{name}")
+
+
+def test_advantages_with_an_unknown_name_or_an_unused_option_are_refused(stage, own_advantages):
+    with pytest.raises(ValueError, match=r"grpo\.advantages is 'grop', but it must be .*'rloo' or file\.py:name"):
+        stage("grpo", "--grpo.advantages=grop")
+    says = "grpo.scale_rewards is 'none' and has no effect: grpo.advantages .*:max_rl has no argument scale_rewards"
+    with pytest.raises(ValueError, match=says):
+        stage("grpo", f"{own_advantages}:max_rl", "--grpo.scale_rewards=none")
+
+
+def test_advantages_of_a_later_rollout_are_checked(stage, own_advantages, script):
+    """A function may return NaN only for some rewards, here where no reward could score a completion."""
+    script([1.0, None, 0.0] * 4)
+    with pytest.raises(ValueError, match=r"my_advantages\.py:max_rl returned NaN or inf, but"):
+        stage("grpo", f"{own_advantages}:max_rl").next()
 
 
 SEVERAL_STEPS = [

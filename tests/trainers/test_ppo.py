@@ -23,7 +23,7 @@ def test_the_first_minibatch_has_the_stored_log_probabilities(stage, samples):
         run.next()
         ends.append(run.step.ends_rollout)
         lines.append(run.update())
-    assert [len(rollout.prompts) for rollout in samples] == [8, 8]
+    assert [len(rollout.groups) for rollout in samples] == [8, 8]
     assert ends == [False, False, False, True] * 2
     assert [line["ratio"] == 1 and line["approx_kl"] == 0 for line in lines] == [True, False, False, False] * 2
     assert lines[0]["clip_ratio/policy"] == lines[0]["clip_ratio/value"] == 0
@@ -40,7 +40,7 @@ def test_advantages_and_returns_by_hand(stage, samples, kl_estimator, penalty):
     run.go(2)
     policy, reference = run.model, run.trainer.reference.model
     batches, completions = run.next(), completions_of(samples[-1])
-    prompts = [p for p in samples[-1].prompts for _ in range(2)]
+    prompts = [sample.prompt for sample in samples[-1].samples]
     alone = pack(prompts, [[c.ids] for c in completions], policy.config, "cpu")
     with torch.no_grad():
         logps, ref = (alone.pad(per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
@@ -88,7 +88,7 @@ def test_gradients_of_a_policy_and_a_separate_critic(stage, samples):
     models = {"policy": run.model, "critic": critic}
     found = {name: [p.grad for p in model.parameters()] for name, model in models.items()}
     run.trainer.trained.zero_grad()
-    prompts = [p for p in samples[-1].prompts for _ in range(2)]
+    prompts = [sample.prompt for sample in samples[-1].samples]
     total, tokens = 0.0, batch.loss_mask.sum()
     for row, (prompt, completion) in enumerate(zip(prompts, completions_of(samples[-1]), strict=True)):
         alone, length = pack([prompt], [[completion.ids]], run.model.config, "cpu"), len(completion.ids)

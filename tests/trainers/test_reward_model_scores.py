@@ -41,18 +41,17 @@ def test_each_completion_is_scored_at_its_last_token(stage, samples, judge, monk
     [rollout], model = samples, load_value_model(judge)
     with torch.no_grad():
         numbers = [
-            model.score_last_token(pack_with_last_token([prompt], [[c]], model.backbone.config, "cpu")).item()
-            for prompt, group in zip(rollout.prompts, rollout.completions, strict=True)
-            for c in group
+            model.score_last_token(pack_with_last_token([s.prompt], [[s.completion]], model.backbone.config, "cpu"))
+            for s in rollout.samples
         ]
-    assert torch.tensor(numbers).std() > 0
-    torch.testing.assert_close(rollout.rewards[:, 1], torch.tensor(numbers), rtol=1e-4, atol=1e-5)
+    assert torch.cat(numbers).std() > 0
+    torch.testing.assert_close(rollout.rewards[:, 1], torch.cat(numbers), rtol=1e-4, atol=1e-5)
 
 
 def test_a_reward_model_uses_its_own_vision_tower(stage, judge, samples):
     """Embeddings of the policy's frozen tower are not stored, because the reward model cannot use them."""
     stage("grpo", JUDGED, f"--reward_model.path={judge}", "--model.freeze=[vision, merger]").next()
-    assert all(prompt.vision_embeds is None for prompt in samples[0].prompts)
+    assert all(sample.prompt.vision_embeds is None for sample in samples[0].samples)
 
 
 def test_the_reward_model_must_exist_before_its_stage(judge):

@@ -20,9 +20,8 @@ from stages import ONE, SECOND_RANK
 
 
 def completions(*lengths):
-    """Return groups of two completions, in which completions of three tokens are truncated."""
-    all_completions = [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
-    return [all_completions[i : i + 2] for i in range(0, len(all_completions), 2)]
+    """Return completions, of which those of three tokens are truncated."""
+    return [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
 
 
 def test_rewards_by_hand():

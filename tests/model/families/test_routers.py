@@ -50,7 +50,7 @@ def test_the_mean_balance_loss_of_micro_batches_is_added(stage, name):
         run = stage(name, f"--{name}.router_aux_loss_coef={coefficient}", model="qwen3_vl_moe")
         batches = run.next()
         trainer = run.trainer
-        trainer.rows_with_signal = lambda rows, advantages: rows
+        trainer.needs_all_samples = True
         gradients, losses, balance = 0, 0, 0
         for batch in batches:
             loss, metrics = trainer.training_loss(batch)
