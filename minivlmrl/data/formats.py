@@ -74,7 +74,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
         function = with_options(*resolve_object("format", name, {}))
 
     def convert(row: dict) -> dict:
-        columns = call_user_code(f"data.format {name}", function, dict(row))
+        columns = call_user_code(f"data.format {name}", function, row)
         check_field(
             isinstance(columns, dict), f"the result of data.format {name}", columns, "a dictionary"
         )

@@ -310,11 +310,6 @@ def read(row, key="turns"):
     return {"image": row["example"]["picture"]["path"], "question": question, "answer": answer}
 
 
-def in_place(row):
-    row["problem"] = row.pop("example")["turns"][0]
-    return row
-
-
 def nothing(row):
     print(row)
 """
@@ -335,12 +330,10 @@ def test_a_nested_format_in_a_file(write_rows, own_format):
     assert row.columns["solution"] == row.completion == "red" and "example" not in row.columns
 
 
-def test_a_format_may_have_options_and_may_change_its_row(write_rows, own_format):
+def test_a_format_may_have_options(write_rows, own_format):
     moved = {"example": {"picture": {"path": "red.png"}, "said": ["Which colour?", "red"]}}
     row = FileDataset(write_rows(moved), format=f"{own_format}:read(key='said')")[0]
     assert row.columns["solution"] == "red"
-    rows = FileDataset(write_rows(NESTED), format=f"{own_format}:in_place")
-    assert rows[0].messages == rows[0].messages
 
 
 @pytest.mark.parametrize(("name", "says"), [

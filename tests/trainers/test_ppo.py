@@ -115,6 +115,14 @@ def test_a_separate_critic_is_a_copy_and_does_not_share_weights(stage):
     assert all(torch.equal(weight, before[name]) for name, weight in critic.named_parameters())
 
 
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_a_separate_critic_uses_its_own_vision_tower(stage, samples, critic):
+    """Embeddings of the policy's frozen tower are only stored if the critic is a head on the policy."""
+    stage("ppo", f"--ppo.critic={critic}", "--model.freeze=[vision, merger]").next()
+    stored = [sample.prompt.vision_embeds is not None for sample in samples[0].samples]
+    assert set(stored) == {critic == "shared"}
+
+
 def test_a_run_continues_with_a_saved_critic(folder, lively, tmp_path, stage):
     """A critic can be continued fully, or with an adapter or activation checkpointing."""
     main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
