@@ -102,16 +102,18 @@ def grpo_loss(
         old_per_token_logps = per_token_logps.detach()
     log_ratio = per_token_logps - old_per_token_logps  # (B, T): log of the ratio of each token
     ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
+    kl = None
+    if beta:  # before the term, so that autograd adds gradients in the same order as in TRL
+        kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
+        if use_bias_correction_kl:
+            kl = correct_kl(kl, ratio, kl_estimator)
     inputs = TermInputs(
         per_token_logps, log_ratio, ratio, advantages, mask, epsilon_low, epsilon_high
     )
     per_token_loss, metrics = TERMS[loss_type](inputs, **term_options)
     if token_weights is not None:
         per_token_loss = per_token_loss * token_weights
-    if beta:
-        kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
-        if use_bias_correction_kl:
-            kl = correct_kl(kl, ratio, kl_estimator)
+    if kl is not None:
         metrics["kl"] = kl
         per_token_loss = per_token_loss + beta * kl
     loss = AVERAGES[loss_type](per_token_loss * mask, mask, normalizer)
