@@ -1,6 +1,6 @@
 """Compile every Triton kernel at its real sizes without a GPU, and count registers and instructions.
 
-python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; about a minute
+python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; four minutes
 python benchmarks/kernels_aot.py --arch 90
 
 The compiler, the assembler and the disassembler are part of the triton package. Columns:
@@ -12,11 +12,13 @@ The compiler, the assembler and the disassembler are part of the triton package.
     wide           number of loads and stores of 16 bytes
     barriers       number of barriers in the innermost loop
     instructions   instructions of the innermost loop per element; they limit kernels that memory does not limit
+    unwritten      registers that an instruction reads and that no instruction before it writes; should be 0, because
+                   otherwise the assembler (ptxas) has lost a register, and the kernel is wrong
 
-The counts depend on the version of Triton; tests/recorded/kernel_builds.json has the counts of two versions. To record
-a version that is not installed:
+The counts depend on the version of Triton; tests/recorded/kernel_builds.json has the counts of four versions. To record
+a version that is not installed (its wheel is enough, without its version of PyTorch):
 
-    pip install --target DIR --no-deps triton==3.6.0 'numpy<2.4'
+    pip install --target DIR --no-deps triton==3.6.0
     PYTHONPATH=DIR python benchmarks/kernels_aot.py --json tests/recorded/kernel_builds.json
 """
 
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from machine_code import innermost_loop, instructions, opcode, unwritten_registers
 
 from minivlmrl.kernels import backend as installed
 from minivlmrl.kernels import decode_attention as decoding
@@ -38,12 +41,12 @@ from minivlmrl.kernels import nf4_unpack, rotary_cache, sample_blocks
 from minivlmrl.kernels import selective_log_softmax as log_softmax
 from minivlmrl.kernels import window_attention as windows
 
-WINDOWS = [  # dtype, number of tokens in the longest window, head_dim
-    ("bf16", 64, 80), ("bf16", 32, 80), ("bf16", 16, 80),  # Qwen2.5-VL has 16 heads of 80 and windows of up to 64
-    ("fp16", 64, 80), ("bf16", 64, 16), ("bf16", 64, 64), ("bf16", 64, 128),
-]  # fmt: skip
+HALVES = ("bf16", "fp16")
+DTYPES = (*HALVES, "fp32")
+# number of tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads of 80 and windows of up to 64
+WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48, 64, 72, 80, 96, 112, 128))]
 ARCHITECTURES = ("80", "90", "100")
-COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions")
+COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions", "unwritten")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Build:
         signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32") for all parameters except constexprs;
             pointers and i32 are assumed to be divisible by 16.
         constexprs: parameter -> value; None for a pointer that this build does not use.
-        num_warps, num_stages: the values of the launch.
+        num_warps, num_stages, enable_fp_fusion: the values of the launch.
         elements: number of logits that an iteration of the loop computes; if given, instructions are counted per logit.
     """
 
@@ -66,6 +69,7 @@ class Build:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 1
+    enable_fp_fusion: bool = True
     elements: int | None = None
 
 
@@ -80,7 +84,7 @@ def log_softmax_builds() -> list[Build]:
     results = same("*fp32", "logps", "entropies", "tops", "totals")
     elements = log_softmax.STEPS.value * log_softmax.COLUMNS.value
     builds = []
-    for dtype in ("bf16", "fp32"):
+    for dtype in DTYPES:
         given = numbers | {"logits": f"*{dtype}", "rows": "i32"}
         builds.append(
             Build(
@@ -102,25 +106,27 @@ def log_softmax_builds() -> list[Build]:
                 elements=elements,
             )
         )
-    given = numbers | same("*bf16", "logits", "out") | same("*fp32", "entropies", "tops", "totals", "grad_logps")
-    given["out_stride"] = "i32"
-    for name, with_entropy in (("", False), (" with entropy", True)):
-        builds.append(
-            Build(
-                name=f"log-softmax backward{name} bf16",
-                kernel=log_softmax._differentiate_kernel,
-                signature=given | {"grad_entropies": "*fp32"} if with_entropy else given,
-                constexprs={} if with_entropy else {"grad_entropies": None},
-                num_warps=log_softmax.BACKWARD_WARPS,
-                elements=log_softmax.BLOCK.value,
-            )
+        given = (
+            numbers | same(f"*{dtype}", "logits", "out") | same("*fp32", "entropies", "tops", "totals", "grad_logps")
         )
+        given["out_stride"] = "i32"
+        for name, with_entropy in (("", False), (" with entropy", True)):
+            builds.append(
+                Build(
+                    name=f"log-softmax backward{name} {dtype}",
+                    kernel=log_softmax._differentiate_kernel,
+                    signature=given | {"grad_entropies": "*fp32"} if with_entropy else given,
+                    constexprs={} if with_entropy else {"grad_entropies": None},
+                    num_warps=log_softmax.BACKWARD_WARPS,
+                    elements=log_softmax.BLOCK.value,
+                )
+            )
     return builds
 
 
 def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
-    rows, columns, extra = windows.block_sizes(longest, head_dim)
-    sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns, "EXTRA": extra}
+    rows, columns = windows.block_sizes(longest, head_dim)
+    sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns}
     about = f"{dtype} {longest}x{head_dim}"
     given = same(f"*{dtype}", "q", "k", "v") | {"cu_seqlens": "*i32"}
     given |= same("i32", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head")
@@ -132,32 +138,36 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
     ]
 
 
-def decode_builds() -> list[Build]:
-    """Return builds of the decoding kernels: 3B and 7B with 8 rows per prompt, one row, and Qwen3.5's wide heads."""
-    given = same("*bf16", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias") | same(
+def decode_builds(dtype: str) -> list[Build]:
+    """Return builds of the decoding kernels.
+
+    The sizes are those of 3B and 7B with 8 rows per prompt, of one row, of Qwen3.5's wide heads, and of narrow heads.
+    """
+    given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias") | same(
         "*fp32", "outs", "log_sums"
     )
     given |= same("i32", "own_bias_stride", "lines", "prompt_programs", "prompt_rows", "prompt_keys", "prompt_part")
     given |= same("i32", "own_keys", "own_part")
     builds = []
-    for K, heads, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64)):
+    narrow = [(2, 8, D, 64) for D in decoding.WARPS if D < 128]
+    for K, heads, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64), *narrow):
         sizes = {"K": K, "HEADS": heads, "D": D, "TILE": tile, "OWN_TILE": 16}
-        name = f"decode_attention {K * heads}/{K} heads of {D}, {tile} queries"
+        name = f"decode_attention {dtype} {K * heads}/{K} heads of {D}, {tile} queries"
         warps = decoding.WARPS[D]
         builds.append(Build(name, decoding._parts_kernel, given, sizes, warps, decoding.STAGES))
-    given = same("*fp32", "outs", "log_sums") | same("i32", "lines", "parts") | {"out": "*bf16"}
-    for D in (128, 256):
+    given = same("*fp32", "outs", "log_sums") | same("i32", "lines", "parts") | {"out": f"*{dtype}"}
+    for D in decoding.WARPS:
         sizes = {"D": D, "PARTS": 2 * decoding.MAX_PARTS}
-        builds.append(Build(f"decode_attention, joined heads of {D}", decoding._join_kernel, given, sizes))
+        builds.append(Build(f"decode_attention {dtype}, joined heads of {D}", decoding._join_kernel, given, sizes))
     return builds
 
 
-def nf4_build() -> Build:
+def nf4_build(dtype: str) -> Build:
     given = same("*u8", "packed", "indices") | same("*fp32", "scales", "offset", "scale_table", "value_table")
-    given["out"] = "*bf16"
+    given["out"] = f"*{dtype}"
     given["size"] = "i32"
     sizes = {"BYTES": nf4_unpack.BYTES, "GROUP": nf4_unpack.GROUP}
-    return Build("nf4 unpack bf16", nf4_unpack._kernel, given, sizes)
+    return Build(f"nf4 unpack {dtype}", nf4_unpack._kernel, given, sizes, enable_fp_fusion=False)
 
 
 def decode_step_builds() -> list[Build]:
@@ -169,7 +179,7 @@ def decode_step_builds() -> list[Build]:
         for H, K, D in ((16, 2, 128), (28, 4, 128), (32, 8, 128), (16, 4, 256)):
             sizes = {"H": H, "K": K, "D": D, "H_ROUNDED": triton.next_power_of_2(H), "K_ROUNDED": K}
             name = f"rotary_cache {dtype} {H}/{K} heads of {D}"
-            builds.append(Build(name, rotary_cache._kernel, numbers | tensors, sizes))
+            builds.append(Build(name, rotary_cache._kernel, numbers | tensors, sizes, enable_fp_fusion=False))
     given = same("*fp32", "logits", "tops", "sums") | same("i32", "stride", "width") | {"k": "fp32"}
     builds.append(Build("sample_blocks, top", sample_blocks._top_kernel, given, {}, sample_blocks.TOP_WARPS))
     given = given | {"totals": "*i64", "blocks": "i32"}
@@ -181,9 +191,11 @@ def decode_step_builds() -> list[Build]:
 
 def all_builds() -> list[Build]:
     builds = log_softmax_builds()
-    for case in WINDOWS:
-        builds += window_builds(*case)
-    return [*builds, *decode_builds(), nf4_build(), *decode_step_builds()]
+    for dtype in HALVES:
+        builds += decode_builds(dtype)
+        for size in WINDOWS:
+            builds += window_builds(dtype, *size)
+    return [*builds, *map(nf4_build, DTYPES), *decode_step_builds()]
 
 
 def main(arguments: list[str]) -> int:
@@ -200,13 +212,14 @@ def main(arguments: list[str]) -> int:
     for build in all_builds():
         for arch in options.arch:
             row = inspect(build, arch)
-            rows[f"{build.name}, sm_{arch}"] = row
+            rows[f"{build.name}, sm_{arch}"] = [row[name] for name in COLUMNS]
             cells = ["" if row[name] is None else row[name] for name in COLUMNS]
             print(f"{build.name:44} {arch:>6}" + "".join(f" {cell:>12}" for cell in cells), flush=True)
     if options.json:
-        recorded = json.loads(options.json.read_text()) if options.json.exists() else {}
+        recorded = json.loads(options.json.read_text()) if options.json.exists() else {"columns": COLUMNS}
         recorded.setdefault(triton.__version__, {}).update(rows)
-        options.json.write_text(json.dumps(recorded, indent=1) + "\n")
+        text = json.dumps(recorded, indent=0)
+        options.json.write_text(re.sub(r"\[[^\]]*\]", lambda row: " ".join(row[0].split()), text) + "\n")
     return 0
 
 
@@ -233,6 +246,7 @@ def inspect(build: Build, arch: str) -> dict[str, int | float | None]:
         "wide": sum(".128" in op for op in memory),
         "barriers": sum(op.startswith("BAR") for op in loop_opcodes),
         "instructions": per_element,
+        "unwritten": len(unwritten_registers(code)),
     }
 
 
@@ -246,39 +260,13 @@ def compile_ahead(build: Build, arch: int):
     aligned = [name for name, kind in build.signature.items() if kind[0] == "*" or kind == "i32"]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=build.constexprs, attrs=attributes)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options = {name: getattr(build, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def disassemble(flag: str, cubin: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run([tool, flag, cubin], capture_output=True, text=True, check=True).stdout
-
-
-def instructions(sass: str) -> list[tuple[int, str]]:
-    """Return (address, text) of each instruction in disassembled code."""
-    return [(int(address, 16), text.strip()) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/;]+);", sass)]
-
-
-def opcode(text: str) -> str:
-    """Return the opcode of an instruction, which may begin with a predicate: @P0 LDG.E.128 ..."""
-    words = text.split()
-    return words[1] if text.startswith("@") else words[0]
-
-
-def innermost_loop(code: list[tuple[int, str]]) -> range:
-    """Return the addresses of the longest loop without an inner loop: from a backward jump's target to the jump."""
-    loops = []
-    for address, text in code:
-        jump = re.search(r"BRA\S*\s.*?(0x[0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < address:
-            loops.append(range(int(jump[1], 16), address + 1))
-    inner = [loop for loop in loops if not any(contains(loop, other) for other in loops)]
-    return max(inner, key=len, default=range(0))
-
-
-def contains(loop: range, other: range) -> bool:
-    return other != loop and other[0] in loop and other[-1] in loop
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def _part(
     start = part * part_keys
     # Masked keys come last. Therefore, if the first key of a part is masked, the whole part is.
     part_end = tl.minimum(start + part_keys, num_keys)
-    end = tl.where(tl.load(mask + start) == 0, part_end, start)
+    end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
 
     line += part * lines
