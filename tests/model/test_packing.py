@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.trainers.base import MicroBatch
 
 import tiny
@@ -44,7 +45,7 @@ def micro_batch(mask):
     """Return a micro-batch with completions of 3 and 2 tokens, and `mask` as its loss mask."""
     prompt = tiny.prompt(torch.Generator(), [])
     group = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
-    return MicroBatch(group, torch.tensor(mask))
+    return MicroBatch(group, torch.tensor(mask), LossNormalizer(2, 5, 3))
 
 
 def test_a_mean_counts_only_trained_tokens():
