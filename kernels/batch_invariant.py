@@ -26,11 +26,12 @@ kernels of this kind batch-invariant.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 ROWS = 16  # rows of a tile
 KEYS = 32  # keys of a block
@@ -46,7 +47,8 @@ def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
     before = _enabled
     _enabled = enabled
     try:
-        yield
+        with _Rules() if enabled else nullcontext():
+            yield
     finally:
         _enabled = before
 
@@ -56,40 +58,51 @@ def is_batch_invariant() -> bool:
     return _enabled
 
 
-class Linear(nn.Linear):
-    """torch.nn.Linear, which follows rule 1 in batch_invariant_mode."""
+class _Rules(TorchFunctionMode):
+    """Call the rule of RULES instead of each function of torch that has one.
 
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+    torch switches the mode off while a rule runs. It passes the mode on to the threads of a
+    backward pass, so that recomputed activations follow the rules, too.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ):
+        rule = RULES.get(func, func) if _enabled else func
+        return rule(*args, **(kwargs or {}))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x @ weight.T + bias, by rule 1 in batch_invariant_mode.
+    """Compute F.linear by rule 1.
 
     Args:
-        x: (N, n).
+        x: (..., n).
         weight: (m, n).
         bias: (m,).
     """
-    if not _enabled:
-        return F.linear(x, weight, bias)
-    return _TiledLinear.apply(x, weight, bias)
+    out = _TiledLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    return out.view(*x.shape[:-1], len(weight))
 
 
-def silu(x: Tensor) -> Tensor:
-    """Compute x / (1 + exp(-x)), by rule 3 in batch_invariant_mode."""
+def addmm(total: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> Tensor:
+    """Compute torch.addmm, total + alpha * a @ b, by rule 1."""
+    return total + alpha * linear(a, b.T)
+
+
+def silu(x: Tensor, inplace: bool = False) -> Tensor:
+    """Compute F.silu, x / (1 + exp(-x)), by rule 3."""
+    if inplace:
+        raise ValueError("batch_invariant_mode: silu has inplace=True; leave inplace out")
     return _activate(x, F.silu, lambda x: x / (1 + (-x).exp()))
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """Compute QuickGELU, x / (1 + exp(-1.702 x)), by rule 3 in batch_invariant_mode."""
-    return _activate(
-        x, lambda x: x * torch.sigmoid(1.702 * x), lambda x: x / (1 + (-1.702 * x).exp())
-    )
+def sigmoid(x: Tensor) -> Tensor:
+    """Compute torch.sigmoid, 1 / (1 + exp(-x)), by rule 3."""
+    return _activate(x, torch.sigmoid, lambda x: 1 / (1 + (-x).exp()))
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute GELU, by rule 3 in batch_invariant_mode.
+    """Compute F.gelu by rule 3.
 
     Args:
         approximate: "none" for x / 2 (1 + erf(x / sqrt(2))), or "tanh" for
@@ -104,17 +117,18 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return _activate(x, functools.partial(F.gelu, approximate=approximate), written_out)
 
 
-class GELU(nn.GELU):
-    """torch.nn.GELU, which follows rule 3 in batch_invariant_mode."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return gelu(input, self.approximate)
+# function of torch -> function with the same arguments that follows the rules
+RULES: dict[Callable, Callable] = {
+    F.linear: linear,
+    torch.addmm: addmm,
+    F.silu: silu,
+    F.gelu: gelu,
+    torch.sigmoid: sigmoid,
+    Tensor.sigmoid: sigmoid,
+}
 
 
 def _activate(x: Tensor, usual: Callable, written_out: Callable) -> Tensor:
-    if not _enabled:
-        return usual(x)
-
     def in_float32(x: Tensor) -> Tensor:
         return written_out(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 

@@ -19,11 +19,10 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from minivlmrl.generation.generate import Decode
 from minivlmrl.kernels.backend import backend_for
-from minivlmrl.kernels.batch_invariant import Linear, is_batch_invariant
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.kernels.rotary_cache import rotary_cache
 from minivlmrl.model.attention import Attention, DecodeAttention
@@ -125,17 +124,14 @@ class FusedAttention:
 def fusable_layers(model: Qwen2_5_VL) -> list[SelfAttention]:
     """Return the attention layers for which FusedAttention is right.
 
-    Subclasses of SelfAttention, such as Qwen3.5's, have another formula. In batch_invariant_mode,
-    all products have to be those of the trainer.
+    Subclasses of SelfAttention, such as Qwen3.5's, have another formula.
     """
-    if is_batch_invariant():
-        return []
     return [layer for layer in model.model.modules() if type(layer) is SelfAttention]
 
 
 def is_joinable(layer: SelfAttention) -> bool:
     """Return whether q, k and v of a layer can be one product, which needs plain linear layers."""
-    return all(type(x) is Linear for x in (layer.q_proj, layer.k_proj, layer.v_proj))
+    return all(type(x) is nn.Linear for x in (layer.q_proj, layer.k_proj, layer.v_proj))
 
 
 def joined_bytes(model: Qwen2_5_VL, dtype: torch.dtype) -> int:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.kernels.batch_invariant import Linear
 from minivlmrl.kernels.dense_attention import gather_rows
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, GroupAttention
@@ -68,7 +67,7 @@ class Qwen2_5_VL(nn.Module):
         self.config = config
         self.visual = tower(config.vision_config)
         self.model = TextModel(config, layer_type or DecoderLayer)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -166,13 +165,13 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         width = config.num_attention_heads * self.head_dim
         key_width = config.num_key_value_heads * self.head_dim
-        self.q_proj = Linear(config.hidden_size, width, config.attention_bias)
-        self.k_proj = Linear(config.hidden_size, key_width, config.attention_bias)
-        self.v_proj = Linear(config.hidden_size, key_width, config.attention_bias)
+        self.q_proj = nn.Linear(config.hidden_size, width, config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, config.attention_bias)
         norm = RMSNorm if config.qk_norm else nn.Identity
         self.q_norm = norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = norm(self.head_dim, config.rms_norm_eps)
-        self.o_proj = Linear(width, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, H, D): tokens, heads

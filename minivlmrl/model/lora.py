@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import check_field
 from minivlmrl.data.rows import random_numbers
 from minivlmrl.kernels.backend import is_half_on_gpu
-from minivlmrl.kernels.batch_invariant import is_batch_invariant, linear
 from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
@@ -81,11 +81,8 @@ class LoRALinear(ReplacedLinear):
                 base_result, adapter_input, self.lora_A, self.lora_B, self.scaling
             )
         adapter_input = adapter_input.to(self.lora_A.dtype)
-        low_rank = linear(adapter_input, self.lora_A)  # (N, r)
+        low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
-        if is_batch_invariant():
-            adapted = wide_result + self.scaling * linear(low_rank, self.lora_B)
-            return adapted.to(base_result.dtype)
         # addmm scales the matrix product and adds it to wide_result in one operation
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
@@ -94,7 +91,7 @@ class LoRALinear(ReplacedLinear):
         """Return True for a float32 adapter on a 16-bit base on an NVIDIA GPU."""
         is_half = is_half_on_gpu(base_result.device, base_result.dtype)
         is_mixed = is_half and self.lora_A.dtype == torch.float32
-        return is_mixed and torch.version.hip is None and not is_batch_invariant()
+        return is_mixed and torch.version.hip is None
 
     @property
     def shape(self) -> torch.Size:
@@ -185,17 +182,15 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     A decode step multiplies few tokens, so the float32 products and conversions of an adapter take
     longer than its base layer. With copies in the dtype of the base, an adapter is two products of
     16 bits, as in a sharded model. The adapters are not merged into the base, because W + scaling *
-    B A in bfloat16 loses most updates that are small beside W. On a CPU and in batch_invariant_mode
-    nothing is replaced, so that sampler and trainer compute equal bits there.
+    B A in bfloat16 loses most updates that are small beside W. On a CPU nothing is replaced, so that
+    sampler and trainer can compute equal bits there.
 
     The copies keep their addresses inside the block, because CUDA graphs read them.
 
     Yields:
         The copies, or an empty list if nothing is replaced.
     """
-    layers = []
-    if not is_batch_invariant():
-        layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
+    layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
     try:
         for layer, A, B in originals:

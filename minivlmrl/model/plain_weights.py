@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
-from minivlmrl.kernels.batch_invariant import linear
 
 # part of a model, as named in recipes -> prefixes of the names of its weights. The first part that
 # matches a name is used.
@@ -51,7 +51,7 @@ class PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
         ctx.layer = layer
-        return linear(x, layer.weight.to(x.dtype))
+        return F.linear(x, layer.weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:

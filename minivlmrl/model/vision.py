@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.kernels.backend import is_half_on_gpu, to_device
-from minivlmrl.kernels.batch_invariant import GELU, Linear, is_batch_invariant, linear, silu
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.window_attention import Segments, window_attention
@@ -38,27 +37,26 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         missing = -self.down_proj.in_features % ALIGNED
         if missing and self.must_align(x):
             return self.forward_padded(x, missing)
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
         """Return True if the rows of the intermediate values should begin at multiples of 16 bytes.
 
         cuBLAS has fast kernels for 16-bit products only if all rows do. The 3,420 columns of the
         towers of Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three
-        times as long. Layers with adapters or packed weights, and batch_invariant_mode, compute
-        the unpadded product.
+        times as long. Layers with adapters or packed weights compute the unpadded product.
         """
         layers = (self.gate_proj, self.up_proj, self.down_proj)
-        are_plain = all(type(layer) is Linear for layer in layers)
-        return is_half_on_gpu(x.device, x.dtype) and are_plain and not is_batch_invariant()
+        are_plain = all(type(layer) is nn.Linear for layer in layers)
+        return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
         """Compute the same result with `missing` more intermediate columns, which are all 0.
@@ -215,7 +213,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
-        return linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
+        return F.linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
 
 
 class VisionBlock(nn.Module):
@@ -235,8 +233,8 @@ class VisionAttention(nn.Module):
     def __init__(self, config: "VisionConfig"):
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = Linear(config.hidden_size, config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
@@ -253,7 +251,7 @@ class PatchMerger(nn.Module):
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
         self.mlp = nn.Sequential(
-            Linear(self.width, self.width), GELU(), Linear(self.width, config.out_hidden_size)
+            nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, config.out_hidden_size)
         )
 
     def forward(self, x: Tensor) -> Tensor:

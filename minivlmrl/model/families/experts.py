@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from minivlmrl.kernels.batch_invariant import Linear
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.model.config import ExpertsConfig, ModelConfig
 from minivlmrl.model.decoder import DecoderLayer
@@ -34,14 +33,14 @@ class Experts(nn.Module):
         super().__init__()
         self.index = index
         self.top_k = sizes.num_experts_per_tok
-        self.gate = Linear(width, sizes.num_experts, bias=False)
+        self.gate = nn.Linear(width, sizes.num_experts, bias=False)
         self.experts = nn.ModuleList(
             MLP(width, sizes.moe_intermediate_size, bias=False) for _ in range(sizes.num_experts)
         )
         self.shared_expert = None
         if sizes.shared_expert_intermediate_size:
             self.shared_expert = MLP(width, sizes.shared_expert_intermediate_size, bias=False)
-            self.shared_expert_gate = Linear(width, 1, bias=False)
+            self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
         """Compute the outputs (N, D) of tokens x (N, D). Each expert runs once, for all its tokens.

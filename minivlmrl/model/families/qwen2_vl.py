@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
-from minivlmrl.kernels.batch_invariant import Linear, quick_gelu
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import ROTARY_ONLY, ModelSpec
 from minivlmrl.model.vision import VisionTransformer
@@ -18,11 +18,12 @@ class QuickGELUMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
-        self.fc1 = Linear(hidden_size, intermediate_size, bias=bias)
-        self.fc2 = Linear(intermediate_size, hidden_size, bias=bias)
+        self.fc1 = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(quick_gelu(self.fc1(x)))
+        h = self.fc1(x)
+        return self.fc2(h * torch.sigmoid(1.702 * h))
 
 
 # values of VisionConfig that the config.json of Qwen2-VL does not contain

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build, check_field
@@ -22,7 +23,6 @@ from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.image_settings import FIXED, patch_settings
-from minivlmrl.kernels.batch_invariant import GELU, Linear, gelu
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families import qwen2_vl
@@ -32,9 +32,9 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, la
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
     """Build the MLP fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
-    first = Linear(hidden_size, intermediate_size, bias=bias)
-    last = Linear(intermediate_size, hidden_size, bias=bias)
-    return nn.Sequential(OrderedDict(linear_fc1=first, gelu=GELU("tanh"), linear_fc2=last))
+    first = nn.Linear(hidden_size, intermediate_size, bias=bias)
+    last = nn.Linear(intermediate_size, hidden_size, bias=bias)
+    return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
 
 
 class Merger(nn.Module):
@@ -48,12 +48,12 @@ class Merger(nn.Module):
         super().__init__()
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.norm = nn.LayerNorm(self.width if norm_all_patches else config.hidden_size, EPS)
-        self.linear_fc1 = Linear(self.width, self.width)
-        self.linear_fc2 = Linear(self.width, config.out_hidden_size)
+        self.linear_fc1 = nn.Linear(self.width, self.width)
+        self.linear_fc2 = nn.Linear(self.width, config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x.view(-1, *self.norm.normalized_shape)).view(-1, self.width)
-        return self.linear_fc2(gelu(self.linear_fc1(x)))
+        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
 class Qwen3VisionTransformer(VisionTower):
