@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.generation.sampler import Sampler
@@ -53,6 +54,7 @@ QWEN2_VISION = {
     "spatial_merge_size": 2, "temporal_patch_size": 2,
 }  # fmt: skip
 KERNELS = "minivlmrl.kernels."
+FUNCTIONS = {1: (F.linear, torch.addmm), 3: (F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid)}  # of torch, by rule
 
 
 @contextmanager
@@ -60,14 +62,15 @@ def without(*rules: int) -> Iterator[None]:
     """Leave out some of the four rules inside a `with` block."""
     off = {"return_value": False}
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(batch_invariant.RULES))  # restores the table
+        for rule in rules:
+            for function in FUNCTIONS.get(rule, ()):
+                del batch_invariant.RULES[function]
         if 1 in rules:
-            stack.enter_context(mock.patch.object(batch_invariant._TiledLinear, "apply", F.linear))
             stack.enter_context(mock.patch(KERNELS + "float32_matmul.is_batch_invariant", **off))
         if 2 in rules:
             stack.enter_context(mock.patch(KERNELS + "dense_attention.is_batch_invariant", **off))
             stack.enter_context(mock.patch(KERNELS + "shared_prefix.is_batch_invariant", **off))
-        if 3 in rules:
-            stack.enter_context(mock.patch.object(batch_invariant, "_activate", lambda x, usual, _: usual(x)))
         if 4 in rules:
             stack.enter_context(mock.patch("minivlmrl.generation.generate.is_batch_invariant", **off))
         yield

@@ -26,7 +26,7 @@ kernels of this kind batch-invariant.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ROWS = 16  # rows of a tile
+ALIGNED = 16  # inner sizes and numbers of outputs are padded to multiples of this number
 KEYS = 32  # keys of a block
 CHUNK = 2**14  # numbers that torch adds in one call; it never divides so few among threads
 
@@ -58,11 +59,20 @@ def is_batch_invariant() -> bool:
     return _enabled
 
 
+def checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the argument context_fn for torch's checkpoint: recompute as in the forward pass.
+
+    The backward pass may run outside the `with` block of the mode, or in another thread.
+    """
+    return nullcontext(), batch_invariant_mode(is_batch_invariant())
+
+
 class _Rules(TorchFunctionMode):
     """Call the rule of RULES instead of each function of torch that has one.
 
-    torch switches the mode off while a rule runs. It passes the mode on to the threads of a
-    backward pass, so that recomputed activations follow the rules, too.
+    torch switches a mode off while the mode handles a call. Therefore a rule can call the function
+    that it replaces. Tensor.backward is such a call, too, so recomputed activations have to enter
+    the mode again, see checkpoint_contexts.
     """
 
     def __torch_function__(
@@ -160,12 +170,17 @@ def tiled_matmul(a: Tensor, b: Tensor) -> Tensor:
         a: (..., L, n).
         b: (..., n, m), with the same leading dimensions as a.
     """
-    length = a.shape[-2]
-    tiles = F.pad(a, (0, 0, 0, -length % ROWS)).contiguous().unflatten(-2, (-1, ROWS))
+    length, inner = a.shape[-2:]
+    columns = b.shape[-1]
+    a = F.pad(a, (0, -inner % ALIGNED, 0, -length % ROWS))
+    if inner % ALIGNED or columns % ALIGNED:
+        b = F.pad(b, (0, -columns % ALIGNED, 0, -inner % ALIGNED))
+    tiles = a.contiguous().unflatten(-2, (-1, ROWS))
     # Every tile is multiplied by the same b. It is only copied if there are leading dimensions.
     repeated = b.unsqueeze(-3).expand(*tiles.shape[:-2], *b.shape[-2:])
     out = torch.bmm(tiles.flatten(0, -3), repeated.flatten(0, -3))
-    return out.view(*tiles.shape[:-1], b.shape[-1]).flatten(-3, -2)[..., :length, :]
+    out = out.view(*tiles.shape[:-1], b.shape[-1]).flatten(-3, -2)
+    return out[..., :length, :columns].contiguous()
 
 
 def block_scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

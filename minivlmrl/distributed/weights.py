@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
+from minivlmrl.kernels.batch_invariant import checkpoint_contexts
 from minivlmrl.model import checkpoint as model_checkpoint
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import family_of
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 # activation checkpointing: store only the inputs of a function, and recompute it in the backward
-compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+compute_again = partial(
+    checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts
+)
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:

@@ -251,7 +251,9 @@ class PatchMerger(nn.Module):
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)
         self.mlp = nn.Sequential(
-            nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, config.out_hidden_size)
+            nn.Linear(self.width, self.width),
+            nn.GELU(),
+            nn.Linear(self.width, config.out_hidden_size),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,16 +4,20 @@ import itertools
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import has_torch_function
 
 from benchmarks import batch_invariant as benchmark
 from minivlmrl.data.rows import uniform_numbers
+from minivlmrl.distributed.weights import compute_again
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.kernels import batch_invariant, dense_attention
 from minivlmrl.kernels.batch_invariant import batch_invariant_mode
+from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
@@ -162,17 +166,105 @@ def test_values_and_gradients_are_the_usual_ones(model_type):
         )
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [
-    (batch_invariant.silu, F.silu), (batch_invariant.gelu, F.gelu),
-    (lambda x: batch_invariant.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
-    (batch_invariant.quick_gelu, lambda x: x * torch.sigmoid(1.702 * x)),
-])  # fmt: skip
-def test_activations_have_the_values_of_torch(ours, theirs):
-    x = torch.linspace(-30, 30, 3001, dtype=torch.float64)
+def products(x, weight):
+    """Compute x @ weight.T (N, m) for x (N, n) in the three ways that models and kernels use."""
+    zeros = x.new_zeros(len(x), len(weight))
+    return torch.stack([F.linear(x, weight), torch.addmm(zeros, x, weight.T), float32_matmul(x, weight.T).to(x.dtype)])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("inner", [1, 2, 5, 8, 13, 16, 31, 33, 63, 64, 100, 294])
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(dtype, inner):
+    """Without padding, weights with few outputs or an odd inner size would give other bits to a row on its own."""
+    generator = torch.Generator().manual_seed(inner)
+    x = torch.randn(37, inner, generator=generator).to(dtype)
     with batch_invariant_mode():
-        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-13, atol=1e-14)
-        x = x.float()
-        assert torch.equal(torch.cat([ours(part) for part in x.split(7)]), ours(x))
+        for outputs in (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 69):
+            weight = torch.randn(outputs, inner, generator=generator).to(dtype)
+            expected = products(x, weight)
+            for size in (1, 7, 16):
+                parts = torch.cat([products(rows, weight) for rows in x.split(size)], dim=1)
+                assert torch.equal(parts, expected), f"{outputs} outputs, batches of {size} rows"
+            assert torch.equal(products(x.flip(0), weight).flip(1), expected), f"{outputs} outputs, other order"
+
+
+# functions of torch that have a rule, with the shapes of their arguments
+RULES = {
+    "linear": (F.linear, (5, 7), (3, 7), (3,)),
+    "linear without bias": (F.linear, (5, 7), (3, 7)),
+    "linear with two batch axes": (F.linear, (2, 5, 7), (3, 7), (3,)),
+    "linear of a vector": (F.linear, (7,), (3, 7), (3,)),
+    "addmm": (lambda total, a, b: torch.addmm(total, a, b, alpha=0.7), (5, 3), (5, 7), (7, 3)),
+    "silu": (F.silu, (301, 5)),
+    "gelu": (F.gelu, (301, 5)),
+    "gelu, tanh": (lambda x: F.gelu(x, approximate="tanh"), (301, 5)),
+    "torch.sigmoid": (torch.sigmoid, (301, 5)),
+    "Tensor.sigmoid": (lambda x: x.sigmoid(), (301, 5)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_has_the_value_and_the_gradients_of_torch(name, monkeypatch):
+    """In float64 to 1e-13. The calls are counted, because a function without a rule would agree, too."""
+    function, *shapes = RULES[name]
+    calls = []
+    for replaced, rule in list(batch_invariant.RULES.items()):
+        count = lambda *given, rule=rule, **more: calls.append(rule) or rule(*given, **more)  # noqa: E731
+        monkeypatch.setitem(batch_invariant.RULES, replaced, count)
+    generator = torch.Generator().manual_seed(0)
+    arguments = [8 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    results = []
+    for enabled in (False, True):
+        inputs = [x.clone().requires_grad_() for x in arguments]
+        with batch_invariant_mode(enabled):
+            out = function(*inputs)
+            out.square().sum().backward()
+        assert len(calls) == enabled
+        results.append([out.detach(), *(x.grad for x in inputs)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), torch.sigmoid])
+def test_an_activation_does_not_depend_on_the_other_numbers(function):
+    x = torch.linspace(-30, 30, 3001)
+    with batch_invariant_mode():
+        assert torch.equal(torch.cat([function(part) for part in x.split(7)]), function(x))
+
+
+def test_in_place_activations_are_refused():
+    with batch_invariant_mode(), pytest.raises(ValueError, match="silu has inplace=True; leave inplace out"):
+        F.silu(torch.ones(3), inplace=True)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_recomputed_activations_follow_the_rules(in_thread, monkeypatch):
+    """Tensor.backward runs outside the function mode of torch, and the mode belongs to one thread."""
+    calls = []
+    usual = batch_invariant.silu
+    monkeypatch.setitem(batch_invariant.RULES, F.silu, lambda x, inplace: calls.append(x) or usual(x))
+    x = torch.randn(5, 7, requires_grad=True)
+    with batch_invariant_mode():
+        backward = compute_again(F.silu, x).sum().backward
+        assert len(calls) == 1
+        if in_thread:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(backward).result()
+        else:
+            backward()
+        assert len(calls) == 2 and x.grad is not None
+        F.silu(x)
+    assert len(calls) == 3
+
+
+def test_without_the_mode_torch_calls_its_functions_directly():
+    """The usual path must not pay for the mode, neither before it, nor after it, nor with enabled=False."""
+    x = torch.ones(3)
+    assert not has_torch_function((x,))
+    with batch_invariant_mode(False):
+        assert not has_torch_function((x,))
+    with batch_invariant_mode():
+        assert has_torch_function((x,))
+    assert not has_torch_function((x,))
 
 
 def test_the_mode_ends_after_an_error():

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.weights import rollout_weights
-from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model import lora
 from minivlmrl.model.logprobs import per_token_logps
@@ -167,15 +166,13 @@ def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
     assert torch.equal(model(batch(model)).double(), expected)
 
 
-def test_on_a_cpu_in_float32_and_in_batch_invariant_mode_nothing_is_copied(monkeypatch):
+def test_on_a_cpu_and_in_float32_nothing_is_copied(monkeypatch):
     half = adapted(dtype=torch.bfloat16)
     with sampling_copies(half) as copies:
         assert copies == []
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     with sampling_copies(half) as copies:
         assert len(copies) == len(adapter_parameters(half))
-    with batch_invariant_mode(), sampling_copies(half) as copies:
-        assert copies == []
     with sampling_copies(adapted(dtype=torch.float32)) as copies:
         assert copies == []
 

@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 
-from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.model import vision
 from minivlmrl.model.lora import add_lora, quantize_layer
 
@@ -78,7 +77,7 @@ def test_padded_columns_change_nothing(bias):
 
 
 def test_columns_are_padded_on_a_gpu_in_16_bits_only(monkeypatch):
-    """The meta device stands for a GPU. Adapters, packed weights and batch_invariant_mode need the plain layers."""
+    """The meta device stands for a GPU. Adapters and packed weights need the plain layers."""
     padded = []
     original = vision.MLP.forward_padded
     monkeypatch.setattr(vision.MLP, "forward_padded", lambda *given: padded.append(given[2]) or original(*given))
@@ -94,5 +93,3 @@ def test_columns_are_padded_on_a_gpu_in_16_bits_only(monkeypatch):
     assert missing(columns=48) == missing(torch.float32) == missing(device="cpu") == []
     assert missing(change=lambda mlp: add_lora(mlp, "down_proj", 2, 1.0)) == []
     assert missing(change=lambda mlp: quantize_layer(mlp, "up_proj")) == []
-    with batch_invariant_mode():
-        assert missing() == []

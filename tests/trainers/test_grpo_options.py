@@ -428,7 +428,7 @@ SEVERAL_STEPS = [
         ["--sampling.top_k=9"],
         ["--model.dtype=bfloat16"],
         ["--model.freeze=[vision, merger]"],
-        ["--adapter={r: 4, quantize: nf4}"],
+        ["--adapter={r: 1, quantize: nf4}"],
     ],
 )
 def test_a_batch_invariant_run_has_no_mismatch(run, plain, lively, more):
