@@ -4,10 +4,12 @@ The sampler computes one token of many completions at a time, and the trainer al
 completions. Both compute the same formulas, but a matrix product adds its terms in an order that
 depends on the shape of the matrices, so the log-probabilities differ in the last digits. In
 `batch_invariant_mode`, the sampler and the trainer of this package compute equal bits, because of
-three rules:
+four rules:
 
-1.  A product of rows is computed in tiles of ROWS rows; the last tile is padded. Therefore all
-    products with the same weight have the same shape, and a row does not depend on other rows.
+1.  A product of rows is computed in tiles of ROWS rows; the last tile is padded. The inner size and
+    the number of outputs are padded to multiples of ALIGNED, because libraries compute the rest in
+    another order. Therefore all products with the same weight have the same shape, and a row does
+    not depend on other rows.
 2.  The sums of attention over keys are computed in blocks of KEYS keys, which are added one after
     the other. The keys of the prompt and those of the completion fill separate blocks. The padding
     adds exact zeros, so the lengths of other prompts and completions have no influence.
@@ -17,16 +19,18 @@ three rules:
 
 The gradients need no such rules: the backward pass is that of the usual functions.
 
-The mode is a global switch, because the rules concern every layer of a model. docs/exact.md shows
-how much each rule contributes, and how much time it takes.
+The model does not know the mode: it calls functions of torch, and the table RULES replaces them
+inside a `with batch_invariant_mode()` block by the rules 1 and 3. Attention and the sampler ask
+is_batch_invariant() for the rules 2 and 4, because a function of torch does not know where a prompt
+ends. docs/exact.md shows how much each rule contributes, and how much time it takes.
 Source: He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines, 2025), which calls
 kernels of this kind batch-invariant.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -41,17 +45,26 @@ CHUNK = 2**14  # numbers that torch adds in one call; it never divides so few am
 _enabled = False
 
 
-@contextmanager
-def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
-    """Follow the rules inside a `with` block, if `enabled`; otherwise do not follow them."""
-    global _enabled
-    before = _enabled
-    _enabled = enabled
-    try:
-        with _Rules() if enabled else nullcontext():
-            yield
-    finally:
-        _enabled = before
+class batch_invariant_mode:  # a class, so that checkpoint_contexts can be entered several times
+    """Follow the rules inside a `with` block, if `enabled`; otherwise do not follow them.
+
+    The rules hold on a CPU. On a GPU, some kernels of other files do not follow them.
+    """
+
+    def __init__(self, enabled: bool = True):
+        self.enabled = enabled
+
+    def __enter__(self):
+        global _enabled
+        self.rules = _Rules() if self.enabled else nullcontext()
+        self.rules.__enter__()
+        self.before = _enabled
+        _enabled = self.enabled
+
+    def __exit__(self, *error: object):
+        global _enabled
+        _enabled = self.before
+        self.rules.__exit__(*error)
 
 
 def is_batch_invariant() -> bool:
@@ -59,7 +72,7 @@ def is_batch_invariant() -> bool:
     return _enabled
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+def checkpoint_contexts() -> tuple[AbstractContextManager, batch_invariant_mode]:
     """Return the argument context_fn for torch's checkpoint: recompute as in the forward pass.
 
     The backward pass may run outside the `with` block of the mode, or in another thread.
