@@ -269,7 +269,11 @@ def earlier_files(run: Path, state: Path) -> Iterator[Path]:
 
 @torch.no_grad()
 def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
-    """Print a prompt of a step, its completions, and their summed log-probabilities in nats."""
+    """Print a prompt of a step, and its completions.
+
+    For each completion, print its summed log-probabilities in nats, its answer, and the reasons
+    that rewards give for their values.
+    """
     if not 0 <= index < len(rows):
         raise ValueError(f"--prompt {index}: the step has only the prompts 0 to {len(rows) - 1}")
     row = rows[index]
@@ -279,13 +283,17 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
         temperature = trainer.run.sampling.temperature
         logged_group = list(groups(trainer, step))[index]
         table = []
+        explanations = []  # lines about the answer and the rewards of each completion
         for line in logged_group["completions"]:
             totals = {"reward": line["reward"], "advantage": line["advantage"]}
             table.append(line["rewards"] | totals)
+            reasons = [f"{name}: {reason}" for name, reason in line["why"].items()]
+            explanations.append([f"answer: {line['answer']!r}", *reasons])
     else:
         answers = [getattr(row, name) for name in trainer.answers]
         completions = [encode_completion(trainer.processor, row.messages, x) for x in answers]
         table = [{"answer": name} for name in trainer.answers]
+        explanations = [[] for _ in answers]
     logps = logps_now(trainer, row, completions, temperature)
     question = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
     print(f"row {row.index} {row.where}: {question}")
@@ -296,6 +304,8 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
         values = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()]
         print(f"{i:<10}", *(f"{value:>10}" for value in values))
         print(f"    {trainer.processor.decode(completion.ids)!r}")
+        for explanation in explanations[i]:
+            print(f"    {explanation}")
 
 
 def logps_now(

@@ -15,14 +15,28 @@ from dataclasses import dataclass
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.rewards.text import find_answer, tag_format
+from minivlmrl.rewards.text import (
+    NO_ANSWER,
+    NO_SOLUTION,
+    LogExtra,
+    find_answer,
+    format_error,
+)
 
 Extents = list[tuple[float, float] | None]
 Objects = list[tuple[str, Box]]  # (label, box); the label is "" if labels are not compared
+NO_IMAGE = "the row has no image"
+NO_BOX = "no box was found in the answer"
+NO_OBJECT = "the object is not in the image, so the answer should be [] or None"
 
 
 def mean_iou(
-    answer_texts: list, solution: list, image_sizes: Extents, answer_extents: Extents, **columns
+    answer_texts: list,
+    solution: list,
+    image_sizes: Extents,
+    answer_extents: Extents,
+    log_extra: LogExtra | None = None,
+    **columns,
 ) -> list:
     """Compute the mean IoU of matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
@@ -42,11 +56,20 @@ def mean_iou(
         ValueError: a solution is not a box. The message quotes it.
     """
     return score_boxes(
-        "iou", BOXES, mean_similarity, answer_texts, solution, image_sizes, answer_extents
+        "iou",
+        BOXES,
+        mean_similarity,
+        answer_texts,
+        solution,
+        image_sizes,
+        answer_extents,
+        log_extra=log_extra,
     )
 
 
-def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
+def acc_0_5(
+    answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns
+) -> list:
     """Compute the fraction of boxes that match a true box with an IoU of at least 0.5.
 
     Missing and extra boxes count as 0. The arguments and exceptions are the same as in mean_iou.
@@ -60,11 +83,20 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, **columns) -> l
         return sum(value >= 0.5 for value in values) / len(values)
 
     return score_boxes(
-        "acc_0_5", BOXES, share_of_hits, answer_texts, solution, image_sizes, answer_extents
+        "acc_0_5",
+        BOXES,
+        share_of_hits,
+        answer_texts,
+        solution,
+        image_sizes,
+        answer_extents,
+        log_extra=log_extra,
     )
 
 
-def mean_giou(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
+def mean_giou(
+    answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns
+) -> list:
     """Compute the mean generalised IoU of matched boxes; missing and extra boxes count as -1.
 
     Boxes are matched by their generalised IoU. The arguments and exceptions are the same as in
@@ -80,27 +112,56 @@ def mean_giou(answer_texts, solution, image_sizes, answer_extents, **columns) ->
         return mean_similarity(predicted, true, lambda a, b: boxes.giou(a[1], b[1]), missing=-1.0)
 
     return score_boxes(
-        "giou", BOXES, measure, answer_texts, solution, image_sizes, answer_extents, missing=-1.0
+        "giou",
+        BOXES,
+        measure,
+        answer_texts,
+        solution,
+        image_sizes,
+        answer_extents,
+        missing=-1.0,
+        log_extra=log_extra,
     )
 
 
-def box_format(completions: list[str], answer_extents: Extents, **columns) -> list:
+def box_format(
+    completions: list[str],
+    answer_extents: Extents,
+    log_extra: LogExtra | None = None,
+    **columns,
+) -> list:
     """Return 1.0 for completions with the tags of tag_format and valid boxes, else 0.0.
 
     All boxes must be valid and lie inside the image. An answer which denies that there is an object
     also gets 1.0. The result is None for a row without an image.
     """
     values = []
-    tag_values = tag_format(completions)
-    for completion, tag_value, extent in zip(completions, tag_values, answer_extents, strict=True):
-        if extent is None:
-            values.append(None)
-            continue
-        predicted = read_boxes(completion, extent)
-        has_answer = predicted or boxes.says_none(find_answer(completion) or "")
-        is_valid = has_answer and all(box.valid and box.inside() for _, box in predicted)
-        values.append(1.0 if tag_value == 1.0 and is_valid else 0.0)
+    reasons = []
+    for completion, extent in zip(completions, answer_extents, strict=True):
+        reason = NO_IMAGE if extent is None else box_format_error(completion, extent)
+        reasons.append(reason)
+        values.append(None if extent is None else float(reason is None))
+    if log_extra is not None:
+        log_extra("why", reasons)
     return values
+
+
+def box_format_error(completion: str, extent: tuple[float, float]) -> str | None:
+    """Return the reason why box_format gives 0 to a completion, or None if it gives 1."""
+    reason = format_error(completion)
+    if reason is not None:
+        return reason
+    predicted = read_boxes(completion, extent)
+    if not predicted and not boxes.says_none(find_answer(completion) or ""):
+        return NO_BOX
+    for label, box in predicted:
+        if not box.valid:
+            return f"the box {box_texts([(label, box)])} does not have x2 > x1 and y2 > y1"
+        if not box.inside():
+            width, height = extent
+            text = box_texts([(label, box)])
+            return f"the box {text} is not inside the image, which is {width:g} x {height:g}"
+    return None
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
@@ -151,6 +212,7 @@ def score_boxes(
     image_sizes: Extents,
     answer_extents: Extents,
     missing=0.0,
+    log_extra: LogExtra | None = None,
 ) -> list:
     """Compute n rewards by comparing the objects of n answers with the objects of the solutions.
 
@@ -161,25 +223,44 @@ def score_boxes(
         form: functions that read the objects of solutions and answers.
         measure: function that computes a reward from the objects of an answer and the true objects.
         missing: reward of an answer without objects.
+        log_extra: function that logs the reasons for rewards below 1.
     """
-    values = []
+    scored = []  # (reward, reason) of each answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
     for answer, solution, size, extent in rows:
         if solution is None or size is None or extent is None:
-            values.append(None)
+            scored.append((None, NO_SOLUTION if solution is None else NO_IMAGE))
             continue
         text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
         truth = find_answer(text) or text
         if not text.strip() or boxes.says_none(truth):
-            values.append(1.0 if boxes.says_none(answer or "") else missing)
+            denies = boxes.says_none(answer or "")
+            scored.append((1.0, None) if denies else (missing, NO_OBJECT))
             continue
         # an invalid solution is an error, because no answer could ever get a reward for it
         true = form.read_solution(truth, size)
         if not true or not all(box.valid for _, box in true):
             raise ValueError(f"reward {name}: solution {solution!r:.300} {form.requirement}")
         predicted = [(label, box.to(size)) for label, box in form.read_answer(answer or "", extent)]
-        values.append(measure(predicted, true) if predicted else missing)
-    return values
+        if not predicted:
+            scored.append((missing, NO_ANSWER if answer is None else NO_BOX))
+            continue
+        value = measure(predicted, true)
+        found = f"the answer has {box_texts(predicted)}, the solution {box_texts(true)}"
+        scored.append((value, None if value == 1 else f"{found}, in pixels of the image file"))
+    if log_extra is not None:
+        log_extra("why", [reason for _, reason in scored])
+    return [value for value, _ in scored]
+
+
+def box_texts(objects: Objects) -> str:
+    """Return the labels and the coordinates of the first three objects, for a reason."""
+    texts = []
+    for label, box in objects[:3]:
+        coordinates = ", ".join(f"{number:g}" for number in box.numbers)
+        texts.append(f"{label:.40} [{coordinates}]".strip())
+    others = f" and {len(objects) - 3} more" if len(objects) > 3 else ""
+    return ", ".join(texts) + others
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:

@@ -165,7 +165,7 @@ class Reward:
             )
         texts = columns["completions"]
         extras = columns.pop("extras", [{} for _ in texts])
-        callbacks.setdefault("log_extra", partial(log_extra, extras))
+        callbacks.setdefault("log_extra", partial(log_extra, self.name, extras))
         prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         columns["completions"] = [Text(text) for text in texts]
         if columns.get("prompts"):
@@ -187,7 +187,7 @@ class Reward:
         prefix = ""
         failed_with = f"{len(texts)} completions together (it accepts each one separately)"
         for i, text in enumerate(texts):
-            callbacks["log_extra"] = partial(log_extra, [{}])
+            callbacks["log_extra"] = partial(log_extra, self.name, [{}])
             try:
                 row = {name: [values[i]] for name, values in columns.items()}
                 _call(self.function, row | callbacks)
@@ -303,10 +303,12 @@ def plain_value(value: Array | float | str | None) -> Array | float | str | None
     return value.item() if isinstance(value, Array) and value.ndim == 0 else value
 
 
-def log_extra(extras: list[dict], column: str, values: list):
+def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    Values that are not a number, a str or None are logged as str(value), because the log is JSON.
+    The column "why" has the reasons for the values of a reward. They are logged as {name of the
+    reward: reason}, because several rewards give reasons; None and "" are left out. Values that are
+    not a number, a str or None are logged as str(value), because the log is JSON.
 
     Raises:
         ValueError: the number of values differs from the number of completions.
@@ -318,7 +320,11 @@ def log_extra(extras: list[dict], column: str, values: list):
         )
     for extra, value in zip(extras, map(plain_value, values), strict=True):
         is_json = value is None or isinstance(value, str | int | float)
-        extra[column] = value if is_json else str(value)
+        value = value if is_json else str(value)
+        if column != "why":
+            extra[column] = value
+        elif value not in (None, ""):
+            extra.setdefault("why", {})[reward_name] = value
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:

@@ -8,41 +8,76 @@ A reward is a function with TRL's signature, which returns one number per comple
 It may return None for a completion that it cannot score. Such a completion is excluded from the
 mean of its group, and its advantage is 0. A recipe gives each reward a weight, for example
 {accuracy: 1.0}; rewards/registry.py lists the names.
+
+A reward explains its values with log_extra("why", reasons), which gets one reason per completion,
+or None for a completion that needs no reason. The logs of a run show these reasons.
 """
 
 import re
+from collections.abc import Callable
 
-THINK_ANSWER = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
+LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+ANY_TAG = re.compile("|".join(TAGS))
+NO_ANSWER = "no answer was found in the completion, see data.answer_format"
+NO_SOLUTION = "the row has no solution"
 
 
-def tag_format(completions: list[str], **columns) -> list[float]:
+def tag_format(
+    completions: list[str], log_extra: LogExtra | None = None, **columns
+) -> list[float]:
     """Return 1.0 for completions of the form <think>...</think><answer>...</answer>, else 0.0.
 
     Each tag must occur exactly once, and neither part may be empty.
     """
-
-    def has_format(completion: str) -> bool:
-        once = all(completion.count(tag) == 1 for tag in TAGS)
-        match = once and THINK_ANSWER.fullmatch(completion.strip())
-        return bool(match and match[1].strip() and match[2].strip())
-
-    return [float(has_format(completion)) for completion in completions]
+    reasons = [format_error(completion) for completion in completions]
+    if log_extra is not None:
+        log_extra("why", reasons)
+    return [float(reason is None) for reason in reasons]
 
 
-def accuracy(answer_texts: list[str | None], solution: list, **columns) -> list[float | None]:
+def format_error(completion: str) -> str | None:
+    """Return the reason why a completion lacks the form of tag_format; None if it has the form."""
+    for tag in TAGS:
+        count = completion.count(tag)
+        if count != 1:
+            return f"{tag} occurs {count} times" if count else f"no {tag}"
+    if ANY_TAG.findall(completion) != list(TAGS):
+        return f"the tags are not in the order {' '.join(TAGS)}"
+    before, thought, between, answer, after = ANY_TAG.split(completion)
+    outside = (before + between + after).strip()
+    if outside:
+        return f"text outside of the tags: {outside!r:.80}"
+    if not thought.strip():
+        return "no text between <think> and </think>"
+    return None if answer.strip() else "no text between <answer> and </answer>"
+
+
+def accuracy(
+    answer_texts: list[str | None], solution: list, log_extra: LogExtra | None = None, **columns
+) -> list[float | None]:
     """Return 1.0 for each answer that equals the solution, else 0.0.
 
     Case, whitespace and a final full stop are ignored. The result is None for a row without a
     solution.
     """
     rewards = []
+    reasons = []
     for answer, truth in zip(answer_texts, solution, strict=True):
         expected = "" if truth is None else normalize(str(truth))
+        found = None if answer is None else normalize(answer)
+        rewards.append(float(found == expected) if expected else None)
         if not expected:
-            rewards.append(None)
+            reasons.append(NO_SOLUTION)
+        elif found is None:
+            reasons.append(NO_ANSWER)
+        elif found != expected:
+            reasons.append(f"the answer is {found!r:.200}, not {expected!r:.200}")
         else:
-            rewards.append(float(answer is not None and normalize(answer) == expected))
+            reasons.append(None)
+    if log_extra is not None:
+        log_extra("why", reasons)
     return rewards
 
 

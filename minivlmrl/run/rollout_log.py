@@ -9,13 +9,21 @@ A line has these fields:
   height of the image;
 - completions: a list with one entry per completion of the group.
 
-A completion has text, rewards by name, reward (their weighted sum), advantage, stopped, boxes and
-tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the
-policy did not sample, because the prompt or an environment wrote them. `pictures` lists the images
-that an environment added, and `extra` contains values that reward functions log. A trajectory also
-has `turns`, a list with the fields text, tokens (the number of tokens) and shown for each turn.
-`shown` is true if the turn's context window has an image. The newest image of each such turn is
-the next entry of `pictures`, except for the first turn, whose image belongs to the row.
+A completion has these fields:
+
+- text, stopped (false if max_new_tokens cut the text) and boxes;
+- answer: the answer that `data.answer_format` selects in the text, or null if there is none;
+- rewards by name, and their weighted sum `reward`;
+- why: {name of a reward: reason for its value}. A reward that gives no reason is left out;
+- advantage;
+- tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the
+  policy did not sample, because the prompt or an environment wrote them.
+
+`pictures` lists the images that an environment added, and `extra` contains other values that
+reward functions log. A trajectory also has `turns`, a list with the fields text, tokens (the number
+of tokens) and shown for each turn. `shown` is true if the turn's context window has an image. The
+newest image of each such turn is the next entry of `pictures`, except for the first turn, whose
+image belongs to the row.
 """
 
 import json
@@ -212,15 +220,18 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
         text = processor.decode_assistant_turn(completion)
         line = {
             "text": text,
+            "answer": find_answer(text, processor.answer_format),
             "rewards": dict(zip(reward_weights, sample.rewards.tolist(), strict=True)),
+            "why": completion.extra.get("why", {}),
             "reward": totals[g],
             "advantage": advantages[g],
             "stopped": completion.stopped,
             "tokens": list(tokens(completion, processor)),
             "boxes": boxes(text, answer_extent) if true_boxes else [],
         }
-        if completion.extra:
-            line["extra"] = completion.extra
+        extra = {column: value for column, value in completion.extra.items() if column != "why"}
+        if extra:
+            line["extra"] = extra
         if completion.turns:
             line["turns"] = [describe_turn(turn, processor) for turn in completion.turns]
         if completion.pictures:
