@@ -15,13 +15,7 @@ from dataclasses import dataclass
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.rewards.text import (
-    NO_ANSWER,
-    NO_SOLUTION,
-    LogExtra,
-    find_answer,
-    format_error,
-)
+from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, format_error
 
 Extents = list[tuple[float, float] | None]
 Objects = list[tuple[str, Box]]  # (label, box); the label is "" if labels are not compared
@@ -67,9 +61,7 @@ def mean_iou(
     )
 
 
-def acc_0_5(
-    answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns
-) -> list:
+def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
     """Compute the fraction of boxes that match a true box with an IoU of at least 0.5.
 
     Missing and extra boxes count as 0. The arguments and exceptions are the same as in mean_iou.
@@ -125,10 +117,7 @@ def mean_giou(
 
 
 def box_format(
-    completions: list[str],
-    answer_extents: Extents,
-    log_extra: LogExtra | None = None,
-    **columns,
+    completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns
 ) -> list:
     """Return 1.0 for completions with the tags of tag_format and valid boxes, else 0.0.
 

@@ -24,9 +24,7 @@ NO_ANSWER = "no answer was found in the completion, see data.answer_format"
 NO_SOLUTION = "the row has no solution"
 
 
-def tag_format(
-    completions: list[str], log_extra: LogExtra | None = None, **columns
-) -> list[float]:
+def tag_format(completions: list[str], log_extra: LogExtra | None = None, **columns) -> list[float]:
     """Return 1.0 for completions of the form <think>...</think><answer>...</answer>, else 0.0.
 
     Each tag must occur exactly once, and neither part may be empty.

@@ -57,12 +57,21 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
     """Completions are shown as text, even if they contain tags that end a script."""
     lines = metrics(trained, "completions.jsonl")
     evil = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
-    lines[1]["prompt"] = lines[1]["completions"][0]["tokens"][0][0] = evil
+    first, second, third = lines[1]["completions"][:3]
+    lines[1]["prompt"] = first["tokens"][0][0] = evil
+    for completion in lines[1]["completions"]:
+        completion |= {"answer": None, "why": {}}
+    first |= {"answer": "red square\n", "why": {"accuracy": "the answer is 'red square'"}}
+    second |= {"answer": evil, "why": {evil: evil}}
+    del third["answer"], third["why"]  # as in a run of 0.4
     write_lines(trained / "completions.jsonl", lines)
     report.main([str(trained)])
     html = browse(trained / "report.html", "grpo/2/1", tmp_path)
-    assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 4
+    assert "<title>minivlmrl</title>" in html and html.count("&lt;/script&gt;") == 10
     assert '<output id="step">grpo 2</output>' in html  # steps count from 1, as in the terminal
+    answers = re.findall(r'<p class="why">answer: (.*?)</p>', html)
+    assert len(answers) == 7 and answers.count("none") == 5 and '"red square\\n"' in answers
+    assert "<p class=\"why\">accuracy: the answer is 'red square'</p>" in html
     rewards = [float(reward) for reward in re.findall(r'data-reward="([^"]*)"', html)]
     steps = metrics(trained)
     assert len(rewards) == 8 and sum(rewards) / 8 == approx(steps[1]["reward"])

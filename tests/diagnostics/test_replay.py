@@ -37,7 +37,7 @@ def table(lines):
     """Return the printed table of a group, as one dict from column name to text per completion."""
     [start] = [number for number, line in enumerate(lines) if line.startswith("completion ")]
     names = [name.strip() for name in re.split(r"  +", lines[start].replace("completion", "completion "))]
-    return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :: 2] if line[:1].isdigit()]
+    return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :] if line[:1].isdigit()]
 
 
 def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replayed, monkeypatch):
@@ -91,13 +91,16 @@ def test_a_recipe_is_replayed_from_the_start(run, plain, lively, replayed, home)
 
 
 def test_logged_values_are_printed_and_compared(run, plain, lively, replayed):
-    folder = run("--stages=[grpo]", "--grpo.max_steps=1", *LOUD)
+    options = "--rewards={letters: 1.0, accuracy: 0.0}", *LOUD[1:]
+    folder = run("--stages=[grpo]", "--grpo.max_steps=1", *options)
     path = folder / "completions.jsonl"
     lines = read_lines(path)
     _, said = replayed(folder, "grpo", 0, "--prompt=2")
     assert any(f"row {lines[2]['row']} " in line and repr(lines[2]["solution"]) in line for line in said)
     for shown, logged in zip(table(said), lines[2]["completions"], strict=True):
-        assert f"    {logged['text']!r}" in said
+        position = said.index(f"    {logged['text']!r}")
+        reason = f"    accuracy: {logged['why']['accuracy']}"
+        assert said[position + 1 : position + 3] == [f"    answer: {logged['answer']!r}", reason]
         assert float(shown["letters"]) == pytest.approx(logged["rewards"]["letters"], rel=1e-3)
         assert float(shown["advantage"]) == pytest.approx(logged["advantage"], rel=1e-3, abs=1e-6)
         assert float(shown["sampled"]) == pytest.approx(sum(logp for _, logp in logged["tokens"]), rel=1e-3)

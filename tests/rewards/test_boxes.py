@@ -150,6 +150,57 @@ def test_rewards_are_none_without_a_solution_or_size():
     assert box_format([say(RIGHT), say("none")], **columns(extent=None, count=2)) == [None, None]
 
 
+BOXES = "the answer has {}, the solution [40, 20, 80, 60], in pixels of the image file"
+# {text of the answer: (reason of iou, acc_0_5 and giou; reason of box_format)}
+REASONS = {
+    RIGHT: (None, None),
+    WRONG: (BOXES.format("[120, 20, 160, 60]"), None),
+    "40 20 80 60": (
+        BOXES.format("[80, 40, 160, 120]"),
+        "the box [40, 20, 80, 60] is not inside the image, which is 100 x 50",
+    ),
+    "40 30 20 10": (BOXES.format("[80, 60, 40, 20]"), "the box [40, 30, 20, 10] does not have x2 > x1 and y2 > y1"),
+    js(*[RIGHT] * 5): (BOXES.format("[40, 20, 80, 60], [40, 20, 80, 60], [40, 20, 80, 60] and 2 more"), None),
+    "left": ("no box was found in the answer", "no box was found in the answer"),
+    "[]": ("no box was found in the answer", None),
+}
+
+
+def logged_reasons(reward, **given):
+    """Call a reward function, and return its rewards and the reasons that it logs."""
+    logged = {}
+    rewards = reward(**given, log_extra=logged.__setitem__)
+    assert logged.keys() == {"why"}
+    return rewards, logged["why"]
+
+
+def test_box_rewards_give_a_reason():
+    given = columns(count=len(REASONS))
+    expected, expected_format = map(list, zip(*REASONS.values(), strict=True))
+    for reward in (mean_iou, acc_0_5, mean_giou):
+        rewards, reasons = logged_reasons(reward, answer_texts=list(REASONS), **given)
+        assert reasons == expected and [value == 1 for value in rewards] == [reason is None for reason in reasons]
+        assert rewards == reward(list(REASONS), **given), "the reasons do not change the rewards"
+    rewards, reasons = logged_reasons(box_format, completions=[say(answer) for answer in REASONS], **given)
+    assert reasons == expected_format and rewards == [float(reason is None) for reason in reasons]
+    assert logged_reasons(box_format, completions=[RIGHT], **columns()) == ([0.0], ["no <think>"])
+
+
+def test_box_rewards_give_a_reason_without_an_answer_a_solution_an_image_or_an_object():
+    no_answer = "no answer was found in the completion, see data.answer_format"
+    no_object = "the object is not in the image, so the answer should be [] or None"
+    for answer, settings, value, reason in (
+        (None, {}, 0, no_answer),
+        (RIGHT, {"solution": None}, None, "the row has no solution"),
+        (RIGHT, {"size": None, "extent": None}, None, "the row has no image"),
+        (RIGHT, {"solution": []}, 0, no_object),
+        ("[]", {"solution": []}, 1, None),
+    ):
+        assert logged_reasons(mean_iou, answer_texts=[answer], **columns(**settings)) == ([value], [reason])
+    reasons = logged_reasons(box_format, completions=[say(RIGHT)], **columns(extent=None))
+    assert reasons == ([None], ["the row has no image"])
+
+
 def test_each_completion_is_scored_with_its_own_row():
     """The same answer text stands for different boxes in three coordinate spaces."""
     given = {

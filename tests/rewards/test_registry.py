@@ -18,6 +18,7 @@ from minivlmrl.rewards.registry import REWARDS, get_reward
 
 from score_texts import score_texts
 
+GOOD = "<think>a</think><answer>b</answer>"
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
 
 
@@ -192,6 +193,37 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
     assert [line["steps_left"] for line in metrics(folder)] == [3.0, 2.0, 1.0]
     logged = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
     assert logged and all(one["extra"] == {"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged)
+
+
+def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
+    """A reward that calls another reward logs its reasons under its own name, and can replace them."""
+
+    def half(completions, log_extra, **columns):
+        values = get_reward("accuracy")(completions, log_extra=log_extra, **columns)
+        log_extra("why", [None, "too long", "", torch.tensor(3)])
+        return [value / 2 for value in values]
+
+    monkeypatch.setitem(REWARDS, "half", half)
+    extras = [{}, {}, {}, {}]
+    columns = {"completions": [GOOD, "", GOOD, GOOD], "answer_texts": ["b", None, "b", "c"], "solution": list("bbcc")}
+    rewards = [get_reward(name)(**columns, extras=extras) for name in ("format", "accuracy", "half")]
+    assert rewards == [[1, 0, 1, 1], [1, 0, 0, 1], [0.5, 0, 0, 0.5]]
+    no_answer = "no answer was found in the completion, see data.answer_format"
+    other = "the answer is 'b', not 'c'"
+    assert extras == [
+        {},
+        {"why": {"format": "no <think>", "accuracy": no_answer, "half": "too long"}},
+        {"why": {"accuracy": other, "half": other}},
+        {"why": {"half": 3}},
+    ]
+
+
+def test_only_rows_of_a_reward_get_its_reasons():
+    """If data.train gives other rewards to a file, the reasons of its rows stay empty."""
+    extras = [{}, {}]
+    rewards = [["accuracy"], ["format"]]
+    get_reward("format")(completions=["a", "b"], row_rewards=rewards, extras=extras)
+    assert extras == [{}, {"why": {"format": "no <think>"}}]
 
 
 @pytest.mark.parametrize("values", [{0: 1.0, 1: 0.0}, {0.0, 1.0}, "12"])

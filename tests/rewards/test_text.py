@@ -1,5 +1,8 @@
 """Tests of text rewards on good and bad completions, and on completions that try to exploit the rewards."""
 
+import random
+import re
+
 import pytest
 
 from minivlmrl.rewards import text as rewards_file
@@ -30,6 +33,67 @@ FORMS = {
 
 def test_format():
     assert dict(zip(FORMS, tag_format(list(FORMS)), strict=True)) == FORMS
+
+
+REASONS = {  # why a completion lacks the format; None if it has the format
+    GOOD: None,
+    "": "no <think>",
+    "<think>a": "no </think>",
+    "<think>a</think>b": "no <answer>",
+    "<think>a</think><answer>b": "no </answer>",
+    "<think>a</think><answer>b</answer><answer>c</answer>": "<answer> occurs 2 times",
+    "<answer>b</answer><think>a</think>": "the tags are not in the order <think> </think> <answer> </answer>",
+    f"Sure! {GOOD} Done.": "text outside of the tags: 'Sure!  Done.'",
+    "<think>a</think>so<answer>b</answer>": "text outside of the tags: 'so'",
+    "<think> \n</think><answer>b</answer>": "no text between <think> and </think>",
+    "<think>a</think><answer>\n</answer>": "no text between <answer> and </answer>",
+}
+
+
+def logged_reasons(reward, **columns):
+    """Call a reward function, and return its rewards and the reasons that it logs."""
+    logged = {}
+    rewards = reward(**columns, log_extra=logged.__setitem__)
+    assert logged.keys() == {"why"}
+    return rewards, logged["why"]
+
+
+def test_format_gives_a_reason():
+    rewards, reasons = logged_reasons(tag_format, completions=list(REASONS))
+    assert dict(zip(REASONS, reasons, strict=True)) == REASONS
+    assert rewards == [float(reason is None) for reason in reasons]
+
+
+def test_format_equals_one_regular_expression():
+    """The reasons come from single checks, which together accept the same texts as the pattern of the whole form."""
+    whole = re.compile(r"\s*<think>.*?\S.*?</think>\s*<answer>.*?\S.*?</answer>\s*", re.DOTALL)
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    rng = random.Random(0)
+    texts = []
+    for _ in range(5000):
+        pieces = rng.choices(["", "\n", "\x1f", "a", "<b>"], [3, 3, 1, 4, 1], k=5)
+        order = tags if rng.random() < 0.8 else rng.choices(tags, k=4)
+        texts.append(pieces[0] + "".join(tag + piece for tag, piece in zip(order, pieces[1:], strict=True)))
+    expected = []
+    for text in texts:
+        is_once = all(text.count(tag) == 1 for tag in tags)
+        expected.append(float(is_once and whole.fullmatch(text) is not None))
+    assert tag_format(texts) == expected and 100 < sum(expected) < 4900
+
+
+def test_accuracy_gives_a_reason():
+    rewards, reasons = logged_reasons(
+        accuracy,
+        answer_texts=["Green square.", " Red  square", None, "red"],
+        solution=["green square", "green square", "red", None],
+    )
+    assert rewards == [1, 0, 0, None]
+    assert reasons == [
+        None,
+        "the answer is 'red square', not 'green square'",
+        "no answer was found in the completion, see data.answer_format",
+        "the row has no solution",
+    ]
 
 
 def test_correct_answers():
@@ -74,7 +138,7 @@ def test_red_team():
 def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
     """A regular expression rescanned the rest of the text from each <answer>, so that 10 MB took days."""
     assert find_answer(unit * (10**6 // len(unit))) == expected
-    monkeypatch.setattr(rewards_file, "THINK_ANSWER", None)  # would also be slow for a text with repeated tags
+    monkeypatch.setattr(rewards_file, "ANY_TAG", None)  # would also be slow for a text with repeated tags
     assert rewards_file.tag_format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
 
 

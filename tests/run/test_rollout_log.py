@@ -19,7 +19,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.model.checkpoint import load_processor
-from minivlmrl.rewards.text import tag_format
+from minivlmrl.rewards.text import find_answer, tag_format
 from minivlmrl.run.rollout_log import CompletionsLog, describe_group, tokens
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
@@ -79,6 +79,30 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     assert [line["tokens"][0] for line in lines] == [("<think>\n", None)] * 2
     evaluated = evaluate.result_line(one.processor, [], row, group, [[], []])["answers"]
     assert [answer["text"] for answer in evaluated] == texts and evaluated[0]["answer"] == "green square"
+
+
+@pytest.mark.usefixtures("plain", "lively")
+def test_a_completion_has_its_answer_and_the_reasons_of_its_rewards(run, tmp_path):
+    """A reward in a file gives reasons in the same way as the built-in rewards."""
+    reward = tmp_path / "short.py"
+    reward.write_text(
+        "def short(completions, answer_texts, log_extra, **columns):\n"
+        "    log_extra('why', [f'{len(text)} characters, answer {answer}'\n"
+        "                      for text, answer in zip(completions, answer_texts)])\n"
+        "    log_extra('characters', [len(text) for text in completions])\n"
+        "    return [-float(len(text)) for text in completions]\n"
+    )
+    name = f"{reward}:short"
+    options = f"--rewards={{'{name}': 1, format: 1, accuracy: 1}}", "--data.answer_format=last_line"
+    folder = run(*EVERY_STEP[:-1], *options)
+    logged = [one for line in completions(folder) for one in line["completions"]]
+    assert len(logged) == 2 * 4 * 4
+    for one in logged:
+        text, answer, why = one["text"], one["answer"], one["why"]
+        assert answer == find_answer(text, "last_line")
+        assert why[name] == f"{len(text)} characters, answer {answer}" and one["extra"] == {"characters": len(text)}
+        assert why.keys() - {name} == {other for other in ("format", "accuracy") if one["rewards"][other] == 0}
+    assert {one["why"].get("format") for one in logged} & {"no <think>"}
 
 
 @pytest.mark.usefixtures("plain", "lively")
