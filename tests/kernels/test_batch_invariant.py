@@ -258,6 +258,17 @@ def test_recomputed_activations_follow_the_rules(in_thread, monkeypatch):
     assert len(calls) == 4
 
 
+def test_a_block_inside_the_mode_can_leave_it(monkeypatch):
+    calls = []
+    monkeypatch.setitem(batch_invariant.RULES, F.silu, lambda x, inplace: calls.append(x) or x)
+    with batch_invariant_mode():
+        with batch_invariant_mode(False):
+            F.silu(torch.ones(3))
+        assert not calls
+        F.silu(torch.ones(3))
+    assert len(calls) == 1
+
+
 def test_without_the_mode_torch_calls_its_functions_directly():
     """The usual path must not pay for the mode, neither before it, nor after it, nor with enabled=False."""
     x = torch.ones(3)
