@@ -22,7 +22,8 @@ The gradients need no such rules: the backward pass is that of the usual functio
 The model does not know the mode: it calls functions of torch, and the table RULES replaces them
 inside a `with batch_invariant_mode()` block by the rules 1 and 3. Attention and the sampler ask
 is_batch_invariant() for the rules 2 and 4, because a function of torch does not know where a prompt
-ends. docs/exact.md shows how much each rule contributes, and how much time it takes.
+ends. The kernels float32_matmul and sum_rows ask, too, because they are not functions of torch.
+docs/exact.md shows how much each rule contributes, and how much time it takes.
 Source: He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines, 2025), which calls
 kernels of this kind batch-invariant.
 """
