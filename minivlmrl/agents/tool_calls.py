@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from typing import Any
 
 from PIL.Image import Image
 
@@ -395,7 +396,7 @@ def part(result) -> dict:
     return {"type": "text", "text": valid_text(text)}
 
 
-def valid_text(value):
+def valid_text(value: Any) -> Any:
     """Replace each lone surrogate in a text, also inside lists and dicts, by "?".
 
     Such a character cannot be encoded as UTF-8, and therefore has no tokens.
