@@ -20,7 +20,7 @@ LogExtra = Callable[[str, list], None]  # TRL's log_extra(column, values)
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ANY_TAG = re.compile("|".join(TAGS))
-NO_ANSWER = "no answer was found in the completion, see data.answer_format"
+NO_ANSWER = "no answer, see data.answer_format"
 NO_SOLUTION = "the row has no solution"
 
 

@@ -187,7 +187,7 @@ def test_box_rewards_give_a_reason():
 
 
 def test_box_rewards_give_a_reason_without_an_answer_a_solution_an_image_or_an_object():
-    no_answer = "no answer was found in the completion, see data.answer_format"
+    no_answer = "no answer, see data.answer_format"
     no_object = "the object is not in the image, so the answer should be [] or None"
     for answer, settings, value, reason in (
         (None, {}, 0, no_answer),

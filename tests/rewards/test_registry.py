@@ -208,7 +208,7 @@ def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
     columns = {"completions": [GOOD, "", GOOD, GOOD], "answer_texts": ["b", None, "b", "c"], "solution": list("bbcc")}
     rewards = [get_reward(name)(**columns, extras=extras) for name in ("format", "accuracy", "half")]
     assert rewards == [[1, 0, 1, 1], [1, 0, 0, 1], [0.5, 0, 0, 0.5]]
-    no_answer = "no answer was found in the completion, see data.answer_format"
+    no_answer = "no answer, see data.answer_format"
     other = "the answer is 'b', not 'c'"
     assert extras == [
         {},

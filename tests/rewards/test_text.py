@@ -91,7 +91,7 @@ def test_accuracy_gives_a_reason():
     assert reasons == [
         None,
         "the answer is 'red square', not 'green square'",
-        "no answer was found in the completion, see data.answer_format",
+        "no answer, see data.answer_format",
         "the row has no solution",
     ]
 
