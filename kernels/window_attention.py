@@ -114,7 +114,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     from torch.nn.attention.varlen import varlen_attn
 
     (starts, longest) = (segments.cu_seqlens, segments.longest)
-    return varlen_attn(q, k, v, starts, starts, longest, longest)
+    out = varlen_attn(q, k, v, starts, starts, longest, longest)
+    assert isinstance(out, Tensor)  # a tuple only if return_aux is given
+    return out
 
 
 # Both block sizes are powers of two: ROWS is the padded number of tokens of a segment, COLUMNS the
