@@ -365,8 +365,8 @@ def rollout_items(
     if run.uses_fsdp and run.rollout.gather_weights:
         gathered = computed_bytes(policy, dtype)
     prompts_only = replace(sampling_batch, num_generations=0)
-    # The gathered adapters of a sharded model already have the dtype of the computation.
-    with nullcontext([]) if run.uses_fsdp else sampling_copies(policy) as copies:
+    by_layer = run.uses_fsdp and not run.rollout.gather_weights
+    with nullcontext([]) if by_layer else sampling_copies(policy) as copies:
         forward = estimator.activations(run, TrainedModels(policy), prompts_only, False)
     rows = sampling_batch.prompts * sampling_batch.num_generations
     items = {

@@ -93,7 +93,10 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 @contextmanager
 def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5_VL]:
-    """Yield the model to sample with, without gradients; on a GPU its adapters are 16-bit copies.
+    """Yield the model to sample with, without gradients.
+
+    On a GPU, its adapters are 16-bit copies (see model/lora.py), unless one layer is gathered at a
+    time.
 
     Args:
         gather_weights: True gathers the full weights of a sharded model on every rank first, so
@@ -107,7 +110,12 @@ def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5
     try:
         # not inference_mode, because tensors that FSDP allocates in it cannot be trained later
         with torch.no_grad():
-            yield model.sharding.gather(model) if gather_weights else model
+            if not gather_weights:
+                yield model
+                return
+            gathered = model.sharding.gather(model)
+            with sampling_copies(gathered):
+                yield gathered
     finally:
         reshard(model)
 

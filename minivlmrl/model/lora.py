@@ -181,9 +181,9 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
     A decode step multiplies few tokens, so the float32 products and conversions of an adapter take
     longer than its base layer. With copies in the dtype of the base, an adapter is two products of
-    16 bits, as in a sharded model. The adapters are not merged into the base, because W + scaling *
-    B A in bfloat16 loses most updates that are small beside W. On a CPU nothing is replaced, so that
-    sampler and trainer can compute equal bits there.
+    16 bits, as with model.compute_dtype. The adapters are not merged into the base, because W +
+    scaling * B A in bfloat16 loses most updates that are small beside W. On a CPU nothing is
+    replaced, so that sampler and trainer can compute equal bits there.
 
     The copies keep their addresses inside the block, because CUDA graphs read them.
 

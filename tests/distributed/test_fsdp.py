@@ -22,10 +22,11 @@ from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
+from minivlmrl.model import lora, vision
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors, save_model
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import inject_adapters
+from minivlmrl.model.lora import adapter_parameters, inject_adapters
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from tests.model.test_lora import adapted
@@ -287,6 +288,33 @@ def test_a_rollout_uses_the_adapters_of_a_sharded_model(alone, gather_weights):
     Sharding(ShardingOptions(enabled=True), ONE, torch.float64).shard(model)
     with rollout_weights(model, gather_weights) as run:
         torch.testing.assert_close(per_token_logps(run, packed)[0], expected)
+
+
+def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monkeypatch):
+    """The copies replace the gathered adapters. With a compute_dtype of 16 bits, these have 16 bits already."""
+    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
+    for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
+        model = adapted(dtype=dtype)
+        Sharding(ShardingOptions(enabled=True), ONE, dtype, compute_dtype=compute_dtype).shard(model)
+        for gather_weights, expected in ((True, torch.bfloat16), (False, torch.float32)):
+            with rollout_weights(model, gather_weights) as run:
+                assert {p.dtype for p in adapter_parameters(run)} == {expected}
+                per_token_logps(run, batch(model.config))
+        assert {p.dtype for p in adapter_parameters(model)} == {torch.float32}
+
+
+def test_the_columns_of_a_sharded_tower_are_padded(alone, monkeypatch):
+    """The padded weights are those that the block has gathered; the gradients have the shapes of the checkpoint."""
+    monkeypatch.setattr(vision, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
+    calls = []
+    original = vision.MLP.forward_padded
+    monkeypatch.setattr(vision.MLP, "forward_padded", lambda *given: calls.append(given[2]) or original(*given))
+    found = gradients(sharded_model(compute_dtype=torch.bfloat16))[1]
+    assert calls and {*calls} == {4}
+    monkeypatch.undo()
+    expected = gradients(sharded_model(compute_dtype=torch.bfloat16))[1]
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 0.02 * gradient.norm(), name
 
 
 @pytest.mark.parametrize(("last", "replies", "told"), [(1, [1, 1, 0], [1, 0, 0]), (9, [1, 1, 0], [1, 1, 0])])
