@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
         recorded = json.loads(options.json.read_text()) if options.json.exists() else {"columns": COLUMNS}
         recorded.setdefault(triton.__version__, {}).update(rows)
         text = json.dumps(recorded, indent=0)
-        options.json.write_text(re.sub(r"\[[^\]]*\]", lambda row: " ".join(row[0].split()), text) + "\n")
+        options.json.write_text(re.sub(r"\[[^\]]*\]", lambda row: "".join(row[0].split()), text) + "\n")
     return 0
 
 
