@@ -40,8 +40,8 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import generate, sampler
 from minivlmrl.generation.cuda_graphs import CapturedDecode
+from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import DTYPES, save_model
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.run import loop
@@ -217,7 +217,7 @@ class GRPOStep(Ours):
         rows = make_rows(56 if toy else case.pixels, run.grpo.prompts_per_step)
         with tempfile.TemporaryDirectory() as folder:
             _, processor, token_ids = small_model(Path(folder))
-        model = build(ModelConfig.from_dict(HUB["toy" if toy else case.size] | token_ids), DTYPES[run.model.dtype])
+        model = build(config_json.from_dict(HUB["toy" if toy else case.size] | token_ids), DTYPES[run.model.dtype])
         inject_adapters(model, run.adapter)
         init_adapters(model, seed=0)
         select_trained(model, run.model.freeze)
@@ -456,7 +456,7 @@ def trl_step(toy: bool, attention: str):
     with tempfile.TemporaryDirectory() as folder:
         small, processor, token_ids = small_model(Path(folder))
         save_model(Path(folder) / "model", small, processor)
-        config = ModelConfig.from_dict(HUB["toy" if toy else STEP.size] | token_ids)
+        config = config_json.from_dict(HUB["toy" if toy else STEP.size] | token_ids)
         model = twin(build(config, torch.float32 if toy else torch.bfloat16))
         model.set_attn_implementation(attention)
         model.generation_config.eos_token_id = None  # so that all completions have the same length

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.model import config_json
 from minivlmrl.model.build import initialize
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
@@ -134,7 +135,7 @@ def twin(ours: Qwen2_5_VL):
         return None
     import transformers
 
-    hub_config = transformers.Qwen2_5_VLConfig.from_dict(ours.config.to_dict())
+    hub_config = transformers.Qwen2_5_VLConfig.from_dict(config_json.to_dict(ours.config))
     with CARD:
         theirs = transformers.Qwen2_5_VLForConditionalGeneration._from_config(hub_config, attn_implementation="sdpa")
     shared = {their_name(name): parameter for name, parameter in ours.state_dict(keep_vars=True).items()}

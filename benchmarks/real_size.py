@@ -29,8 +29,8 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.parsing import read_json
 from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, peak_bytes, plan
 from minivlmrl.files import INDEX, read_lines, save_tensors, write_json
+from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import save_model
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.plain_weights import plain_weights
 from minivlmrl.run.rollout_log import LogLine
 
@@ -116,7 +116,7 @@ def measure(size: str, folder: Path, steps: int) -> dict:
     question = ["--image", str(picture), "--prompt", row["problem"]]
     minivlmrl("chat", "--model", str(export), *question, "--max_new_tokens", "2")
     seconds = [line["step_time"] for line in read_lines(run / "timings.jsonl", LogLine)]
-    costs = MemoryEstimator(ModelConfig.from_dict(read_json(model / "config.json")))
+    costs = MemoryEstimator(config_json.from_dict(read_json(model / "config.json")))
     phases = plan(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
     return {
         "seconds": statistics.median(seconds[1:]),
@@ -142,7 +142,7 @@ def write_folder(folder: Path, values: dict):
     write_json(folder / "config.json", config)
     generator = torch.Generator().manual_seed(0)
     shards = [[]]
-    weights = plain_weights(MemoryEstimator(ModelConfig.from_dict(config)).model)
+    weights = plain_weights(MemoryEstimator(config_json.from_dict(config)).model)
     for name in weights:
         if sum(weights[other].numel() for other in shards[-1]) > SHARD:
             shards.append([])

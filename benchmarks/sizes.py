@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from minivlmrl.model import config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.tasks import shapes
@@ -34,7 +35,7 @@ HUB = {
 
 def config_of(size: str) -> ModelConfig:
     """Return a config of HUB: "3b", "7b" or "toy"."""
-    return ModelConfig.from_dict(HUB[size])
+    return config_json.from_dict(HUB[size])
 
 
 def small_model(folder: Path):

@@ -18,7 +18,7 @@ from minivlmrl.losses.grpo import TERMS, grpo_loss
 from minivlmrl.losses.parity import FIXTURES
 from minivlmrl.losses.preference import dpo_loss
 from minivlmrl.losses.sft import sft_loss
-from minivlmrl.model.config import ModelConfig
+from minivlmrl.model import config_json
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
@@ -100,7 +100,7 @@ def test_minivlmrl_reproduces_the_fixture():
     The fixture has patches, positions, the window order and logits.
     """
     with safe_open(FIXTURES / "tiny_qwen2_5_vl.safetensors", framework="pt") as file:
-        config = ModelConfig.from_dict(json.loads(file.metadata()["config"]), "config")
+        config = config_json.from_dict(json.loads(file.metadata()["config"]), "config")
         x = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, file is no dict
     model = FAMILIES[config.model_type].model(config)
     weights = {name.removeprefix("model/"): value for name, value in x.items() if name.startswith("model/")}

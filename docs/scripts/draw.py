@@ -24,8 +24,8 @@ import torch
 from minivlmrl.losses.grpo import TermInputs, clipped
 from minivlmrl.losses.ppo import gae
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
-from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.families import qwen3_5
+from minivlmrl.model.families.qwen2_5_vl import Qwen2_5VisionConfig
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
 
@@ -258,7 +258,7 @@ def mask() -> str:
 def windows() -> str:
     """Draw the attention windows of an image of 168 x 308 pixels, which has 6 x 11 merged tokens."""
     rows, cols, cell, left, top = 6, 11, 46, 30, 72
-    config = VisionConfig()
+    config = Qwen2_5VisionConfig()
     merge = config.spatial_merge_size
     order, lengths, _ = window_order(torch.tensor([[1, rows * merge, cols * merge]]), config)
     palette = ("#cfe2f3", "#fbe0c4", "#d5ead0", "#e6d8ee", "#fdf1b8", "#f6cfcf")

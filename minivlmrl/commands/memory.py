@@ -22,6 +22,7 @@ from minivlmrl.diagnostics.memory import (
     peak_bytes,
     plan,
 )
+from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
 
 # meaning of the phases (columns) and items (rows) whose name in the table does not explain them
@@ -113,7 +114,7 @@ def model_config(path: Path) -> ModelConfig:
             f"{path}: no such file or folder; if this is a repository id, run `hf download {path} "
             "config.json` and pass the file"
         )
-    return ModelConfig.from_dict(read_json(path if path.is_file() else path / "config.json"))
+    return config_json.from_dict(read_json(path if path.is_file() else path / "config.json"))
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:

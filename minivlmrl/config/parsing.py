@@ -271,7 +271,8 @@ class Reader:
         plain = getattr(hint, "__supertype__", hint)  # str for a NewType
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            return self.read_section(hint, value, name)
+            # a caller may have built a section already, such as a subclass of its type
+            return value if isinstance(value, hint) else self.read_section(hint, value, name)
         if origin in (typing.Union, types.UnionType):
             return self._read_union(hint, value, name)
         if origin is Annotated:

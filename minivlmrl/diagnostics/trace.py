@@ -42,7 +42,14 @@ PACKAGE = Path(loop.__file__).parents[1]
 # files in the reading list of the README, in the same order; the page shows their lines
 READING_LIST = (
     *("data/image", "data/messages", "data/chat_template", "data/rows", "data/processor"),
-    *("model/rope", "model/vision", "model/attention", "model/packing", "model/decoder"),
+    *(
+        "model/config",
+        "model/rope",
+        "model/vision",
+        "model/attention",
+        "model/packing",
+        "model/decoder",
+    ),
     "model/logprobs",
     *("generation/generate", "rewards/text", "rewards/columns", "losses/advantages", "losses/grpo"),
     *("trainers/rollout", "trainers/grpo", "run/loop"),

@@ -13,6 +13,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpec
@@ -39,7 +40,7 @@ def random_model(
 ) -> tuple[Qwen2_5_VL, Processor]:
     """Build a model with random weights for a config.json and a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
-    config = ModelConfig.from_dict(values, str(config_file))
+    config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
     # a text_config may set a vocab_size above the number of tokens in the tokenizer
     vocab_size = max(len(tokenizer), config.vocab_size)

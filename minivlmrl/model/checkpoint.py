@@ -29,6 +29,7 @@ from minivlmrl.files import (
     weight_files,
     write_json,
 )
+from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL, Sharder
@@ -104,7 +105,7 @@ def load_model(
 
 def read_config(folder: Path) -> ModelConfig:
     """Read the config.json of a folder; raise ValueError if it is missing or invalid."""
-    return ModelConfig.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
+    return config_json.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
 def _read_weights(
@@ -418,7 +419,7 @@ def check_finite(name: str, tensor: Tensor, folder: str | Path):
 def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
     """Write all files of a model's folder except the weights."""
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-    write_json(folder / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+    write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
     carried = tokenizer.files
     for name, content in carried.items():

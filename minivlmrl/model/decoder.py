@@ -11,7 +11,7 @@ ModelConfig of model/config.py.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from minivlmrl.kernels.dense_attention import gather_rows
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, GroupAttention
+from minivlmrl.model.config import ModelConfig, VisionConfig
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.rope import apply_rotary, text_rotary
 from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
-
-if TYPE_CHECKING:
-    from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
 class Sharder(Protocol):
@@ -59,8 +57,8 @@ class Qwen2_5_VL(nn.Module):
 
     def __init__(
         self,
-        config: "ModelConfig",
-        tower: Callable[["VisionConfig"], VisionTower] = VisionTransformer,
+        config: ModelConfig,
+        tower: Callable[[VisionConfig], VisionTower] = VisionTransformer,
         layer_type: "type[DecoderLayer] | None" = None,
     ):
         super().__init__()
@@ -117,7 +115,7 @@ def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tenso
 class TextModel(nn.Module):
     """The decoder: token embeddings, layers and final norm."""
 
-    def __init__(self, config: "ModelConfig", layer_type: "type[DecoderLayer]"):
+    def __init__(self, config: ModelConfig, layer_type: "type[DecoderLayer]"):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -159,7 +157,7 @@ class SelfAttention(nn.Module):
     `index` is the index of the layer. It selects the keys and values of the layer in the KV cache.
     """
 
-    def __init__(self, config: "ModelConfig", index: int):
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.index = index
         self.head_dim = config.head_dim
@@ -192,7 +190,7 @@ class DecoderLayer(nn.Module):
     attention_type: type[SelfAttention] | None = SelfAttention
     mlp: nn.Module
 
-    def __init__(self, config: "ModelConfig", index: int):
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.input_layernorm = self.norm_type(config.hidden_size, config.rms_norm_eps)
         if self.attention_type:

@@ -7,7 +7,6 @@ packs prompts without completions.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +15,8 @@ from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.linear_log_softmax import join_masks
 from minivlmrl.model.attention import GroupLayout
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.rope import get_rope_index
-
-if TYPE_CHECKING:
-    from minivlmrl.model.config import ModelConfig
 
 
 @dataclass
@@ -61,7 +58,7 @@ class GroupBatch:
 
 
 def pack(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: "ModelConfig",
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: ModelConfig,
     device: torch.device | str = "cpu", rows: Sequence[int] | None = None,
 ) -> GroupBatch:  # fmt: skip
     """Concatenate prompts and their completions into one GroupBatch.
@@ -126,7 +123,7 @@ class Span:
     grids: Sequence[Tensor] = ()  # patch grids, each (images and videos, 3)
 
 
-def lay_group(prompt: Prompt, group: Sequence[Completion], config: "ModelConfig") -> list[Span]:
+def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Span]:
     """Create the Spans of a prompt and its completions, which continue where the prompt ends."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw

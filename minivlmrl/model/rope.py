@@ -5,19 +5,16 @@ ModelConfig of model/config.py, except in `vision_rotary`, where `config` is a V
 """
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from minivlmrl.kernels.backend import to_device
-
-if TYPE_CHECKING:
-    from minivlmrl.model.config import ModelConfig, VisionConfig
+from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
 def get_rope_index(
-    input_ids: Tensor, image_grid_thw: Tensor, config: "ModelConfig",
+    input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfig,
     second_per_grid_ts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the (time, height, width) M-RoPE position of every prompt token.
@@ -86,7 +83,7 @@ def _text_positions(first: int, count: int) -> Tensor:
     return torch.arange(first, first + count).expand(3, -1)
 
 
-def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "VisionConfig") -> Tensor:
+def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: VisionConfig) -> Tensor:
     """Return the time, row and column of each merged token, from 0 on: (3, t * rows * cols)."""
     time = torch.arange(t)
     # Qwen2-VL does not have tokens_per_second, so a time step is one position
@@ -99,7 +96,7 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: "Visio
 
 
 def text_rotary(
-    position_ids: Tensor, config: "ModelConfig", dtype: torch.dtype
+    position_ids: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of M-RoPE. config.mrope_axes has the axis of each frequency.
 
@@ -116,7 +113,7 @@ def text_rotary(
 
 
 def vision_rotary(
-    image_grid_thw: Tensor, config: "VisionConfig", device: torch.device | str = "cpu"
+    image_grid_thw: Tensor, config: VisionConfig, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines of the vision tower's 2-D rotary embedding for each patch.
 

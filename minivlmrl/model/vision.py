@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,8 @@ from minivlmrl.kernels.backend import is_half_on_gpu, to_device
 from minivlmrl.kernels.dense_attention import Reorder
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.kernels.window_attention import Segments, window_attention
+from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
-
-if TYPE_CHECKING:
-    from minivlmrl.model.config import VisionConfig
-
 
 ALIGNED = 8  # number of 16-bit values in 16 bytes
 
@@ -81,7 +77,7 @@ EPS = 1e-6  # epsilon of the norms in the vision tower
 
 
 def window_order(
-    image_grid_thw: Tensor, config: "VisionConfig"
+    image_grid_thw: Tensor, config: VisionConfig
 ) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window, so that the tokens of a window are contiguous.
 
@@ -96,7 +92,7 @@ def window_order(
         order: (M,) int64, the raster index of each merged token, in window order.
         window_lengths: the number of patches in each window, in window order.
         frame_lengths: the number of patches in each frame, in window order.
-    Source: get_window_index of transformers' Qwen2_5_VL, without its padding by -100.
+    Source: get_window_index of Qwen2.5-VL in transformers, without its padding by -100.
     """
     merge = config.spatial_merge_size
     order = []
@@ -142,7 +138,7 @@ class Layout:
 # that were created in inference mode.
 @torch.inference_mode(False)
 def lay_out(
-    grids: tuple[tuple[int, int, int], ...], config: "VisionConfig", device: torch.device
+    grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device
 ) -> Layout:
     """Compute the Layout of images and videos whose patch grids are (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
@@ -161,16 +157,27 @@ def lay_out(
 
 
 class VisionTower(nn.Module):
-    """Base class that declares the attributes common to the vision towers of all families."""
+    """Base class of the vision towers of all families, with the names that other files use.
 
-    config: "VisionConfig"
+    Its forward has the arguments and results of VisionTransformer.forward. A tower may also have
+    - pos_embed: nn.Embedding of learned positions, which model/build.py initialises with the
+      standard deviation config.initializer_range instead of that of a matrix;
+    - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
+      part "merger", see PARTS in model/plain_weights.py.
+    Layers that write into the residual stream have one of the name ends INTO_RESIDUAL in
+    model/build.py. Otherwise their initial weights are too large.
+    """
+
+    config: VisionConfig
     patch_embed: "PatchEmbed"
+    # units of sharding (distributed/fsdp.py) and of activation checkpointing; their number scales
+    # initial weights (model/build.py)
     blocks: nn.ModuleList
-    merger: nn.Module
+    merger: nn.Module  # the part "merger" of the model; all other weights are the part "vision"
 
 
 class VisionTransformer(VisionTower):
-    def __init__(self, config: "VisionConfig", mlp: Callable[..., nn.Module] = MLP):
+    def __init__(self, config: VisionConfig, mlp: Callable[..., nn.Module] = MLP):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
@@ -206,7 +213,7 @@ class VisionTransformer(VisionTower):
 class PatchEmbed(nn.Module):
     """Linear projection of flattened patches, whose weight is stored as a 3-D convolution."""
 
-    def __init__(self, config: "VisionConfig"):
+    def __init__(self, config: VisionConfig):
         super().__init__()
         size = (config.temporal_patch_size, config.patch_size, config.patch_size)
         self.proj = nn.Conv3d(config.in_channels, config.hidden_size, size, size, bias=False)
@@ -217,7 +224,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, config: "VisionConfig", mlp: Callable[..., nn.Module]):
+    def __init__(self, config: VisionConfig, mlp: Callable[..., nn.Module]):
         super().__init__()
         self.norm1 = NORMS[config.norm](config.hidden_size, EPS)
         self.norm2 = NORMS[config.norm](config.hidden_size, EPS)
@@ -230,7 +237,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    def __init__(self, config: "VisionConfig"):
+    def __init__(self, config: VisionConfig):
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
@@ -246,7 +253,7 @@ class VisionAttention(nn.Module):
 class PatchMerger(nn.Module):
     """Normalise patches, concatenate each 2 x 2 block, and apply an MLP with two layers."""
 
-    def __init__(self, config: "VisionConfig"):
+    def __init__(self, config: VisionConfig):
         super().__init__()
         self.width = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = NORMS[config.norm](config.hidden_size, EPS)

@@ -22,9 +22,9 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import prepare_tools
+from minivlmrl.model import config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import Qwen2_5_VL, Sharder
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
@@ -152,7 +152,7 @@ def make_tokenizer(
             "model.config needs the tokenizer of a built-in task, or rows to train a tokenizer on; "
             "set data.task, or set model.path to use a checkpoint instead"
         )
-    vocab_size = ModelConfig.from_dict(read_json(Path(model_config)), model_config).vocab_size
+    vocab_size = config_json.from_dict(read_json(Path(model_config)), model_config).vocab_size
     return train_tokenizer(tokenizer_texts(datasets), vocab_size)
 
 

@@ -14,7 +14,7 @@ from minivlmrl.__main__ import main as start
 from minivlmrl.commands.memory import memory_table
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, MemoryEstimator, peak_bytes, plan
-from minivlmrl.model.config import ModelConfig
+from minivlmrl.model import config_json
 
 import tiny
 
@@ -33,7 +33,7 @@ def estimator_for(model, num_layers=None):
         values["text_config"]["num_hidden_layers"] = num_layers
         if "layer_types" in values["text_config"]:
             del values["text_config"]["layer_types"][num_layers:]
-    return MemoryEstimator(ModelConfig.from_dict(values))
+    return MemoryEstimator(config_json.from_dict(values))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,7 +95,7 @@ def test_the_command(tmp_path, capsys):
     small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
     start(["memory", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
     shown = capsys.readouterr().out
-    assert f"{MemoryEstimator(ModelConfig.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
+    assert f"{MemoryEstimator(config_json.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
     table, legend = shown.split("| total |")
     explained = re.findall(r"(?m)^(.+?): ", legend)

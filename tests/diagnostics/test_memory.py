@@ -28,10 +28,9 @@ from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
 from minivlmrl.kernels import shared_prefix
-from minivlmrl.model import lora, vision
+from minivlmrl.model import config_json, lora, vision
 from minivlmrl.model.build import initialize
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.families.routers import load_balancing_loss
@@ -89,7 +88,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     # as on a GPU, where float32 has no kernel that returns log-sum-exps
     monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
-    config = ModelConfig.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
+    config = config_json.from_dict(CONFIGS["tied" if form == "all weights" else "wider"])
     stage = "ppo" if "critic" in form else "grpo"
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
@@ -138,7 +137,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
 def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
     """On a GPU, attention in float32 copies the keys of a prompt for each completion, and in bfloat16 it does not."""
     work = BatchShape(prompts=1, num_generations=8, text_tokens=2000, image_tokens=0, completion_tokens=8)
-    costs, run = MemoryEstimator(ModelConfig.from_dict(CONFIGS["wider"])), run_config()
+    costs, run = MemoryEstimator(config_json.from_dict(CONFIGS["wider"])), run_config()
     saved = {}
     for dtype in ("float32", "bfloat16"):
         run.model.dtype = dtype
@@ -156,7 +155,7 @@ def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
 def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
     """In 16 bits on a GPU, a tower with 2,500 columns keeps padded weights of 2,504 for the backward pass."""
     vision_config = MODEL["vision_config"] | {"depth": 3, "intermediate_size": 2500}
-    config = ModelConfig.from_dict(MODEL | {"vision_config": vision_config})
+    config = config_json.from_dict(MODEL | {"vision_config": vision_config})
     costs, run = MemoryEstimator(config), run_config()
     run.model.dtype = "bfloat16"
     work = replace(WORK, image_tokens=4, completion_tokens=2)
@@ -173,7 +172,7 @@ def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
 
 def test_16_bit_copies_of_adapters_are_estimated():
     """They are half as large as the adapters and exist in rollouts only; float32 models need none."""
-    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    costs, lengths = MemoryEstimator(config_json.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     found = {}
     for dtype in ("bfloat16", "float32"):
         run = run_config(adapter=LoRAOptions(r=4))
@@ -203,7 +202,7 @@ def test_sampling_a_token_takes_the_estimated_memory(options, rel):
 
 def test_a_rollout_joins_the_weights_of_q_k_and_v():
     """CUDA graphs read the joined weights; layers with adapters are not joined."""
-    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    costs, lengths = MemoryEstimator(config_json.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     layer = costs.model.model.layers[0].self_attn
     projections = torch.nn.ModuleList([layer.q_proj, layer.k_proj, layer.v_proj])
     size = costs.config.num_hidden_layers * sum(p.numel() for p in projections.parameters()) * 4
@@ -216,7 +215,7 @@ def test_a_rollout_joins_the_weights_of_q_k_and_v():
 
 def test_options_that_save_memory():
     """Sharding divides the memory by the number of ranks. Parts that are not needed take none."""
-    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    costs, lengths = MemoryEstimator(config_json.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
     run = run_config(sharding=ShardingOptions(enabled=True))
     shared = plan(run, "grpo", costs, 4, *lengths)["train"]
@@ -251,7 +250,7 @@ def test_estimates_do_not_depend_on_earlier_ones():
 
     For 16 images of a 3B model, the cached tables take 43 MB.
     """
-    costs = MemoryEstimator(ModelConfig.from_dict(MODEL))
+    costs = MemoryEstimator(config_json.from_dict(MODEL))
     plans = [plan(run_config(), "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens) for _ in range(3)]
     assert plans[1] == plans[2]
     for name, items in plans[0].items():
@@ -262,14 +261,14 @@ def test_estimates_do_not_depend_on_earlier_ones():
 def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
-    costs = MemoryEstimator(ModelConfig.from_dict(CONFIGS["wider"]))
+    costs = MemoryEstimator(config_json.from_dict(CONFIGS["wider"]))
     planned = plan(run, "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens)["train"]["reward model"]
     assert planned == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
 @pytest.mark.parametrize("option", ["precompute_ref_log_probs", "reference_free"])
 def test_dpo_without_a_reference_is_estimated_without_one(option):
-    costs, lengths = MemoryEstimator(ModelConfig.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    costs, lengths = MemoryEstimator(config_json.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     run = run_config()
     kept = plan(run, "dpo", costs, 1, *lengths)
     setattr(run.dpo, option, True)
@@ -290,7 +289,7 @@ def test_a_custom_optimizer_is_estimated_by_its_state(tmp_path, moments):
         "    return torch.optim.SGD(parameters, rate, momentum)\n"
     )
     run = run_config(optimizer=OptimizerOptions(f"{file}:sgd(momentum=0.{9 * moments})"))
-    phases = plan(run, "grpo", MemoryEstimator(ModelConfig.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
+    phases = plan(run, "grpo", MemoryEstimator(config_json.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
     assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
 
 
@@ -332,7 +331,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
     given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
     run_training(run)
-    size = memory.state_bytes(run, "sft", MemoryEstimator(ModelConfig.from_dict(read_json(checkpoint / "config.json"))))
+    size = memory.state_bytes(run, "sft", MemoryEstimator(config_json.from_dict(read_json(checkpoint / "config.json"))))
     for state in folder.glob("states/*"):
         assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
     sizes = r"sft saves 3 training states of \S+ GB, but only \S+ GB are free for \S+/new/run\. Free some space"
@@ -348,7 +347,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
 def test_the_balance_loss_of_experts_is_estimated(recomputed, monkeypatch):
     """The balance loss keeps the probabilities of all 256 experts until the backward pass."""
     sizes = tiny.RUN_QWEN3_MOE["text_config"] | {"num_experts": 256, "mlp_only_layers": []}
-    config = ModelConfig.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
+    config = config_json.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
     costs, run = MemoryEstimator(config), run_config()
     run.model.activation_checkpointing = recomputed
     model = costs.build(run, "grpo").to_empty(device="cpu")

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.packing import pack
 
@@ -36,7 +37,7 @@ def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype
 
     The weights are those of tiny.telling_weights.
     """
-    config = transformers.AutoConfig.for_model(**tiny.config(tied, model_type=model_type).to_dict())
+    config = transformers.AutoConfig.for_model(**config_json.to_dict(tiny.config(tied, model_type=model_type)))
     theirs = CLASSES[model_type]._from_config(config, **EAGER).to(dtype)
     tiny.telling_weights(theirs)
     theirs.tie_weights()

@@ -7,7 +7,7 @@ import torch
 
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model import packing
-from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
+from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
 from minivlmrl.model.families.registry import FAMILIES
 
@@ -103,21 +103,21 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
     family = FAMILIES[model_type]
     text = {"mrope_section": (2, 3, 3)}
     if model_type == "qwen2_vl":
-        own = {"intermediate_size": 64, **family.tower}
+        own = {"intermediate_size": 64}
     elif model_type in ("qwen3_vl", "qwen3_vl_moe"):  # head_dim is not hidden_size / heads
         text = {**family.text, "head_dim": 24, "mrope_section": (6, 3, 3)}
-        own = {"intermediate_size": 64, **family.tower}
+        own = {"intermediate_size": 64, "patch_size": 14}
         own |= {"num_position_embeddings": 36, "deepstack_visual_indexes": (2, 0)}
     elif model_type in ("qwen3_5", "qwen3_5_moe"):  # every second layer attends
         text = {**family.text, **LAYERS, "recurrent": RecurrentConfig(**RECURRENT), "mrope_section": (2, 1, 1)}
-        own = {"intermediate_size": 64, **family.tower, "num_position_embeddings": 36}
+        own = {"intermediate_size": 64, "patch_size": 14, "num_position_embeddings": 36}
     else:
         own = {"intermediate_size": 44, "fullatt_block_indexes": (1, 3), "tokens_per_second": 2}
     if model_type == "qwen3_vl_moe":
         text["experts"] = ExpertsConfig(**EXPERTS, mlp_only_layers=[1])
     elif model_type == "qwen3_5_moe":
         text["experts"] = ExpertsConfig(**EXPERTS, shared_expert_intermediate_size=20)
-    vision = VisionConfig(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
+    vision = family.vision_config(depth=4, hidden_size=32, num_heads=2, out_hidden_size=64, **own)
     return ModelConfig(
         model_type=model_type,
         **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96} | text,

@@ -20,10 +20,9 @@ from minivlmrl.data.folder_template import FILES
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.files import INDEX
-from minivlmrl.model import build, checkpoint
+from minivlmrl.model import build, checkpoint, config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.qwen3_5 import CentredRMSNorm, GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import inject_adapters
@@ -61,11 +60,11 @@ def processor():
 
 @pytest.mark.parametrize(("written", "expected"), [({}, 0.02), ({"initializer_range": 1.0}, 1.0)])
 def test_initializer_range_is_the_deviation_of_new_position_embeddings(written, expected):
-    values = tiny.config(model_type="qwen3_vl").to_dict()
+    values = config_json.to_dict(tiny.config(model_type="qwen3_vl"))
     values["vision_config"].pop("initializer_range")
     values["vision_config"] |= {"num_position_embeddings": 1024, **written}
-    config = ModelConfig.from_dict(values)
-    assert config.to_dict()["vision_config"]["initializer_range"] == expected
+    config = config_json.from_dict(values)
+    assert config_json.to_dict(config)["vision_config"]["initializer_range"] == expected
     model = build.model_from_config(config, "config.json")
     build.initialize(model, torch.Generator().manual_seed(0))
     assert model.visual.pos_embed.weight.std().item() == pytest.approx(expected, rel=0.05)

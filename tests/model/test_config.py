@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from hub_configs import QWEN3_SIZES, SIZES, real_config, tiny_config
 
 from minivlmrl.data.tokenizer import train_tokenizer
-from minivlmrl.model import checkpoint
+from minivlmrl.model import checkpoint, config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.registry import FAMILIES
@@ -23,7 +24,7 @@ RECORDS = {v: json.loads((RECORDED / f"checkpoints_transformers_{v}.json").read_
 
 @pytest.mark.parametrize("size", SIZES | QWEN3_SIZES)
 def test_models_on_the_hub_have_the_known_number_of_parameters(size):
-    config = ModelConfig.from_dict(real_config(size))
+    config = config_json.from_dict(real_config(size))
     with torch.device("meta"):
         model = FAMILIES[config.model_type].model(config)
     assert (sum(p.numel() for p in model.parameters()), len(list(model.parameters()))) == (SIZES | QWEN3_SIZES)[size]
@@ -34,9 +35,9 @@ def test_models_on_the_hub_have_the_known_number_of_parameters(size):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_configs_saved_by_older_transformers_are_read(version, size):
     """Most fine-tuned folders have such files. Version 4.49 leaves out default values."""
-    ours = [ModelConfig.from_dict(content) for content in (real_config(size), RECORDS[version]["configs"][size])]
+    ours = [config_json.from_dict(content) for content in (real_config(size), RECORDS[version]["configs"][size])]
     for config in ours:
-        config.extra = {}
+        config.extra, config.vision_config = {}, replace(config.vision_config, extra={})
     assert ours[0] == ours[1]
 
 
@@ -44,19 +45,29 @@ def test_the_top_level_decides_whether_the_head_is_tied():
     """transformers 5 repeats tie_word_embeddings inside text_config, with its class default."""
     nested = {"tie_word_embeddings": True, "text_config": {**tiny.RUN_MODEL, "tie_word_embeddings": False}}
     config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
-    assert ModelConfig.from_dict(config).tie_word_embeddings
-    assert not ModelConfig.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings
+    assert config_json.from_dict(config).tie_word_embeddings
+    assert not config_json.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings
 
 
 def test_mrope_section_counts_inside_rope_scaling_alone():
     outside = {"mrope_section": tiny.RUN_MODEL["rope_scaling"]["mrope_section"], "rope_scaling": {"type": "mrope"}}
     with pytest.raises(ValueError, match=r"mrope_section is \[16, 24, 24\]"):
-        ModelConfig.from_dict(tiny.RUN_MODEL | outside)
+        config_json.from_dict(tiny.RUN_MODEL | outside)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_unknown_keys_are_kept(model_type):
+    """Every key of the file is written again, with its value, and so is a key that no family knows."""
+    given = tiny_config(model_type, tied=False)
+    vision = given["vision_config"] | {"foo_new_field": {"a": [7]}}
+    written = config_json.to_dict(config_json.from_dict(given | {"vision_config": vision, "another": 8}))
+    assert written["vision_config"].items() >= vision.items()
+    assert {**written, **written.get("text_config", {})}["another"] == 8
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_written_config_has_only_fields_of_its_family(model_type):
-    config = tiny.config(model_type=model_type).to_dict()
+    config = config_json.to_dict(tiny.config(model_type=model_type))
     text = config.get("text_config", config)
     recurrent = [name for name in text if name.startswith("linear_") or name == "full_attention_interval"]
     assert len(recurrent) == (6 if model_type.startswith("qwen3_5") else 0)
@@ -93,7 +104,7 @@ def test_default_values_are_those_of_transformers(transformers):
     towers = {"qwen2_5_vl": {"out_hidden_size": 32}, "qwen2_vl": {"hidden_size": 32}}
     for model_type, said in itertools.product(towers, ({}, {"rope_theta": 7e5})):
         values = text | {"model_type": model_type, "vision_config": towers[model_type], **said}
-        ours, theirs = ModelConfig.from_dict(values), transformers.AutoConfig.for_model(**values)
+        ours, theirs = config_json.from_dict(values), transformers.AutoConfig.for_model(**values)
         assert ours.rms_norm_eps == theirs.text_config.rms_norm_eps
         assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
         assert ours.partial_rotary_factor == theirs.text_config.rope_parameters.get("partial_rotary_factor", 1.0)
@@ -118,7 +129,7 @@ def test_default_values_of_newer_families_are_those_of_transformers(model_type, 
     given = {"model_type": model_type, "text_config": text, "vision_config": vision}
     theirs = transformers.AutoConfig.for_model(**given)
     for config in (given, json.loads(theirs.to_json_string())):
-        ours = ModelConfig.from_dict(config)
+        ours = config_json.from_dict(config)
         assert [field_of(ours, name) for name in names] == [getattr(theirs.text_config, name) for name in names]
         assert [getattr(ours, name) for name in IDS] == [getattr(theirs, name) for name in IDS]
         found = theirs.text_config.rope_parameters
@@ -164,9 +175,9 @@ SAME |= {"mrope_section": (11, 11, 10), "rms_norm_eps": 1e-6, "tie_word_embeddin
 def test_qwen3_6_and_3_8_are_read_as_qwen3_5():
     """Qwen3.6-27B and Qwen3.8-27B also name the gate of their recurrent layers, as in Qwen3.5."""
     config = real_config("Qwen3.5-27B")
-    ours = ModelConfig.from_dict(config)
+    ours = config_json.from_dict(config)
     config["text_config"]["output_gate_type"] = "swish"
-    newer = ModelConfig.from_dict(config)
+    newer = config_json.from_dict(config)
     assert newer.extra.pop("output_gate_type") == "swish" and newer == ours
     assert {name: field_of(newer, name) for name in SAME} == SAME
     tower = newer.vision_config
@@ -200,7 +211,7 @@ NO_OTHER += "other mixtures of experts and qwen4_exp are not supported"
 ])  # fmt: skip
 def test_unsupported_values_are_refused(path, value, says):
     with pytest.raises(ValueError) as error:
-        ModelConfig.from_dict(changed(path, value), "FOLDER/config.json")
+        config_json.from_dict(changed(path, value), "FOLDER/config.json")
     assert str(error.value).startswith("FOLDER/config.json: ") and says in str(error.value)
 
 
@@ -224,7 +235,7 @@ def test_any_value_of_any_key_is_read_or_refused(model_type):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(checkpoint, "read_json", lambda _, config=config: config)
                 try:
-                    found = repr(ModelConfig.from_dict(config, "config.json"))
+                    found = repr(config_json.from_dict(config, "config.json"))
                     if found not in built:
                         built.add(found)
                         build("config.json")

@@ -11,6 +11,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
+from minivlmrl.model import config_json
 from minivlmrl.run import setup
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import build_model
@@ -89,7 +90,7 @@ def test_prompts_of_all_kinds_have_the_dtype_of_the_processor(build):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_the_default_box_space_depends_on_the_family(build, tmp_path, family):
-    (tmp_path / "model.json").write_text(json.dumps(tiny.config(model_type=family).to_dict()))
+    (tmp_path / "model.json").write_text(json.dumps(config_json.to_dict(tiny.config(model_type=family))))
     options = f"--model.config={tmp_path / 'model.json'}", "--data.task=shapes"
     _, plain = build(*options)
     assert plain.box_space == ("resized" if family == "qwen2_5_vl" else "thousandths")

@@ -1,9 +1,29 @@
-"""Qwen2.5-VL. Its modules and its config are the defaults of the package."""
+"""Qwen2.5-VL. Its modules are the defaults of the package; this file has the config of its tower."""
 
-from minivlmrl.model.families.registry import ROTARY_ONLY, ModelSpec
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from minivlmrl.config.parsing import check_field
+from minivlmrl.model.config import Size, TokenId, VisionConfig
+from minivlmrl.model.families.registry import ModelSpec
+
+
+@dataclass(frozen=True)
+class Qwen2_5VisionConfig(VisionConfig):
+    """Config of the vision tower of Qwen2.5-VL, most of whose blocks attend within windows."""
+
+    norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "rms_norm"
+    window_size: Size | None = 112
+    fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)
+    tokens_per_second: Size | None = 4
+
+    def __post_init__(self):
+        if self.window_size is not None:
+            token_side = self.patch_size * self.spatial_merge_size
+            fits = self.window_size >= token_side
+            check_field(fits, "window_size", self.window_size, f"{token_side} or more")
+
 
 SPECS = {
-    "qwen2_5_vl": ModelSpec(
-        architecture="Qwen2_5_VLForConditionalGeneration", tower={"norm": "rms_norm", **ROTARY_ONLY}
-    )
+    "qwen2_5_vl": ModelSpec("Qwen2_5_VLForConditionalGeneration", vision_config=Qwen2_5VisionConfig)
 }

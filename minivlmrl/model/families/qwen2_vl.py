@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
+from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.families.registry import ROTARY_ONLY, ModelSpec
+from minivlmrl.model.families.registry import ModelSpec
 from minivlmrl.model.vision import VisionTransformer
 
 
@@ -26,15 +27,6 @@ class QuickGELUMLP(nn.Module):
         return self.fc2(h * torch.sigmoid(1.702 * h))
 
 
-# values of VisionConfig that the config.json of Qwen2-VL does not contain
-TOWER = {
-    "norm": "layer_norm",
-    "window_size": None,
-    "fullatt_block_indexes": (),
-    "tokens_per_second": None,
-}
-
-
 @dataclass
 class Tower:
     """Fields of the vision_config in config.json whose names differ from those in VisionConfig."""
@@ -47,7 +39,8 @@ class Tower:
 def read_vision(vision: dict, where: str) -> dict:
     """Convert the vision_config of Qwen2-VL to the field names of VisionConfig."""
     tower = build(Tower, vision, where, "vision_config.", json=True)
-    return vision | {
+    others = {name: value for name, value in vision.items() if name not in vars(tower)}
+    return others | {
         "hidden_size": tower.embed_dim,
         "intermediate_size": int(tower.embed_dim * tower.mlp_ratio),
         "out_hidden_size": tower.hidden_size,
@@ -68,7 +61,7 @@ def write_config(config: dict) -> dict:
 SPECS = {
     "qwen2_vl": ModelSpec(
         architecture="Qwen2VLForConditionalGeneration",
-        tower={**TOWER, **ROTARY_ONLY},
+        vision_config=VisionConfig,
         hidden_act="quick_gelu",
         model=partial(Qwen2_5_VL, tower=partial(VisionTransformer, mlp=QuickGELUMLP)),
         read_vision=read_vision,

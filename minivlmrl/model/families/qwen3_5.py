@@ -242,10 +242,7 @@ def _decode_recurrent_layer(
     return torch.cat(results)
 
 
-# TOWER has values that config.json does not contain. LAYERS and TEXT_DEFAULTS are defaults of
-# transformers for keys that config.json may omit.
-NO_DEEPSTACK = {"deepstack_visual_indexes": ()}
-TOWER = qwen3_vl.TOWER | NO_DEEPSTACK
+# LAYERS and TEXT_DEFAULTS are defaults of transformers for keys that config.json may omit.
 LAYERS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -288,10 +285,9 @@ SPECS = {
     "qwen3_5": replace(
         QWEN3_VL,
         architecture="Qwen3_5ForConditionalGeneration",
-        tower=TOWER,
+        vision_config=qwen3_vl.Qwen3VisionConfig,
         text=qwen3_vl.TEXT,
         defaults=TEXT_DEFAULTS,
-        read_vision=lambda vision, where: qwen3_vl.VISION_DEFAULTS | vision | NO_DEEPSTACK,
         write=write_config,
         # the layer for multi-token prediction, which predicts the token after the next one
         unused_prefixes=("mtp.",),

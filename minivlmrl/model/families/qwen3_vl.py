@@ -23,11 +23,45 @@ from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.image_settings import FIXED, patch_settings
-from minivlmrl.model.config import VisionConfig
+from minivlmrl.model.config import Depth, Size, TokenId, VisionConfig
 from minivlmrl.model.decoder import Qwen2_5_VL
-from minivlmrl.model.families import qwen2_vl
 from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec
 from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, lay_out
+
+
+@dataclass(frozen=True)
+class Qwen3VisionConfig(VisionConfig):
+    """Config of the vision tower of Qwen3.5, which learns positions."""
+
+    depth: Depth = 27
+    hidden_size: Size = 1152
+    intermediate_size: Size = 4304
+    patch_size: Size = 16
+    # number of learned position embeddings, which form a square grid that is interpolated to the
+    # size of each image
+    num_position_embeddings: Size = 2304
+
+    def __post_init__(self):
+        count = self.num_position_embeddings
+        is_square = math.isqrt(count) ** 2 == count
+        check_field(is_square, "num_position_embeddings", count, "a square number")
+
+
+@dataclass(frozen=True)
+class DeepStackVisionConfig(Qwen3VisionConfig):
+    """Config of the vision tower of Qwen3-VL, with DeepStack."""
+
+    deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
+
+    def __post_init__(self):
+        super().__post_init__()
+        blocks = self.deepstack_visual_indexes
+        check_field(
+            len(set(blocks)) == len(blocks) and all(i < self.depth for i in blocks),
+            "deepstack_visual_indexes",
+            list(blocks),
+            f"a list of different indices below depth ({self.depth})",
+        )
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
@@ -59,13 +93,14 @@ class Merger(nn.Module):
 class Qwen3VisionTransformer(VisionTower):
     """Vision tower with DeepStack, in which inner blocks also compute inputs for decoder layers."""
 
-    def __init__(self, config: VisionConfig):
+    config: Qwen3VisionConfig
+
+    def __init__(self, config: Qwen3VisionConfig):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
         self.patch_embed.proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
-        count = config.num_position_embeddings  # if count is None, nn.Embedding raises an error
-        self.pos_embed = nn.Embedding(count, config.hidden_size)  # pyright: ignore[reportArgumentType]
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config, gelu_mlp) for _ in range(config.depth))
         self.merger = Merger(config, norm_all_patches=False)
         deep = config.deepstack_visual_indexes
@@ -127,23 +162,14 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# TOWER and TEXT are values that config.json does not contain. TEXT_DEFAULTS and VISION_DEFAULTS are
-# defaults of transformers for keys that config.json may omit.
-TOWER = qwen2_vl.TOWER
+# TEXT has values that config.json does not contain. TEXT_DEFAULTS are defaults of transformers for
+# keys that config.json may omit.
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 5e5,
     "mrope_section": [24, 20, 20],
     "head_dim": 128,
-}
-VISION_DEFAULTS = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": (8, 16, 24),
 }
 # keys that are at the top level of config.json instead of in text_config
 TOP_LEVEL = (
@@ -304,11 +330,10 @@ def write_videos(images: ImageProcessor) -> dict:
 SPECS = {
     "qwen3_vl": ModelSpec(
         architecture="Qwen3VLForConditionalGeneration",
-        tower=TOWER,
+        vision_config=DeepStackVisionConfig,
         text={**TEXT, **ALL_ATTEND},
         defaults=TEXT_DEFAULTS,
         hidden_act="gelu_pytorch_tanh",
-        read_vision=lambda vision, where: VISION_DEFAULTS | vision,
         write=write_config,
         files_have_module_names=True,
         model=partial(Qwen2_5_VL, tower=Qwen3VisionTransformer),

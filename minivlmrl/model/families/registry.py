@@ -11,17 +11,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.model.decoder import Qwen2_5_VL
-
-if TYPE_CHECKING:
-    from minivlmrl.model.config import ModelConfig
-    from minivlmrl.model.families.routers import RouterLog
-    from minivlmrl.model.plain_weights import Weight
+from minivlmrl.model.config import ModelConfig, VisionConfig
+from minivlmrl.model.decoder import Qwen2_5_VL, TextModel
+from minivlmrl.model.packing import GroupBatch
+from minivlmrl.model.plain_weights import Weight
 
 MODULES = {
     "qwen2_5_vl": "minivlmrl.model.families.qwen2_5_vl",
@@ -49,13 +47,25 @@ QWEN2_TEXT = {
     "head_dim": None,
     **ALL_ATTEND,
 }
-# values of VisionConfig in Qwen2-VL and Qwen2.5-VL, whose towers do not learn positions
-ROTARY_ONLY = {"num_position_embeddings": None, "deepstack_visual_indexes": ()}
 
 
 TensorsOfFile = Iterable[tuple[str, Tensor]]
 # layer index -> probabilities (tokens, E) and ids of the chosen experts (tokens, k)
 ChosenExperts = dict[int, tuple[Tensor, Tensor]]
+
+
+class RoutingLog(Protocol):
+    """Interface of RouterLog in families/routers.py, which describes its methods."""
+
+    def watch(self, model: nn.Module) -> AbstractContextManager[Callable[[], ChosenExperts]]: ...
+
+    def differing_routes(
+        self, group: GroupBatch, chosen: ChosenExperts, decoder: TextModel, sampler_routes: Tensor
+    ) -> Tensor: ...
+
+    def add(self, group: GroupBatch, chosen: ChosenExperts) -> dict[str, Tensor]: ...
+
+    def take(self) -> dict[str, list]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class Routing:
 
     # (model) -> context manager; yields a function that returns the experts of the latest forward
     chosen_experts: Callable[[nn.Module], AbstractContextManager[Callable[[], ChosenExperts]]]
-    log: "Callable[..., RouterLog]"  # (ModelConfig, World) -> RouterLog
+    log: Callable[..., RoutingLog]  # (ModelConfig, World) -> RouterLog of families/routers.py
     # (model, token sampler, buffer) -> context manager; yields a sampler that also records routes
     watch_routes: Callable[..., AbstractContextManager[Callable]]
     # (completions) -> recorded routes of all tokens; see families/routes.py
@@ -76,14 +86,13 @@ class ModelSpec:
     """Everything that differs between families. FAMILIES maps each `model_type` to a ModelSpec."""
 
     architecture: str  # class name in transformers, as in config.json
-    # values of VisionConfig that config.json does not contain, such as tokens_per_second
-    tower: dict[str, Any]
+    vision_config: type[VisionConfig]  # dataclass with the fields of vision_config in config.json
     # values of ModelConfig that config.json does not contain
     text: dict[str, Any] = field(default_factory=lambda: QWEN2_TEXT)
     # defaults of transformers for keys that config.json may omit
     defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
     hidden_act: str = "silu"  # activation of the tower, as named in config.json
-    # (vision_config of a config.json, file name) -> values of VisionConfig
+    # (vision_config of a config.json, file name) -> values of the dataclass vision_config
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
     # flat config.json -> config.json in the layout of the family
     write: Callable[[dict], dict] = lambda config: config
@@ -96,11 +105,11 @@ class ModelSpec:
     experts: dict[str, Any] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
     # (named tensors of a file, ModelConfig, file) -> tensors with the names of parameters
-    split_tensors: "Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile]" = (
+    split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = (
         lambda tensors, config, file: tensors
     )
     # (weights by name, ModelConfig): stacks weights that are a single tensor in files, in place
-    stack_tensors: "Callable[[dict[str, Weight], ModelConfig], None]" = lambda weights, config: None
+    stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
     # (model, function): sets the function that sums the token counts of experts over ranks
     count_over_ranks: Callable[[Qwen2_5_VL, Callable], None] = lambda model, sum_counts: None
     routing: Routing | None = None  # None if the family has no experts

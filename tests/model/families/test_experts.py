@@ -16,8 +16,8 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.diagnostics.memory import MemoryEstimator
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model, save_model
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.experts import Experts, split_experts
 from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.logprobs import per_token_logps
@@ -81,7 +81,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
     in_float64(monkeypatch, model_type)
     for seed in seeds:
         config, generator = random_experts(model_type, seed), torch.Generator().manual_seed(seed)
-        theirs = transformers.AutoConfig.for_model(**config.to_dict())
+        theirs = transformers.AutoConfig.for_model(**config_json.to_dict(config))
         theirs = tiny.telling_weights(CLASSES[model_type]._from_config(theirs, **EAGER).double().eval())
         theirs.tie_weights()
         theirs.save_pretrained(tmp_path / str(seed))
@@ -299,6 +299,6 @@ def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
 def test_active_parameters_are_counted():
     """Models on the Hub have 31.1e9 and 35.1e9 parameters, of which 3.9e9 are active per token."""
     for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
-        costs = MemoryEstimator(ModelConfig.from_dict(real_config(size)))
+        costs = MemoryEstimator(config_json.from_dict(real_config(size)))
         assert costs.parameters == pytest.approx(held, rel=1e-3), size
         assert costs.active_parameters == pytest.approx(active, rel=0.1), (size, costs.active_parameters)

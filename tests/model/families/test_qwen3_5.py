@@ -16,11 +16,10 @@ from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator
 from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
 from minivlmrl.generation.sampler import Sampler
-from minivlmrl.model import packing
+from minivlmrl.model import config_json, packing
 from minivlmrl.model.attention import GroupAttention, GroupLayout, visible
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, save_model
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.families.qwen3_5 import GatedDeltaNet
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
@@ -39,7 +38,7 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(real_config(size)))
     with torch.device("meta"):
-        model = FAMILIES["qwen3_5"].model(ModelConfig.from_dict(real_config(size)))
+        model = FAMILIES["qwen3_5"].model(config_json.from_dict(real_config(size)))
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(config)
     expected = {qwen3_vl_name(name): p.shape for name, p in theirs.named_parameters()}

@@ -21,6 +21,7 @@ from minivlmrl.data.image_settings import RESIZE, read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt
 from minivlmrl.data.video import Video, frame_size, sample_indices
+from minivlmrl.model import config_json
 from minivlmrl.model.build import default_template, random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
 from minivlmrl.model.config import ModelConfig
@@ -72,7 +73,7 @@ def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
     ids = {"image_token_id": tiny.IMAGE, "video_token_id": tiny.VIDEO, "vision_start_token_id": tiny.VISION_START}
     ids |= {"vision_end_token_id": tiny.VISION_END, "tie_word_embeddings": rng.random() < 0.5}
     text |= more
-    return ModelConfig.from_dict({"model_type": model_type, **ids, "text_config": text, "vision_config": vision})
+    return config_json.from_dict({"model_type": model_type, **ids, "text_config": text, "vision_config": vision})
 
 
 def random_prompt(config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
@@ -93,7 +94,7 @@ def test_logits_of_40_random_configs_equal_transformers(model_type, close, seeds
     in_float64(monkeypatch, model_type)
     for seed in seeds:
         config, generator = random_config(model_type, random.Random(seed)), torch.Generator().manual_seed(seed)
-        theirs = transformers.AutoConfig.for_model(**config.to_dict())
+        theirs = transformers.AutoConfig.for_model(**config_json.to_dict(config))
         theirs = tiny.telling_weights(CLASSES[model_type]._from_config(theirs).double().eval())
         theirs.tie_weights()
         ours = tiny.model_of(config).double()
@@ -365,7 +366,7 @@ FILES = {
 
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
-    config = {**tiny.config(model_type="qwen3_vl").to_dict(), "vocab_size": len(shapes.tokenizer())}
+    config = {**config_json.to_dict(tiny.config(model_type="qwen3_vl")), "vocab_size": len(shapes.tokenizer())}
     config["vision_config"]["patch_size"] = 16
     config["text_config"]["vocab_size"] = len(shapes.tokenizer())
     (tmp_path / "model.json").write_text(json.dumps(config))

@@ -1,0 +1,266 @@
+"""Read, check and write config.json, the file with the sizes of a model, as a ModelConfig."""
+
+from collections.abc import Container
+from dataclasses import asdict, fields
+from typing import Any
+
+from minivlmrl.config.parsing import build, check_field, error_context
+from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
+from minivlmrl.model.families.registry import FAMILIES, ModelSpec
+
+# keys of a config.json that are not copied to `extra`, because to_dict computes their values
+REWRITTEN = {
+    "text_config",
+    "rope_parameters",
+    "rope_scaling",
+    "dtype",
+    "architectures",
+    "transformers_version",
+}
+# keys of a vision_config that are not copied to its `extra` for the same reason
+REWRITTEN_IN_VISION = REWRITTEN | {
+    "model_type",
+    "hidden_act",
+    "in_chans",
+    "spatial_patch_size",
+    "torch_dtype",
+}
+
+
+def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """Parse a config.json, which may be flat as on the hub or nested as in transformers 5.
+
+    Args:
+        config: the parsed JSON object.
+        where: name of the file, for error messages.
+    Raises:
+        ValueError: a value is invalid or not supported.
+    """
+    model_type = config.get("model_type")
+    check_field(
+        model_type in list(FAMILIES),
+        f"{where}: model_type",
+        model_type,
+        f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported",
+    )
+    family = FAMILIES[config["model_type"]]
+    text = _section(config, where, "text_config")
+    vision = _section(config, where, "vision_config")
+    flat = {**config, **text, "model_type": model_type}
+    _check_supported(flat, vision, family, where)
+    flat.pop("mrope_section", None)  # only the mrope_section in the rope settings is used
+    if family.experts:  # transformers 5 writes num_local_experts instead
+        flat.setdefault("num_experts", flat.pop("num_local_experts", None))
+    for name, value in {**family.defaults, **family.experts}.items():
+        if flat.get(name) is None:  # null is treated as a missing key
+            flat[name] = value
+    rope = _rope(flat, where)
+    for name in ("rope_theta", "mrope_section", "partial_rotary_factor"):
+        if name in rope:
+            flat[name] = rope[name]
+    dtype = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
+    flat["torch_dtype"] = dtype or "float32"
+    # The value at the top level takes precedence, because transformers 5 always writes the default
+    # value into text_config.
+    tied = flat.get("tie_word_embeddings", False)
+    flat["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
+    flat["vision_config"] = _read_vision(vision, family, where)
+    flat |= family.text
+    if flat.get("head_dim") is None:
+        flat.pop("head_dim", None)  # computed by ModelConfig
+    names = {field.name for field in (*fields(ModelConfig), *fields(RecurrentConfig))}
+    flat["extra"] = without(flat, names | REWRITTEN | family.experts.keys())
+    flat["recurrent"] = flat["experts"] = None
+    if flat.get("full_attention_interval") is not None:
+        flat["recurrent"] = build(RecurrentConfig, flat, where, json=True)
+    if family.experts:
+        sizes = {name: flat[name] for name in family.experts}
+        flat["experts"] = build(ExpertsConfig, sizes, where, json=True)
+    built = build(ModelConfig, flat, where, json=True)
+    with error_context(where):
+        _check(built, family, "head_dim" in flat)
+    return built
+
+
+def to_dict(config: ModelConfig) -> dict[str, Any]:
+    """Return the contents of a config.json in the hub's layout.
+
+    vLLM and every transformers release that supports the family can read this layout.
+    """
+    family = FAMILIES[config.model_type]
+    text = {}
+    for name, value in asdict(config).items():
+        text |= (value or {}) if name == "recurrent" else {name: value}
+    vision = text.pop("vision_config")
+    vision = vision.pop("extra") | vision
+    extra = text.pop("extra")
+    experts = text.pop("experts")
+    mrope_section = text.pop("mrope_section")
+    in_channels = vision.pop("in_channels")
+    written = {
+        **extra,
+        "architectures": [family.architecture],
+        "hidden_act": "silu",
+        **without(text, family.text),
+        **{name: experts[name] for name in family.experts},
+        "rope_scaling": {"type": "mrope", "mrope_section": mrope_section},
+        "vision_config": {
+            **vision,
+            "model_type": config.model_type,
+            "hidden_act": family.hidden_act,
+            "in_chans": in_channels,
+            "spatial_patch_size": vision["patch_size"],
+        },
+    }
+    return family.write(written)
+
+
+def without(values: dict, names: Container[str]) -> dict:
+    """Return a copy of a dictionary without the keys in `names`."""
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _section(config: dict, where: str, *names: str) -> dict:
+    """Return the object at the first of these keys that is not empty; {} if all are empty."""
+    for name in names:
+        section = config.get(name)
+        if section:
+            check_field(isinstance(section, dict), f"{where}: {name}", section, "an object")
+            return section
+    return {}
+
+
+def _rope(config: dict, where: str) -> dict:
+    """Return the rotary settings, whose key differs between transformers 5 and older releases."""
+    return _section(config, where, "rope_parameters", "rope_scaling")
+
+
+def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
+    """Raise ValueError if a setting is not supported. Missing and null settings are accepted."""
+    rope = _rope(flat, where)
+    vision_rope = _rope(vision, f"{where}: vision_config")
+    supported = {  # key -> (value in the file, supported values ...)
+        "rope_scaling.type": (rope.get("rope_type") or rope.get("type"), "mrope", "default"),
+        "hidden_act": (flat.get("hidden_act"), "silu"),
+        "attention_bias": (flat.get("attention_bias"), family.text["attention_bias"]),
+        "rope_scaling.mrope_interleaved": (
+            rope.get("mrope_interleaved"),
+            family.text["mrope_interleaved"],
+        ),
+        "norm_topk_prob": (flat.get("norm_topk_prob"), True),
+        "use_sliding_window": (flat.get("use_sliding_window"), False),
+        "attn_output_gate": (flat.get("attn_output_gate"), True),
+        "output_gate_type": (flat.get("output_gate_type"), "swish", "silu"),
+        "vision_config.hidden_act": (vision.get("hidden_act"), family.hidden_act),
+        "vision_config.rope_type": (vision_rope.get("rope_type"), "axial", "default"),
+    }
+    for name, (value, *computed) in supported.items():
+        check_field(
+            value is None or value in computed,
+            f"{where}: {name}",
+            value,
+            f"{computed[0]!r}; no other value is supported",
+        )
+
+
+def _read_vision(vision: dict, family: ModelSpec, where: str) -> VisionConfig:
+    """Read the vision_config of a config.json."""
+    channels = vision.get("in_chans", vision.get("in_channels", 3))
+    values = family.read_vision(vision | {"in_channels": channels}, where)
+    rope = _rope(vision, f"{where}: vision_config")
+    if "rope_theta" in rope:
+        values = values | {"rope_theta": rope["rope_theta"]}
+    names = {field.name for field in fields(family.vision_config)}
+    values["extra"] = without(values, names | REWRITTEN_IN_VISION)
+    return build(family.vision_config, values, where, "vision_config.", json=True)
+
+
+def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
+    """Raise ValueError if sizes do not fit together."""
+    _check_heads(config, has_head_dim)
+    _check_tower(config, config.vision_config)
+    _check_layers(config, family)
+
+
+def _check_heads(config: ModelConfig, has_head_dim: bool):
+    """Raise ValueError if the sizes of the attention heads do not fit together."""
+    heads = config.num_attention_heads
+    width = config.hidden_size
+    fits = has_head_dim or width % heads == 0
+    check_field(fits, "hidden_size", width, f"a multiple of its {heads} heads")
+    key_heads = config.num_key_value_heads
+    check_field(
+        heads % key_heads == 0,
+        "num_key_value_heads",
+        key_heads,
+        f"a divisor of num_attention_heads ({heads})",
+    )
+    section = list(config.mrope_section)
+    rotary_dim = int(config.head_dim * config.partial_rotary_factor)
+    check_field(
+        sum(section) * 2 == rotary_dim,
+        "mrope_section",
+        section,
+        f"three numbers whose sum is half of {rotary_dim}, the rotated part of head_dim",
+    )
+
+
+def _check_tower(config: ModelConfig, vision: VisionConfig):
+    """Raise ValueError if the vision tower does not fit to the decoder."""
+    width = vision.hidden_size
+    check_field(
+        width % (4 * vision.num_heads) == 0,
+        "vision_config.hidden_size",
+        width,
+        "a multiple of 4 x num_heads, for 2-D rotary embeddings",
+    )
+    width = vision.out_hidden_size
+    check_field(
+        width == config.hidden_size,
+        "vision_config.out_hidden_size",
+        width,
+        f"hidden_size ({config.hidden_size}); Qwen2-VL calls it vision_config.hidden_size",
+    )
+    blocks = list(vision.deepstack_visual_indexes)
+    check_field(
+        len(blocks) < config.num_hidden_layers,
+        "vision_config.deepstack_visual_indexes",
+        blocks,
+        f"fewer than num_hidden_layers ({config.num_hidden_layers})",
+    )
+
+
+def _check_layers(config: ModelConfig, family: ModelSpec):
+    """Raise ValueError if recurrent layers or layers with experts cannot be built."""
+    count = config.num_hidden_layers
+    recurrent = config.recurrent
+    if recurrent is not None:
+        types = list(config.layer_types)
+        check_field(
+            len(types) == count and "full_attention" in types,
+            "layer_types",
+            types,
+            f"a list of {count} layer types with at least one full_attention",
+        )
+        check_field(
+            recurrent.linear_num_value_heads % recurrent.linear_num_key_heads == 0,
+            "linear_num_key_heads",
+            recurrent.linear_num_key_heads,
+            f"a divisor of linear_num_value_heads ({recurrent.linear_num_value_heads})",
+        )
+    experts = config.experts
+    if experts is not None:
+        check_field(
+            experts.num_experts_per_tok <= experts.num_experts,
+            "num_experts_per_tok",
+            experts.num_experts_per_tok,
+            f"num_experts ({experts.num_experts}) or less",
+        )
+        size = experts.moe_intermediate_size
+        check_field(
+            not family.transposed_experts or config.hidden_size not in (size, 2 * size),
+            "moe_intermediate_size",
+            size,
+            "neither hidden_size nor half of it, because then the shapes in a file would not show "
+            "whether the experts are transposed",
+        )
