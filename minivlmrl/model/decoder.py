@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minivlmrl.kernels.dense_attention import gather_rows
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, GroupAttention
-from minivlmrl.model.config import ModelConfig, VisionConfig
+from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.rope import apply_rotary, text_rotary
 from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
@@ -58,7 +58,8 @@ class Qwen2_5_VL(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        tower: Callable[[VisionConfig], VisionTower] = VisionTransformer,
+        # called with config.vision_config, which has the family's own class
+        tower: Callable[..., VisionTower] = VisionTransformer,
         layer_type: "type[DecoderLayer] | None" = None,
     ):
         super().__init__()
