@@ -130,7 +130,7 @@ def test_recipes_fit_the_gpus_that_their_comments_name():
     [
         ("own_data_one_card", "Qwen2.5-VL-3B", 13, ["--adapter.quantize=nf4"]),
         ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 14, ["--adapter.quantize=nf4"]),
-        ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 13, ["--adapter.r=64", *BFLOAT16]),
+        ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 12, ["--adapter.r=64", *BFLOAT16]),
         ("lora_7b", "Qwen2.5-VL-7B", 29, ["--adapter.quantize=null"]),
         ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 15, ["--adapter.quantize=nf4"]),
         ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 26, ["--adapter.quantize=null"]),
