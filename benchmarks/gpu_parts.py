@@ -240,7 +240,7 @@ class GRPOStep(Ours):
     def sample(self, count: int, num_generations: int, new_tokens: int):
         """Sample completions of the first `count` prompts."""
         self.trainer.run.sampling.max_new_tokens = new_tokens
-        self.trainer.sample(self.prompts[:count], num_generations, [str(i) for i in range(count)])
+        self.trainer.sampler(self.prompts[:count], num_generations, [str(i) for i in range(count)])
 
     def planned_gb(self) -> float:
         """Return the estimate of the command `memory` for this step in GB, without the reserve."""
