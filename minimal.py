@@ -30,7 +30,7 @@ from minivlmrl.losses.advantages import combine, group_advantages
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.build import random_model
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.rewards.columns import call_rewards, reward_columns
@@ -79,7 +79,9 @@ def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[lis
         step += 1
 
 
-def sample(model: Qwen2_5_VL, processor: Processor, prompts: list[Prompt], keys: list[str]) -> list[list[Completion]]:
+def sample(
+    model: VisionLanguageModel, processor: Processor, prompts: list[Prompt], keys: list[str]
+) -> list[list[Completion]]:
     """Sample G completions per prompt. Each prompt is processed once for all its completions."""
     device = model.lm_head.weight.device
     draw = sample_by_uniforms(uniform_numbers(keys, GROUP, MAX_NEW_TOKENS), device)
@@ -87,13 +89,13 @@ def sample(model: Qwen2_5_VL, processor: Processor, prompts: list[Prompt], keys:
     return generate(model, prompts, GROUP, MAX_NEW_TOKENS, sample_token)
 
 
-def adamw(model: Qwen2_5_VL, learning_rate: float, beta2: float) -> torch.optim.AdamW:
+def adamw(model: VisionLanguageModel, learning_rate: float, beta2: float) -> torch.optim.AdamW:
     """Create an AdamW optimizer for all parameters."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(parameters, learning_rate, (0.9, beta2), weight_decay=0, fused=True)
 
 
-def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float):
+def update(model: VisionLanguageModel, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float):
     """Backpropagate the loss, clip the gradient norm to 1, and update the weights."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -102,7 +104,7 @@ def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, le
     optimizer.zero_grad()
 
 
-def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def sft(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Run supervised fine-tuning, which raises the log-probability of demonstrations."""
     schedule = Schedule(3e-3, 10, max_steps, min_lr_ratio=0.3, cosine=True)
     optimizer = adamw(model, schedule.learning_rate, beta2=0.95)
@@ -120,7 +122,7 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
         update(model, optimizer, loss, schedule.at(step))
 
 
-def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def grpo(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Run group relative policy optimization (GRPO; DeepSeekMath, arXiv 2402.03300)."""
     reference = copy.deepcopy(model).requires_grad_(False)
     schedule = Schedule(3e-4, 5, max_steps, min_lr_ratio=0.1)
@@ -160,7 +162,7 @@ def grpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_s
 
 def main(
     seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160, device: str = "cpu"
-) -> tuple[Qwen2_5_VL, Processor]:
+) -> tuple[VisionLanguageModel, Processor]:
     """Run SFT and GRPO; return the model and its processor."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
     model.to(device)

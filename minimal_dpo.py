@@ -28,7 +28,7 @@ from minivlmrl.data.rows import Row
 from minivlmrl.losses.preference import dpo_loss
 from minivlmrl.losses.sft import sft_loss
 from minivlmrl.model.build import random_model
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.tasks.shapes import Shapes, tokenizer
@@ -45,7 +45,7 @@ def shuffled(rows: Shapes, seed: int) -> Iterator[list[Row]]:
             yield [rows[number] for number in order[first : first + ROWS_PER_STEP]]
 
 
-def encode(model: Qwen2_5_VL, processor: Processor, rows: list[Row], names: list[str]) -> GroupBatch:
+def encode(model: VisionLanguageModel, processor: Processor, rows: list[Row], names: list[str]) -> GroupBatch:
     """Pack prompts and their answers into one sequence, in which each prompt occurs once.
 
     Args:
@@ -56,7 +56,7 @@ def encode(model: Qwen2_5_VL, processor: Processor, rows: list[Row], names: list
     return pack(prompts, answers, model.config, model.lm_head.weight.device)
 
 
-def answer_logps(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
+def answer_logps(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
     """Compute the log-probability of each token of the R answers, (R, T) in nats."""
     logps, _ = per_token_logps(model, batch)  # (M,), for all answer tokens
     return batch.pad(logps)
@@ -67,7 +67,7 @@ def by_pair(rows: Tensor) -> Tensor:
     return rows.unflatten(0, (-1, 2))
 
 
-def adamw(model: Qwen2_5_VL, beta2: float) -> torch.optim.AdamW:
+def adamw(model: VisionLanguageModel, beta2: float) -> torch.optim.AdamW:
     """Create an AdamW optimizer for all parameters."""
     return torch.optim.AdamW(list(model.parameters()), betas=(0.9, beta2), weight_decay=0, fused=True)
 
@@ -83,7 +83,7 @@ def learning_rate(
     return maximum * (min_ratio + (1 - min_ratio) * remaining)
 
 
-def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float):
+def update(model: VisionLanguageModel, optimizer: torch.optim.Optimizer, loss: Tensor, rate: float):
     """Backpropagate the loss, clip the gradient norm to 1, and update the weights."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -92,7 +92,7 @@ def update(model: Qwen2_5_VL, optimizer: torch.optim.Optimizer, loss: Tensor, ra
     optimizer.zero_grad()
 
 
-def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def sft(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Run supervised fine-tuning, which raises the log-probability of demonstrations."""
     optimizer = adamw(model, beta2=0.95)
     for step, batch in zip(range(max_steps), shuffled(rows, seed), strict=False):
@@ -102,7 +102,7 @@ def sft(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
         update(model, optimizer, loss, rate)
 
 
-def dpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_steps: int):
+def dpo(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
     """Run direct preference optimization (DPO; arXiv 2305.18290)."""
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = adamw(model, beta2=0.99)
@@ -131,7 +131,9 @@ def dpo(model: Qwen2_5_VL, processor: Processor, rows: Shapes, seed: int, max_st
             print(f"step {step:3}  margin {margin:6.3f} nats  accuracy {accuracy:.3f}", flush=True)
 
 
-def main(seed: int = 0, sft_steps: int = 40, dpo_steps: int = 150, device: str = "cpu") -> tuple[Qwen2_5_VL, Processor]:
+def main(
+    seed: int = 0, sft_steps: int = 40, dpo_steps: int = 150, device: str = "cpu"
+) -> tuple[VisionLanguageModel, Processor]:
     """Run SFT and DPO; return the model and its processor."""
     model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
     model.to(device)

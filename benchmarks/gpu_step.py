@@ -43,7 +43,7 @@ from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model import config_json
 from minivlmrl.model.build import initialize
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
@@ -120,7 +120,7 @@ def shallow(config: ModelConfig) -> ModelConfig:
 def build(config: ModelConfig, dtype: torch.dtype):
     """Create minivlmrl's model with random weights, which are sampled on the GPU."""
     with torch.device("meta"):
-        ours = Qwen2_5_VL(config).to(dtype)
+        ours = VisionLanguageModel(config).to(dtype)
     ours.to_empty(device=CARD)
     if config.tie_word_embeddings:
         ours.lm_head.weight = ours.model.embed_tokens.weight
@@ -128,7 +128,7 @@ def build(config: ModelConfig, dtype: torch.dtype):
     return ours
 
 
-def twin(ours: Qwen2_5_VL):
+def twin(ours: VisionLanguageModel):
     """Create transformers' model with shared parameters; return None if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         print("transformers is not installed and is left out")
@@ -156,13 +156,13 @@ def their_name(name: str) -> str:
 # ---- implementations: each returns log-probabilities (G, C) --------------------------------------------------------
 
 
-def grouped(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
+def grouped(model: VisionLanguageModel, case: Case, rows: range) -> Tensor:
     """Compute log-probabilities of all completions with one shared prompt, as in training."""
     batch = pack([case.prompt], [[Completion(case.completions[i].cpu()) for i in rows]], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
 
-def separate(model: Qwen2_5_VL, case: Case, rows: range) -> Tensor:
+def separate(model: VisionLanguageModel, case: Case, rows: range) -> Tensor:
     """Compute log-probabilities with minivlmrl's model and a copy of the prompt per completion."""
     batch = pack([case.prompt] * len(rows), [[Completion(case.completions[i].cpu())] for i in rows], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
@@ -203,7 +203,7 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
     return torch.cat(logps).detach()
 
 
-def compare(label: str, ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, tuple]:
+def compare(label: str, ours: VisionLanguageModel, theirs: torch.nn.Module | None, case: Case) -> dict[str, tuple]:
     """Compare log-probabilities and gradients of each peer with `grouped`.
 
     Returns:
@@ -235,7 +235,7 @@ def logps_and_gradients(way: Callable, model: torch.nn.Module, parameters: list,
     return logps, gradients
 
 
-def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case, repeats: int) -> list[dict]:
+def measure(ours: VisionLanguageModel, theirs: torch.nn.Module | None, case: Case, repeats: int) -> list[dict]:
     """Time every phase and implementation, and print the table."""
     rows = []
     print("| phase | way | seconds | shortest | longest | times ours | peak GiB |\n|---|---|---|---|---|---|---|")
@@ -250,7 +250,7 @@ def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case, repeat
     return rows
 
 
-def phases(ours: Qwen2_5_VL, theirs: torch.nn.Module | None, case: Case) -> dict[str, dict[str, Callable]]:
+def phases(ours: VisionLanguageModel, theirs: torch.nn.Module | None, case: Case) -> dict[str, dict[str, Callable]]:
     """Return the calls to time, by phase and implementation."""
     G = len(case.completions)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-6, fused=True)

@@ -36,7 +36,7 @@ from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.run.loop import optimizer_step
@@ -184,7 +184,9 @@ def make_rows(size: int, count: int) -> list[Row]:
     return rows
 
 
-def our_side(model: Qwen2_5_VL, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section) -> Ours:
+def our_side(
+    model: VisionLanguageModel, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section
+) -> Ours:
     """Create minivlmrl's trainer; `section` overrides options of the section `grpo`."""
     options = {
         "prompts_per_step": len(rows),
@@ -261,7 +263,7 @@ def trl_processor(folder: Path):
 
 
 @torch.no_grad()
-def assert_agreement(model: Qwen2_5_VL, processor: Processor, trainer, rows: list[Row]) -> tuple[int, float]:
+def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, rows: list[Row]) -> tuple[int, float]:
     """Check that both sides have the same tokens and pixels and compute the same log-probabilities.
 
     Returns:

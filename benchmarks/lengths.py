@@ -55,7 +55,7 @@ from minivlmrl.data.rows import Prompt
 from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
 from minivlmrl.model.build import random_model
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.tasks import shapes
 
 PROMPTS = (40, 300, 1200)  # number of tokens of a prompt, including its image
@@ -103,7 +103,7 @@ def main():
     write_numbers(options.json, {"rows": rows, "threads": options.threads, "repeats": repeats})
 
 
-def build(name: str) -> Qwen2_5_VL:
+def build(name: str) -> VisionLanguageModel:
     """Build a model with random weights."""
     values = json.loads(MODEL_CONFIG.read_text())
     if name == "wide":
@@ -116,7 +116,7 @@ def build(name: str) -> Qwen2_5_VL:
     return model.to(CARD)
 
 
-def measure(ours: Qwen2_5_VL, theirs: torch.nn.Module, case: Case, repeats: int) -> dict[str, float]:
+def measure(ours: VisionLanguageModel, theirs: torch.nn.Module, case: Case, repeats: int) -> dict[str, float]:
     """Measure the ratios of decoding and training of a case, and the peak memory of both sides in training."""
     G = len(case.completions)
     train = (partial(backward, grouped, ours, case, G), partial(backward, of_transformers, theirs, case, G))
@@ -163,7 +163,7 @@ def peak_megabytes(call: Callable) -> float:
 
 
 @torch.inference_mode()
-def decode(model: Qwen2_5_VL, case: Case, prompts: int = 1):
+def decode(model: VisionLanguageModel, case: Case, prompts: int = 1):
     """Sample the completions of a case, all with the same length, for one or several copies of its prompt."""
     G = len(case.completions)
     C = len(case.completions[0])
@@ -182,7 +182,7 @@ def decode_with_transformers(model: torch.nn.Module, case: Case):
     assert ids.shape == (G, len(case.prompt.input_ids) + C)
 
 
-def print_profile(model: Qwen2_5_VL):
+def print_profile(model: VisionLanguageModel):
     """Print the share of the operations in the time of decoding 4 x 8 completions of 256 tokens."""
     case = make_case(model.config, 40, 256, 8)
     decode(model, case, prompts=4)  # warm-up

@@ -22,7 +22,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import load_model, load_processor
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.callbacks import Callback, default_callbacks
@@ -51,7 +51,7 @@ class Recorder(Callback):
         if trainer.stage == "grpo" and number % EVERY == 0:
             self.record_answers(trainer.policy, trainer.processor, number)
 
-    def record_answers(self, policy: Qwen2_5_VL, processor: Processor, step: int):
+    def record_answers(self, policy: VisionLanguageModel, processor: Processor, step: int):
         """Answer all held-out rows, as `evaluate` does for its metric accuracy_sampled."""
 
         def describe(row, completions, scores) -> tuple[str | None, float]:

@@ -37,7 +37,7 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import dense_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.model.attention import DecodeAttention
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import pack
 
 
@@ -322,7 +322,9 @@ class ReadingDecode(Decode):
         self.sampler = sampler
         self.attention_type = decode.attention_type
 
-    def __call__(self, model: Qwen2_5_VL, ids: Tensor, attention: DecodeAttention) -> Tensor:
+    def __call__(
+        self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention
+    ) -> Tensor:
         logits = self.decode(model, ids, attention)
         episodes = [self.sampler.episodes[row] for row in attention.rows.tolist()]
         rows = [i for i, episode in enumerate(episodes) if episode.unread]
@@ -333,7 +335,7 @@ class ReadingDecode(Decode):
         return logits
 
     def read(
-        self, model: Qwen2_5_VL, attention: DecodeAttention, rows: list[int], index: Tensor,
+        self, model: VisionLanguageModel, attention: DecodeAttention, rows: list[int], index: Tensor,
         answers: list[Prompt],
     ) -> Tensor:  # fmt: skip
         """Run the model on the tool results of some rows.
@@ -381,7 +383,7 @@ class ToolSampler(Sampler):
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
         groups = super().generate(model, prompts, num_generations, sample_token)

@@ -37,7 +37,7 @@ from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
@@ -198,7 +198,7 @@ class TrajectorySampler(Sampler):
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
         episodes = self.episodes
@@ -212,7 +212,7 @@ class TrajectorySampler(Sampler):
         return [[episode.trajectory() for episode in group] for group in groups]
 
     def sample_next_turns(
-        self, model: Qwen2_5_VL, windows: list[Prompt], num_generations: int,
+        self, model: VisionLanguageModel, windows: list[Prompt], num_generations: int,
         episodes: list[Episode],
     ) -> list[list[Completion]]:  # fmt: skip
         """Sample the next turn of each episode from its context window."""
@@ -225,7 +225,7 @@ class TrajectorySampler(Sampler):
         return groups
 
     def sample_turns(
-        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
         """Sample one turn of each episode in `self.episodes`, and store it in the episode."""

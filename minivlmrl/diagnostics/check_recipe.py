@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.registry import Reward
 
 # With a lower learning rate, adapters hardly change within a few hundred steps.
@@ -29,7 +29,7 @@ def check_sampling_options(sampling: SamplingOptions) -> Iterator[str]:
 
 
 def check_training(
-    config: RunConfig, stage: str, model: Qwen2_5_VL, num_rows: int
+    config: RunConfig, stage: str, model: VisionLanguageModel, num_rows: int
 ) -> Iterator[str]:
     """Check the learning rate, warmup, KL weight and batch size of a stage.
 

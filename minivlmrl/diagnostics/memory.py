@@ -33,7 +33,7 @@ from minivlmrl.generation.sampler import can_capture, find_engine
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES, family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters, sampling_copies
@@ -125,13 +125,13 @@ def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) 
 class TrainedModels(nn.Module):
     """The trained models of a stage: the policy, and the critic of PPO if it is separate."""
 
-    def __init__(self, policy: Qwen2_5_VL, critic: ValueModel | None = None):
+    def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
         super().__init__()
         self.policy = policy
         self.critic = critic
 
     @property
-    def backbones(self) -> list[Qwen2_5_VL]:
+    def backbones(self) -> list[VisionLanguageModel]:
         return [self.policy] if self.critic is None else [self.policy, self.critic.backbone]
 
 
@@ -149,7 +149,7 @@ class MemoryEstimator:
             routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
             self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
-    def build(self, run: RunConfig, stage: str) -> Qwen2_5_VL:
+    def build(self, run: RunConfig, stage: str) -> VisionLanguageModel:
         """Build the policy of a stage on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         inject_adapters(model, run.adapter)
@@ -338,7 +338,7 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     return total
 
 
-def gathered_bytes(run: RunConfig, model: Qwen2_5_VL) -> int:
+def gathered_bytes(run: RunConfig, model: VisionLanguageModel) -> int:
     """Return how many bytes of gathered weights FSDP holds at most during a forward pass."""
     if not run.uses_fsdp:
         return 0
@@ -351,7 +351,7 @@ def gathered_bytes(run: RunConfig, model: Qwen2_5_VL) -> int:
 def rollout_items(
     run: RunConfig,
     estimator: MemoryEstimator,
-    policy: Qwen2_5_VL,
+    policy: VisionLanguageModel,
     sampling_batch: BatchShape,
     gathered: int,
 ) -> dict[str, int]:

@@ -31,7 +31,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.diagnostics.report import fill_template
 from minivlmrl.generation.environments import pack_rollout
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.run import loop
@@ -452,7 +452,7 @@ def pictures(patches: Tensor, grids: Tensor, images: ImageProcessor) -> list[Ten
 
 
 def saliency_maps(
-    policy: Qwen2_5_VL, processor: Processor, prompt: Prompt, completion: Completion,
+    policy: VisionLanguageModel, processor: Processor, prompt: Prompt, completion: Completion,
     weight: float = 1.0, temperature: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
     """Compute gradient saliency maps of the images of a prompt.

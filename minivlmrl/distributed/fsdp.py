@@ -36,7 +36,7 @@ from minivlmrl.model import checkpoint
 from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.build import assign
 from minivlmrl.model.config import VisionConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import copy_adapter_layout
 from minivlmrl.model.plain_weights import gather_full_tensor
@@ -83,7 +83,7 @@ class Sharding:
         if section.cpu_offload:
             self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
 
-    def shard(self, model: Qwen2_5_VL):
+    def shard(self, model: VisionLanguageModel):
         """Shard a model in place; it may be on any device, including the meta device."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
         if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
@@ -143,7 +143,7 @@ class Sharding:
         return DTensor(local_rows, like._spec, requires_grad=False)
 
     @torch.no_grad()
-    def gather(self, model: Qwen2_5_VL) -> Qwen2_5_VL:
+    def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
         """Gather the full weights of a model, and return an unsharded model that uses them.
 
         The returned model has no FSDP hooks, so that each rank can run it independently and a CUDA
@@ -156,7 +156,7 @@ class Sharding:
         assign(unsharded, weights | dict(model.named_buffers()))
         return unsharded
 
-    def copy(self, model: Qwen2_5_VL, in_compute_dtype: bool) -> Qwen2_5_VL:
+    def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
         """Copy a sharded model. Each rank copies its own part.
 
         Args:
@@ -196,7 +196,7 @@ class DummyVisionForward:
 
     zero: Tensor | None = None  # output for the black image in the current forward pass, times 0
 
-    def before(self, model: Qwen2_5_VL, arguments: tuple):
+    def before(self, model: VisionLanguageModel, arguments: tuple):
         batch = arguments[0]
         self.zero = None
         if dist.get_world_size() == 1:
@@ -209,7 +209,7 @@ class DummyVisionForward:
                 model.visual, model.config.vision_config, batch.input_ids.device
             )
 
-    def after(self, model: Qwen2_5_VL, arguments: tuple, hidden: Tensor) -> Tensor:
+    def after(self, model: VisionLanguageModel, arguments: tuple, hidden: Tensor) -> Tensor:
         if self.zero is None:
             return hidden
         hidden = hidden + self.zero
@@ -228,7 +228,7 @@ def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.de
 
 
 def in_lockstep(
-    sample_token: Callable, max_new_tokens: int, model: Qwen2_5_VL, world: World
+    sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World
 ) -> Callable:
     """Wrap sample_token so that all ranks run a sharded decoder equally often.
 
@@ -254,7 +254,7 @@ def in_lockstep(
     return sample_together
 
 
-def clone_architecture(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
+def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> VisionLanguageModel:
     """Build a model with the same layers and adapters, without weights, on the meta device."""
     with torch.device("meta"):
         clone = family_of(model).model(model.config).to(dtype)
@@ -264,7 +264,7 @@ def clone_architecture(model: Qwen2_5_VL, dtype: torch.dtype) -> Qwen2_5_VL:
 
 def save_sharded(
     folder: str | Path,
-    model: Qwen2_5_VL,
+    model: VisionLanguageModel,
     processor: Processor,
     world: World,
     base: str | None = None,

@@ -17,7 +17,7 @@ from minivlmrl.distributed.weights import (
 )
 from minivlmrl.files import save_tensors
 from minivlmrl.model.checkpoint import load_processor
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.plain_weights import gather_full_tensor, has_adapters
 from minivlmrl.model.trainable import select_trained
@@ -54,7 +54,7 @@ def save_value_model(
 
 
 def load_scorer(
-    policy: Qwen2_5_VL, folder: str | Path, device: torch.device, same_base: bool
+    policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool
 ) -> ValueModel:
     """Load a value model that scores the completions of a policy.
 
@@ -73,7 +73,7 @@ def load_scorer(
 
 def load_critic(
     folder: str | Path,
-    policy: Qwen2_5_VL,
+    policy: VisionLanguageModel,
     processor: Processor,
     run: RunConfig,
     device: torch.device,

@@ -21,7 +21,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.kernels.batch_invariant import checkpoint_contexts
 from minivlmrl.model import checkpoint as model_checkpoint
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import sampling_copies
 from minivlmrl.model.plain_weights import shared_base
@@ -92,7 +92,9 @@ def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
 
 
 @contextmanager
-def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5_VL]:
+def rollout_weights(
+    model: VisionLanguageModel, gather_weights: bool
+) -> Iterator[VisionLanguageModel]:
     """Yield the model to sample with, without gradients.
 
     On a GPU, its adapters are 16-bit copies (see model/lora.py), unless one layer is gathered at a
@@ -120,7 +122,7 @@ def rollout_weights(model: Qwen2_5_VL, gather_weights: bool) -> Iterator[Qwen2_5
         reshard(model)
 
 
-def copy_model(model: Qwen2_5_VL, in_compute_dtype: bool = False) -> Qwen2_5_VL:
+def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
     """Copy a model. Each rank copies its own part of a sharded model.
 
     An unsharded model with adapters shares its base weights with the copy.
@@ -133,7 +135,7 @@ def copy_model(model: Qwen2_5_VL, in_compute_dtype: bool = False) -> Qwen2_5_VL:
     return model.sharding.copy(model, in_compute_dtype)
 
 
-def recompute_blocks(model: Qwen2_5_VL):
+def recompute_blocks(model: VisionLanguageModel):
     """Enable activation checkpointing for each vision block and decoder layer of a model."""
     for block in family_of(model).blocks(model):
         block.forward = partial(compute_again, block.forward)
@@ -141,7 +143,7 @@ def recompute_blocks(model: Qwen2_5_VL):
 
 def gather_and_save_model(
     folder: str | Path,
-    model: Qwen2_5_VL,
+    model: VisionLanguageModel,
     processor: Processor,
     world: World,
     base: str | None = None,

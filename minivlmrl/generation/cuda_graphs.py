@@ -26,7 +26,7 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.kernels.rotary_cache import rotary_cache
 from minivlmrl.model.attention import Attention, DecodeAttention
-from minivlmrl.model.decoder import Qwen2_5_VL, SelfAttention
+from minivlmrl.model.decoder import SelfAttention, VisionLanguageModel
 from minivlmrl.model.rope import apply_rotary
 
 HEADROOM = 2**30  # number of free bytes of GPU memory that a capture may request from the driver
@@ -121,7 +121,7 @@ class FusedAttention:
         return layer.o_proj(out.flatten(1))
 
 
-def fusable_layers(model: Qwen2_5_VL) -> list[SelfAttention]:
+def fusable_layers(model: VisionLanguageModel) -> list[SelfAttention]:
     """Return the attention layers for which FusedAttention is right.
 
     Subclasses of SelfAttention, such as Qwen3.5's, have another formula.
@@ -134,7 +134,7 @@ def is_joinable(layer: SelfAttention) -> bool:
     return all(type(x) is nn.Linear for x in (layer.q_proj, layer.k_proj, layer.v_proj))
 
 
-def joined_bytes(model: Qwen2_5_VL, dtype: torch.dtype) -> int:
+def joined_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> int:
     """Return the size in bytes of all weights that FusedAttention concatenates."""
     layers = [layer for layer in fusable_layers(model) if is_joinable(layer)]
     projections = [x for layer in layers for x in (layer.q_proj, layer.k_proj, layer.v_proj)]

@@ -26,7 +26,7 @@ from minivlmrl.kernels.exact_cumsum import running_sum
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.selective_log_softmax import score_rows_
 from minivlmrl.model.attention import DecodeAttention, GroupAttention
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
 # Number of integer units that equal a probability of 1. Sums stay below 2^53, where float64 is
@@ -51,7 +51,9 @@ class Decode:
 
     attention_type = DecodeAttention
 
-    def __call__(self, model: Qwen2_5_VL, ids: Tensor, attention: DecodeAttention) -> Tensor:
+    def __call__(
+        self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention
+    ) -> Tensor:
         """Compute the logits (r, V) of the token after the newest token of each row, ids (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
@@ -60,7 +62,7 @@ class Decode:
 
 @torch.no_grad()
 def generate(
-    model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int, max_new_tokens: int,
+    model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, max_new_tokens: int,
     sample_token: TokenSampler,
     decode: Decode | None = None, device: torch.device | None = None,
 ) -> list[list[Completion]]:  # fmt: skip
@@ -104,7 +106,11 @@ def generate(
 
 
 def prefill(
-    model: Qwen2_5_VL, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode
+    model: VisionLanguageModel,
+    batch: GroupBatch,
+    prompt_index: Tensor,
+    capacity: int,
+    decode: Decode,
 ) -> tuple[Tensor, DecodeAttention]:
     """Run the prompts through the model once, and prepare the attention for decoding.
 

@@ -25,7 +25,7 @@ from minivlmrl.generation.generate import (
     sample_by_uniforms,
 )
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Sampler:
     """
 
     def __init__(
-        self, model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions,
+        self, model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions,
         world: World | None = None, gather_weights: bool = True, keeps_vision: bool = False,
     ):  # fmt: skip
         self.model = model
@@ -168,7 +168,7 @@ class Sampler:
             return self.generate(model, prompts, num_generations, sample_token)
 
     def generate(
-        self, model: Qwen2_5_VL, prompts: Sequence[Prompt], num_generations: int,
+        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:  # fmt: skip
         """Sample completions with `model`, which is the gathered or the sharded policy.
@@ -282,7 +282,7 @@ class Sampler:
 
 
 def make_sampler(
-    model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions, world: World,
+    model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions, world: World,
     gather_weights: bool = True, keeps_vision: bool = False,
 ) -> Sampler:  # fmt: skip
     """Make the sampler for a recipe's section `sampling`.
@@ -315,7 +315,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     return kind
 
 
-def can_capture(model: Qwen2_5_VL, sampling: SamplingOptions, by_layer: bool) -> bool:
+def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
     """Return whether decode steps of a model can be captured as a CUDA graph on a GPU.
 
     A mixture of experts cannot be captured, because the number of tokens per expert varies.
@@ -326,7 +326,7 @@ def can_capture(model: Qwen2_5_VL, sampling: SamplingOptions, by_layer: bool) ->
     return sampling.cuda_graph == "auto" and not by_layer and model.config.experts is None
 
 
-def keep_vision(model: Qwen2_5_VL, prompts: Sequence[Prompt], device: torch.device):
+def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):
     """Compute the image embeddings of prompts and store them for reuse by later forward passes."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]

@@ -46,7 +46,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
@@ -180,7 +180,7 @@ class VLLMSampler(Sampler):
         return {"vLLM's weights": num_parameters * engine_dtype(sampling, dtype).itemsize}
 
     def __init__(
-        self, model: Qwen2_5_VL, processor: Processor, sampling: SamplingOptions, world: World,
+        self, model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions, world: World,
         *_, **__,
     ):  # fmt: skip
         super().__init__(model, processor, sampling, world)
@@ -328,7 +328,7 @@ class VLLMSampler(Sampler):
         self.is_verified = True
 
 
-def computed_dtype(model: Qwen2_5_VL) -> torch.dtype:
+def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
     """Return the dtype in which the layers of the policy compute."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
@@ -347,7 +347,7 @@ def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 
-def start_engine(model: Qwen2_5_VL, processor: Processor, options: dict, world: World):
+def start_engine(model: VisionLanguageModel, processor: Processor, options: dict, world: World):
     """Start a vllm.LLM in this process, without the weights of the policy.
 
     Raises:

@@ -15,7 +15,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpec
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def random_model(
     seed: int,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
-) -> tuple[Qwen2_5_VL, Processor]:
+) -> tuple[VisionLanguageModel, Processor]:
     """Build a model with random weights for a config.json and a tokenizer, and its Processor."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
@@ -75,7 +75,7 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
     return ChatTemplate(DEFAULT_QWEN3, "the default template")
 
 
-def model_from_config(config: ModelConfig, where: str | Path) -> Qwen2_5_VL:
+def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageModel:
     """Build the model of a config with uninitialised weights.
 
     Raises:
@@ -100,7 +100,7 @@ class ResetsItself(Protocol):
 
 
 @torch.no_grad()
-def initialize(model: Qwen2_5_VL, generator: torch.Generator):
+def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
     The standard deviation of position embeddings is vision_config.initializer_range instead of
@@ -127,7 +127,7 @@ def initialize(model: Qwen2_5_VL, generator: torch.Generator):
             parameter.zero_()
 
 
-def assign(model: Qwen2_5_VL, weights: dict[str, Tensor]):
+def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
     """Replace the parameters of a model on the meta device by weights with the same names.
 
     A tied head is the same tensor as the embedding.

@@ -32,7 +32,7 @@ from minivlmrl.files import (
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Qwen2_5_VL, Sharder
+from minivlmrl.model.decoder import Sharder, VisionLanguageModel
 from minivlmrl.model.families.registry import (
     CONTROL_TOKENS,
     FAMILIES,
@@ -67,8 +67,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     sharding: Sharder | None = None,
-    adapt: Callable[[Qwen2_5_VL], None] | None = None,
-) -> Qwen2_5_VL:
+    adapt: Callable[[VisionLanguageModel], None] | None = None,
+) -> VisionLanguageModel:
     """Load a model from a local folder or a hub repository.
 
     Args:
@@ -111,7 +111,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _read_weights(
     folder: Path,
     files: list[Path],
-    model: Qwen2_5_VL,
+    model: VisionLanguageModel,
     take_shard: Callable,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
@@ -216,7 +216,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         ) from error
 
 
-def unused_tensors(model: Qwen2_5_VL) -> dict[str, Tensor]:
+def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     """Return the tensors in a model's folder that no module uses, so that they can be saved again.
 
     An example is the draft layer of Qwen3.5, whose tensors have names that start with mtp.
@@ -308,7 +308,7 @@ def carried_files(folder: Path) -> dict[str, bytes]:
 
 def save_model(
     folder: str | Path,
-    model: Qwen2_5_VL,
+    model: VisionLanguageModel,
     processor: Processor,
     base: str | None = None,
     write_more_files: Callable[[Path], None] | None = None,
@@ -346,7 +346,7 @@ def save_model(
         write_extras(new_folder, write_adapter, write_more_files)
 
 
-def adapter_writer(model: Qwen2_5_VL, base: str | None) -> Callable[[Path], None] | None:
+def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
     """Return a function that writes a model's adapters as a PEFT folder; None if it has none."""
     if not has_adapters(model):
         return None
@@ -395,7 +395,7 @@ def on_meta(weight: Weight) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
-def file_weights(model: Qwen2_5_VL) -> dict[str, Weight]:
+def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
     """Return the weights of a model, with the names that files of the family use.
 
     gather_full_tensor computes the full tensor of each weight.
@@ -416,7 +416,7 @@ def check_finite(name: str, tensor: Tensor, folder: str | Path):
         )
 
 
-def write_settings(folder: Path, model: Qwen2_5_VL, processor: Processor):
+def write_settings(folder: Path, model: VisionLanguageModel, processor: Processor):
     """Write all files of a model's folder except the weights."""
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})

@@ -30,7 +30,7 @@ class Sharder(Protocol):
 
     compute_dtype: torch.dtype  # dtype of gathered weights and activations
 
-    def shard(self, model: "Qwen2_5_VL") -> None:
+    def shard(self, model: "VisionLanguageModel") -> None:
         """Shard a model, which may be on any device, including the meta device."""
 
     def shard_head(self, head: nn.Module) -> None:
@@ -40,16 +40,16 @@ class Sharder(Protocol):
         """Copy this rank's rows of a full tensor, as a DTensor with the sharding of `like`."""
         ...
 
-    def gather(self, model: "Qwen2_5_VL") -> "Qwen2_5_VL":
+    def gather(self, model: "VisionLanguageModel") -> "VisionLanguageModel":
         """Gather the weights of a sharded model, and return an unsharded model with the weights."""
         ...
 
-    def copy(self, model: "Qwen2_5_VL", in_compute_dtype: bool) -> "Qwen2_5_VL":
+    def copy(self, model: "VisionLanguageModel", in_compute_dtype: bool) -> "VisionLanguageModel":
         """Copy a sharded model; each rank copies its own shard."""
         ...
 
 
-class Qwen2_5_VL(nn.Module):
+class VisionLanguageModel(nn.Module):
     """A vision-language model of any family: vision tower, decoder and language-model head."""
 
     sharding: Sharder | None = None  # None if every rank has all weights

@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch
 
 
 def plain_per_token_logps(
-    model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0
+    model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute the results of per_token_logps by their definition, with all logits in memory.
 
@@ -21,7 +21,7 @@ def plain_per_token_logps(
 
 
 def per_token_logps(
-    model: Qwen2_5_VL, batch: GroupBatch, temperature: float = 1.0
+    model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each completion token given the prompt and earlier tokens.
 
@@ -40,13 +40,13 @@ def per_token_logps(
     return logps_of_states(model, completion_states(model, batch), batch, temperature)
 
 
-def completion_states(model: Qwen2_5_VL, batch: GroupBatch) -> Tensor:
+def completion_states(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
     """Compute the hidden states (M, hidden_size) that predict the completion tokens."""
     return model(batch, select=batch.layout.predict_index)
 
 
 def logps_of_states(
-    model: Qwen2_5_VL, states: Tensor, batch: GroupBatch, temperature: float = 1.0
+    model: VisionLanguageModel, states: Tensor, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute the results of per_token_logps from the hidden states of completion_states.
 

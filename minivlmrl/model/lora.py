@@ -24,7 +24,7 @@ from minivlmrl.config.parsing import check_field
 from minivlmrl.data.rows import random_numbers
 from minivlmrl.kernels.backend import is_half_on_gpu
 from minivlmrl.kernels.float32_matmul import tf32_products
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.plain_weights import (
     PARTS,
@@ -37,7 +37,7 @@ from minivlmrl.model.plain_weights import (
 )
 
 
-def inject_adapters(model: Qwen2_5_VL, options: LoRAOptions):
+def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     """Freeze a model, and replace its target layers by LoRALinear layers.
 
     The new adapters are zero, and init_adapters initialises them afterwards. If options.r is 0, no
@@ -224,7 +224,7 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
         quantize_layer(model, name)
 
 
-def quantize_base(model: Qwen2_5_VL):
+def quantize_base(model: VisionLanguageModel):
     """Quantise the frozen linear layers of the decoder, and the base layers of adapters, to NF4.
 
     The routers, the head and the embeddings are not quantised, and neither are layers of the vision
@@ -253,7 +253,7 @@ def quantize_layer(model: nn.Module, name: str):
     model.set_submodule(name, NF4Linear(linear))
 
 
-def init_adapters(model: Qwen2_5_VL, seed: int):
+def init_adapters(model: VisionLanguageModel, seed: int):
     """Initialise all adapters: A uniformly with the bounds of nn.Linear, and B with zeros."""
     weights = {}
     for name, layer in adapters(model).items():
@@ -264,7 +264,7 @@ def init_adapters(model: Qwen2_5_VL, seed: int):
     set_parameters(model, weights)
 
 
-def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
+def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
     """Replace parameters of a model by full tensors, from which each rank keeps its own shard.
 
     Args:
@@ -284,7 +284,7 @@ def set_parameters(model: Qwen2_5_VL, weights: dict[str, Tensor]):
     model.load_state_dict(new_parameters, strict=False, assign=True)
 
 
-def target_layers(model: Qwen2_5_VL, target: str) -> list[str]:
+def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     """Return the names of the linear layers that one entry of adapter.target selects.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build, check_field, error_context, read_json
 from minivlmrl.files import save_tensors, write_json
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
 from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
@@ -54,7 +54,7 @@ class PeftConfig:
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
-def load_adapter(model: Qwen2_5_VL, folder: str | Path):
+def load_adapter(model: VisionLanguageModel, folder: str | Path):
     """Add the adapters of a PEFT folder to a model, and freeze all other parameters.
 
     Raises:
@@ -66,7 +66,7 @@ def load_adapter(model: Qwen2_5_VL, folder: str | Path):
     set_parameters(model, weights)
 
 
-def load_adapter_weights(model: Qwen2_5_VL, folder: str | Path):
+def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
     """Initialise the existing adapters of a model with the weights in a PEFT folder.
 
     Raises:
@@ -107,7 +107,7 @@ def find_adapter(folder: str | Path) -> Path:
 
 
 def _read(
-    model: Qwen2_5_VL, folder: str | Path
+    model: VisionLanguageModel, folder: str | Path
 ) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
     """Read the rank and the scaling of each layer's adapter, and all weights by parameter name."""
     folder = find_adapter(folder)
@@ -170,7 +170,7 @@ def _read_config(file: Path) -> PeftConfig:
 
 
 def _check_shape(
-    model: Qwen2_5_VL, name: str, pair: dict[str, Tensor], config: PeftConfig
+    model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig
 ) -> AdapterShape:
     """Check the shapes of a layer's lora_A and lora_B, and return its rank and scaling."""
     layer = dict(model.named_modules()).get(name)
@@ -199,7 +199,7 @@ def _check_shape(
     return r, alpha / divisor
 
 
-def gather_adapter(model: Qwen2_5_VL, base: str | None = None) -> Callable[[Path], None]:
+def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
     """Gather the current adapters, and return a function that writes them to a PEFT folder.
 
     All ranks must call gather_adapter, because the adapters may be sharded. Afterwards a single

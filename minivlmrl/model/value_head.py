@@ -13,7 +13,7 @@ from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model.build import PATCHES
 from minivlmrl.model.checkpoint import load_model, read_tensors
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained
@@ -25,7 +25,10 @@ class ValueModel(nn.Module):
     """A backbone with a linear head that computes one value from each hidden state."""
 
     def __init__(
-        self, backbone: Qwen2_5_VL, freeze: Sequence[Part] = (), weight: Tensor | None = None
+        self,
+        backbone: VisionLanguageModel,
+        freeze: Sequence[Part] = (),
+        weight: Tensor | None = None,
     ):
         super().__init__()
         self.backbone = backbone
@@ -75,7 +78,7 @@ class ValueHead(nn.Linear):
         return super().forward(states.to(self.weight.dtype))
 
 
-def value_head(model: Qwen2_5_VL, weight: Tensor | None = None) -> ValueHead:
+def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> ValueHead:
     """Create a value head for a model, which is sharded if the model is sharded.
 
     The head is float32 or wider, even if the model is bfloat16.
@@ -96,7 +99,9 @@ def value_head(model: Qwen2_5_VL, weight: Tensor | None = None) -> ValueHead:
     return head
 
 
-def input_form(model: Qwen2_5_VL, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
+def input_form(
+    model: VisionLanguageModel, processor: Processor
+) -> tuple[str, dict[str, int], list[int]]:
     """Return the family, the vocabulary and the patch sizes, which determine a model's inputs.
 
     Two models with the same result can share token ids and image patches.
@@ -121,7 +126,7 @@ def load_value_model(folder: str | Path, *options) -> ValueModel:
     return add_saved_head(load_model(folder, *options), folder)
 
 
-def add_saved_head(backbone: Qwen2_5_VL, folder: str | Path) -> ValueModel:
+def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueModel:
     """Build a value model from a backbone and the head in a folder.
 
     Raises:

@@ -1,6 +1,6 @@
 """The vision tower, which encodes image patches and merges 2 x 2 patches into one decoder token.
 
-Qwen2_5_VL.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by
+VisionLanguageModel.forward (model/decoder.py) replaces the embeddings of an image's placeholder tokens by
 the tower's output. Qwen2.5-VL's tower, in this file, uses window attention, RMSNorm and the same
 SwiGLU MLP as the decoder. The parts in which Qwen2-VL and Qwen3-VL differ are in
 model/families/qwen2_vl.py and model/families/qwen3_vl.py.

@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, make_sampler
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, held_out_rewards, recipe_columns, required_columns
 from minivlmrl.run.metrics import progress_bar
@@ -24,7 +24,7 @@ BATCH_SIZE = 64  # number of rows that a rank answers at the same time
 
 
 def evaluate(
-    model: Qwen2_5_VL, processor: Processor, rows: Dataset, config: RunConfig, world: World
+    model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World
 ) -> dict[str, float]:
     """Answer the held-out rows and return the mean of each reward, by the name of the metric.
 

@@ -18,7 +18,7 @@ from minivlmrl.generation.environments import begin_environment
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import trainable_summary
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
@@ -68,7 +68,7 @@ def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Da
         call_rewards(rewards, {name: [value] for name, value in columns.items()})
 
 
-def check_experts(config: RunConfig, model: Qwen2_5_VL):
+def check_experts(config: RunConfig, model: VisionLanguageModel):
     """Raise ValueError if router_aux_loss_coef is set although the model has no experts."""
     for stage in config.stage_names:
         if getattr(config, stage).router_aux_loss_coef and model.config.experts is None:
@@ -77,7 +77,7 @@ def check_experts(config: RunConfig, model: Qwen2_5_VL):
             )
 
 
-def check_batch_invariant(config: RunConfig, model: Qwen2_5_VL, world: World):
+def check_batch_invariant(config: RunConfig, model: VisionLanguageModel, world: World):
     """Raise ValueError if rollout.batch_invariant is set, but the model cannot follow its rules."""
     if not config.rollout.batch_invariant:
         return
@@ -97,7 +97,7 @@ def check_positions(
     config: RunConfig,
     needs: dict[str, str],
     datasets: dict[str, Dataset],
-    model: Qwen2_5_VL,
+    model: VisionLanguageModel,
     processor: Processor,
 ):
     """Raise ValueError if a prompt and the tokens to generate exceed the limit of model or engine.
@@ -131,7 +131,7 @@ def check_positions(
         check_lengths(rows, processor, limit, reason)
 
 
-def describe_run(config: RunConfig, model: Qwen2_5_VL, world: World):
+def describe_run(config: RunConfig, model: VisionLanguageModel, world: World):
     """Print the device, the number of ranks, the kernels, and the size and dtypes of the model."""
     dtype = config.model.dtype
     compute_dtype = config.model.compute_dtype or dtype

@@ -11,7 +11,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.weights import gather_and_save_model
 from minivlmrl.files import write_json
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import check_best_metric, evaluate
@@ -60,7 +60,7 @@ class Results:
     """
 
     def __init__(
-        self, config: RunConfig, model: Qwen2_5_VL, processor: Processor, log: MetricsLog,
+        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, log: MetricsLog,
         held_out: Dataset | None, progress: TrainerState, callbacks: Sequence[Callback] = (),
     ):  # fmt: skip
         self.config = config

@@ -25,7 +25,7 @@ from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.model import config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
-from minivlmrl.model.decoder import Qwen2_5_VL, Sharder
+from minivlmrl.model.decoder import Sharder, VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.run.datasets import check_shares, load_datasets
@@ -46,7 +46,7 @@ from minivlmrl.trainers.base import Trainer
 
 def prepare(
     config: RunConfig, trainers: dict[str, type[Trainer]], world: World
-) -> tuple[Qwen2_5_VL, Processor, dict[str, Dataset]]:
+) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Build the model, the processor, and the datasets by stage name, or "eval" for held-out rows.
 
     The fastest checks run first, so that a mistake in the recipe is reported early.
@@ -81,7 +81,7 @@ def prepare(
 
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
-) -> tuple[Qwen2_5_VL, Processor]:
+) -> tuple[VisionLanguageModel, Processor]:
     """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
 
     A random model uses the tokenizer of the task, or a new tokenizer that is trained on the rows.

@@ -20,7 +20,7 @@ from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import gather_and_save_model
 from minivlmrl.losses.grpo import LossNormalizer
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
@@ -174,7 +174,7 @@ class Trainer:
     def __init__(
         self,
         run: RunConfig,
-        model: Qwen2_5_VL,
+        model: VisionLanguageModel,
         processor: Processor,
         world: World,
         steps_done: int = 0,

@@ -34,7 +34,7 @@ from minivlmrl.losses.grpo_variants import (
     rollout_importance_ratio,
     top_entropy_threshold,
 )
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, loss_arguments
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import group_metrics
@@ -82,7 +82,7 @@ class GRPOTrainer(RolloutTrainer):
     def __init__(
         self,
         run: RunConfig,
-        model: Qwen2_5_VL,
+        model: VisionLanguageModel,
         processor: Processor,
         world: World,
         steps_done: int = 0,

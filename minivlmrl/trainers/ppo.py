@@ -20,7 +20,7 @@ from minivlmrl.distributed.value_models import load_critic, save_value_model
 from minivlmrl.distributed.weights import copy_model
 from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.value_head import ValueHead, ValueModel, check_value_model_folder, value_head
@@ -72,7 +72,7 @@ class PPOTrainer(RolloutTrainer):
     def __init__(
         self,
         run: RunConfig,
-        model: Qwen2_5_VL,
+        model: VisionLanguageModel,
         processor: Processor,
         world: World,
         steps_done: int = 0,

@@ -15,7 +15,7 @@ from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, reshard
 from minivlmrl.model.checkpoint import load_model, read_config
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
@@ -43,7 +43,11 @@ class Reference:
     """
 
     def __init__(
-        self, policy: Qwen2_5_VL, config: ReferenceOptions, processor: Processor, world: World
+        self,
+        policy: VisionLanguageModel,
+        config: ReferenceOptions,
+        processor: Processor,
+        world: World,
     ):
         self.policy = policy
         self.config = config
@@ -104,7 +108,7 @@ class SwappedParameters(nn.Module):
         names: names of the parameters to copy, for example the parameters of all adapters.
     """
 
-    def __init__(self, model: Qwen2_5_VL, names: list[str]):
+    def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
         # the model is stored in a list, so that it is not registered as a submodule
         self.models = [model]
@@ -121,7 +125,7 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     @contextmanager
-    def swapped_in(self) -> Iterator[Qwen2_5_VL]:
+    def swapped_in(self) -> Iterator[VisionLanguageModel]:
         """Yield the model with the copies swapped in, and restore its parameters afterwards.
 
         A sharded model must be resharded before this context begins and before it ends.
@@ -142,7 +146,9 @@ class SwappedParameters(nn.Module):
 
 
 @contextmanager
-def swapped_in(model: Qwen2_5_VL | SwappedParameters, policy: Qwen2_5_VL) -> Iterator[Qwen2_5_VL]:
+def swapped_in(
+    model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
+) -> Iterator[VisionLanguageModel]:
     """Yield a reference that can run a forward pass.
 
     If `model` is a SwappedParameters, its copies are swapped into the policy meanwhile.
@@ -156,7 +162,7 @@ def swapped_in(model: Qwen2_5_VL | SwappedParameters, policy: Qwen2_5_VL) -> Ite
         reshard(changed)
 
 
-def freeze_shared_layers(policy: Qwen2_5_VL, config: ReferenceOptions):
+def freeze_shared_layers(policy: VisionLanguageModel, config: ReferenceOptions):
     """Freeze all parameters before layer num_shared_layers, because the reference shares them.
 
     Raises:
@@ -182,7 +188,7 @@ def shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def check_compatible(policy: Qwen2_5_VL, path: str):
+def check_compatible(policy: VisionLanguageModel, path: str):
     """Raise ValueError if the model in a folder has other inputs or outputs than the policy."""
     file = find_folder(path) / "config.json"
     other = read_config(file.parent)
@@ -193,8 +199,12 @@ def check_compatible(policy: Qwen2_5_VL, path: str):
 
 
 def load_frozen(
-    path: str, policy: Qwen2_5_VL, processor: Processor, world: World, in_compute_dtype: bool = True
-) -> Qwen2_5_VL:
+    path: str,
+    policy: VisionLanguageModel,
+    processor: Processor,
+    world: World,
+    in_compute_dtype: bool = True,
+) -> VisionLanguageModel:
     """Load a model from a folder without gradients; if the policy is sharded, the model is too.
 
     Args:

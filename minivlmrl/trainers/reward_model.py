@@ -20,7 +20,7 @@ from minivlmrl.distributed.weights import copy_model, reshard
 from minivlmrl.losses.grpo import batch_normalizer
 from minivlmrl.losses.preference import reward_loss
 from minivlmrl.model.checkpoint import load_processor
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.value_head import (
     ValueModel,
     check_value_model_folder,
@@ -59,7 +59,7 @@ class RewardTrainer(PairTrainer):
     def __init__(
         self,
         run: RunConfig,
-        model: Qwen2_5_VL,
+        model: VisionLanguageModel,
         processor: Processor,
         world: World,
         steps_done: int = 0,
@@ -107,7 +107,9 @@ class RewardModelScores:
     processor and the chat template of the reward model.
     """
 
-    def __init__(self, run: RunConfig, policy: Qwen2_5_VL, processor: Processor, world: World):
+    def __init__(
+        self, run: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World
+    ):
         path = run.reward_model.path or Path(run.output_dir) / FOLDER
         model = load_scorer(policy, path, world.device, same_base=run.reward_model.path is None)
         self.model = model.requires_grad_(False)

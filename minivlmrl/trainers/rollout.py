@@ -34,7 +34,7 @@ from minivlmrl.generation.environments import (
 from minivlmrl.generation.sampler import find_engine, make_sampler
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.losses.grpo import LossNormalizer
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
@@ -96,7 +96,7 @@ class RolloutTrainer(Trainer):
     def __init__(
         self,
         run: RunConfig,
-        model: Qwen2_5_VL,
+        model: VisionLanguageModel,
         processor: Processor,
         world: World,
         steps_done: int = 0,

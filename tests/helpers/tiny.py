@@ -8,7 +8,7 @@ import torch
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.model import packing
 from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES
 
 # config.json of a model for whole runs, as small as the architecture allows
@@ -158,13 +158,13 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
     return model
 
 
-def model_of(config: ModelConfig, seed: int = 0) -> Qwen2_5_VL:
+def model_of(config: ModelConfig, seed: int = 0) -> VisionLanguageModel:
     return telling_weights(FAMILIES[config.model_type].model(config), seed)
 
 
 def model(
     tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, model_type: str = "qwen2_5_vl"
-) -> Qwen2_5_VL:
+) -> VisionLanguageModel:
     return model_of(config(tied, model_type=model_type), seed).to(dtype)
 
 

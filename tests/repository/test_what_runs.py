@@ -26,7 +26,12 @@ NEEDED = {
     "model/vision": {"VisionTransformer.forward", "VisionBlock.forward"},
     "model/rope": {"get_rope_index", "text_rotary", "apply_rotary"},
     "model/attention": {"GroupAttention.__call__", "DecodeAttention.__call__"},
-    "model/decoder": {"Qwen2_5_VL.forward", "TextModel.forward", "DecoderLayer.forward", "SelfAttention.forward"},
+    "model/decoder": {
+        "VisionLanguageModel.forward",
+        "TextModel.forward",
+        "DecoderLayer.forward",
+        "SelfAttention.forward",
+    },
     "generation/generate": {
         *("generate", "prefill", "Decode.__call__"),
         *("make_token_sampler.<locals>.sample_token", "inverse_cdf", "to_completions"),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
 from minivlmrl.model.config import VisionConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import ModelSpec
 from minivlmrl.model.vision import VisionTransformer
 
@@ -63,7 +63,7 @@ SPECS = {
         architecture="Qwen2VLForConditionalGeneration",
         vision_config=VisionConfig,
         hidden_act="quick_gelu",
-        model=partial(Qwen2_5_VL, tower=partial(VisionTransformer, mlp=QuickGELUMLP)),
+        model=partial(VisionLanguageModel, tower=partial(VisionTransformer, mlp=QuickGELUMLP)),
         read_vision=read_vision,
         write=write_config,
         box_space="thousandths",

@@ -26,7 +26,7 @@ from minivlmrl.kernels.gated_delta_rule import gated_delta_rule
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, DecodeAttention
 from minivlmrl.model.config import ModelConfig, RecurrentConfig
-from minivlmrl.model.decoder import DecoderLayer, Qwen2_5_VL, SelfAttention
+from minivlmrl.model.decoder import DecoderLayer, SelfAttention, VisionLanguageModel
 from minivlmrl.model.families import qwen3_vl
 from minivlmrl.model.rope import apply_rotary
 
@@ -91,7 +91,7 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
 
-def initial_states(model: Qwen2_5_VL, rows: Tensor) -> list[list[Tensor]]:
+def initial_states(model: VisionLanguageModel, rows: Tensor) -> list[list[Tensor]]:
     """Return the initial state of each recurrent layer for rows (b, ...); see initial_state."""
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     return [layer.initial_state(rows) for layer in layers]

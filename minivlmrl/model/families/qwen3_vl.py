@@ -24,7 +24,7 @@ from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.image_settings import FIXED, patch_settings
 from minivlmrl.model.config import Depth, Size, TokenId, VisionConfig
-from minivlmrl.model.decoder import Qwen2_5_VL
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec
 from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, lay_out
 
@@ -336,7 +336,7 @@ SPECS = {
         hidden_act="gelu_pytorch_tanh",
         write=write_config,
         files_have_module_names=True,
-        model=partial(Qwen2_5_VL, tower=Qwen3VisionTransformer),
+        model=partial(VisionLanguageModel, tower=Qwen3VisionTransformer),
         default_system=False,
         images=IMAGES,
         read_videos=read_videos,

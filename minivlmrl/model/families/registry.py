@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.model.config import ModelConfig, VisionConfig
-from minivlmrl.model.decoder import Qwen2_5_VL, TextModel
+from minivlmrl.model.decoder import TextModel, VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import Weight
 
@@ -100,7 +100,7 @@ class ModelSpec:
     files_have_module_names: bool = False
     unused_prefixes: tuple[str, ...] = ()  # prefixes of tensors that are not used
     # (ModelConfig) -> model with the modules visual, model and lm_head
-    model: Callable[..., Qwen2_5_VL] = Qwen2_5_VL
+    model: Callable[..., VisionLanguageModel] = VisionLanguageModel
     # keys of config.json that describe experts, with the defaults of transformers
     experts: dict[str, Any] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
@@ -111,13 +111,17 @@ class ModelSpec:
     # (weights by name, ModelConfig): stacks weights that are a single tensor in files, in place
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
     # (model, function): sets the function that sums the token counts of experts over ranks
-    count_over_ranks: Callable[[Qwen2_5_VL, Callable], None] = lambda model, sum_counts: None
+    count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: (
+        None
+    )
     routing: Routing | None = None  # None if the family has no experts
     # additional values of adapter.target -> pattern of the names of the selected layers
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     not_quantized: tuple[str, ...] = ()  # name ends of routers, which are not quantised
     # (model, rows (b, ...)) -> initial states (b, ...) of each recurrent layer
-    initial_states: Callable[[Qwen2_5_VL, Tensor], list[list[Tensor]]] = lambda model, rows: []
+    initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = (
+        lambda model, rows: []
+    )
     in_vllm: bool = True  # whether generation/vllm.py supports the family
     # whether the chat template adds a default system message to prompts without one
     default_system: bool = True
@@ -129,7 +133,7 @@ class ModelSpec:
     write_videos: Callable[[ImageProcessor], dict] = lambda images: {}
     box_space: str = "resized"  # coordinates of boxes in answers; see data/boxes.py
     # (model) -> blocks, each of which is the unit of sharding and of activation checkpointing
-    blocks: Callable[[Qwen2_5_VL], list[nn.Module]] = lambda model: [
+    blocks: Callable[[VisionLanguageModel], list[nn.Module]] = lambda model: [
         *model.visual.blocks,
         *model.model.layers,
     ]
@@ -151,7 +155,7 @@ class Families(Mapping[str, ModelSpec]):
 FAMILIES = Families()
 
 
-def family_of(model: Qwen2_5_VL) -> ModelSpec:
+def family_of(model: VisionLanguageModel) -> ModelSpec:
     """Return the ModelSpec of a model's family."""
     return FAMILIES[model.config.model_type]
 

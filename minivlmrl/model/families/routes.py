@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl.data.rows import Completion
 from minivlmrl.model.attention import Attention, DecodeAttention
-from minivlmrl.model.decoder import Qwen2_5_VL, TextModel
+from minivlmrl.model.decoder import TextModel, VisionLanguageModel
 from minivlmrl.model.families.experts import chosen_experts
 from minivlmrl.model.families.registry import ChosenExperts
 
@@ -40,7 +40,9 @@ def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) 
 
 @contextmanager
 def watch_routes(
-    model: Qwen2_5_VL, sample_token: Callable[[Tensor, Tensor, Tensor], T], route_buffer: Tensor
+    model: VisionLanguageModel,
+    sample_token: Callable[[Tensor, Tensor, Tensor], T],
+    route_buffer: Tensor,
 ) -> Iterator[Callable[[Tensor, Tensor, Tensor], T]]:
     """Yield a token sampler that also records each token's route at the predicting position.
 
