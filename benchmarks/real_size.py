@@ -26,9 +26,9 @@ import torch
 from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.parsing import read_json
 from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, peak_bytes, plan
-from minivlmrl.files import INDEX, read_lines, save_tensors, write_json
+from minivlmrl.files import INDEX, save_tensors
+from minivlmrl.json_files import read_json, read_lines, write_json
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.model.plain_weights import plain_weights

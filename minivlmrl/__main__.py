@@ -8,7 +8,7 @@ import re
 import sys
 
 from minivlmrl import WORKING_FOLDER
-from minivlmrl.config.parsing import did_you_mean, out_of_memory, shortened
+from minivlmrl.errors import did_you_mean, out_of_memory, shortened
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),

@@ -6,17 +6,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.config.parsing import build, error_context, json_text, parse_json, read_json
+from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not a path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,64 +53,6 @@ def weight_files(folder: Path) -> list[Path]:
             f"files, for example {missing[0]}. Download the folder again."
         )
     return files
-
-
-def read_lines(path: Path, form: type) -> list[dict]:
-    """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
-
-    A last line without a newline is ignored, because it is incomplete: a run is still writing this
-    line, or the disk was full.
-
-    Args:
-        form: dataclass with the fields that each line must have.
-    Raises:
-        ValueError: a line is not valid. The message contains the file and the number of the line.
-    """
-    text = path.read_bytes() if path.is_file() else b""
-    contents = []
-    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
-        where = f"{path}:{number}"
-        with error_context(where):
-            content = parse_json(line)
-        build(form, content, where, json=True)
-        contents.append(content)
-    return contents
-
-
-def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Return the image settings of a folder, and the file that contains them.
-
-    The settings are in preprocessor_config.json, or, since transformers 5, in the field
-    image_processor of processor_config.json.
-
-    Raises:
-        ValueError: processor_config.json does not have image settings.
-    """
-    file = folder / "preprocessor_config.json"
-    newer = folder / "processor_config.json"
-    if file.is_file() or not newer.is_file():
-        return file, read_json(file)
-    settings = read_json(newer).get("image_processor")
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"{newer} does not have the field image_processor, an object with patch_size. Use the "
-            "files that belong to the model."
-        )
-    return newer, settings
-
-
-def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Return the video settings of a folder and their file, which is chosen as in transformers."""
-    newer = folder / "processor_config.json"
-    file = folder / "video_preprocessor_config.json"
-    settings = read_json(newer).get("video_processor") if newer.is_file() else None
-    if isinstance(settings, dict):
-        return newer, settings
-    return (file, read_json(file)) if file.is_file() else image_settings(folder)
-
-
-def write_json(path: Path, content: dict):
-    path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path):
@@ -178,48 +118,6 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         raise
     flush_file(folder.parent)
     remove(replaced)
-
-
-@contextmanager
-def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create the folder of a run and lock the folder, so that no other run writes into it.
-
-    Raises:
-        ValueError: another run holds the lock. The error is raised on all ranks.
-    """
-    path = Path(folder) / ".lock"
-    failure = None
-    with ExitStack() as open_files:
-        try:
-            if world.is_main:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _lock(open_files.enter_context(path.open("ab")))
-        except BlockingIOError:
-            failure = (
-                f"another run is writing into {folder}. Wait until that run ends, or choose "
-                "another folder."
-            )
-        except OSError as error:
-            # a file system without locks is accepted, although other runs are not detected there
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                failure = f"{error}. Check whether another run uses this folder."
-        failure = world.gather_objects(failure)[0]
-        if failure:
-            raise ValueError(f"output_dir: {failure}")
-        yield
-
-
-def _lock(file: IO):
-    """Lock a file until it is closed; raise BlockingIOError if another process holds the lock."""
-    if find_spec("fcntl"):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    else:  # Windows
-        import msvcrt
-
-        # ignored, because on Linux pyright does not find any functions in msvcrt
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def flush_file(path: Path):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from minivlmrl.config.parsing import optional_dependency
+from minivlmrl.errors import optional_dependency
 from minivlmrl.rewards.text import find_answer, normalize
 
 LONGEST = 2000  # maximum number of characters in an answer; the reward of a longer answer is 0

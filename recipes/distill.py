@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from minivlmrl.config.import_utils import call_user_code, load_name
 from minivlmrl.config.options import TrainingOptions
-from minivlmrl.config.parsing import check_field
 from minivlmrl.config.types import Code, FilePath
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt, Row
+from minivlmrl.errors import check_field
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import accumulate_, rows_per_piece
 from minivlmrl.losses.advantages import combine

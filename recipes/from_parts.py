@@ -24,9 +24,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from torch import Tensor
 
-from minivlmrl.config.parsing import read_json
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer, qwen2_backend
 from minivlmrl.files import weight_files
+from minivlmrl.json_files import read_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors, save_model
 

@@ -18,7 +18,7 @@ from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Reque
 
 import PIL.Image
 
-from minivlmrl.config.parsing import parse_json
+from minivlmrl.json_files import parse_json
 
 URL = "http://localhost:8000/v1"
 TEMPLATE = """Question: {problem}

@@ -13,11 +13,11 @@ import pytest
 import torch
 from children import exit_code, fork
 
-from minivlmrl.config.parsing import read_json
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.files import flush_file, replacing, save_tensors
+from minivlmrl.json_files import read_json
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
 

@@ -44,14 +44,9 @@ from minivlmrl.run.trainer_state import RUN
 from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 # Strict readers and atomic writers of JSON, YAML and safetensors, with errors that name the file.
-from minivlmrl.config.parsing import (
-    Reader,
-    json_text,
-    error_context,
-    parse_json,
-    parse_yaml,
-    read_json,
-    check_field,
-)
+from minivlmrl.config.parsing import Reader, parse_yaml
+from minivlmrl.errors import error_context, check_field
+from minivlmrl.json_files import json_text, parse_json, read_json
 from minivlmrl.config.types import Count, Dtype, Finite
-from minivlmrl.files import digest, read_lines, save_tensors, write_json
+from minivlmrl.files import digest, save_tensors
+from minivlmrl.json_files import read_lines, write_json

@@ -11,10 +11,11 @@ from typing import Annotated, Protocol
 
 from minivlmrl.agents.schema import json_schema, type_schema
 from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
-from minivlmrl.config.parsing import build, error_context
+from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Environment
+from minivlmrl.errors import error_context
 
 
 class RewardingEnvironment(Environment, Protocol):

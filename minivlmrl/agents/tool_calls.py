@@ -27,12 +27,14 @@ from minivlmrl.agents.environment import (
 )
 from minivlmrl.config import import_utils
 from minivlmrl.config.import_utils import call_user_code, unchanged_process
-from minivlmrl.config.parsing import build, check_field, error_context, parse_json, read_value
+from minivlmrl.config.parsing import build, read_value
 from minivlmrl.data.chat_template import END, join_text, layout_turn, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
+from minivlmrl.errors import check_field, error_context
+from minivlmrl.json_files import parse_json
 
 # JSON constants for the Python constants that Qwen3.5 writes in its tool calls
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}

@@ -26,10 +26,10 @@ from minivlmrl.agents.tool_calls import (
     render_answers,
     turn_opening,
 )
-from minivlmrl.config.parsing import error_context
 from minivlmrl.data.boxes import extent
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.errors import error_context
 from minivlmrl.generation.generate import Decode, TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.generation.stop_strings import NO_TEXT, token_bytes

@@ -28,12 +28,12 @@ from minivlmrl.agents.tool_sampler import (
     find_environment,
     step_episodes,
 )
-from minivlmrl.config.parsing import error_context
 from minivlmrl.data.chat_template import IMAGE, VIDEO
 from minivlmrl.data.messages import check_messages, shown_parts_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
+from minivlmrl.errors import error_context
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.config import ModelConfig

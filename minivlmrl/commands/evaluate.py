@@ -22,13 +22,13 @@ from pathlib import Path
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.files import INFERENCE_CONFIG, write_json
+from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.sampler import make_sampler
+from minivlmrl.json_files import json_text, write_json
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets

@@ -13,7 +13,8 @@ import yaml
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import Option, did_you_mean, options_of, type_text
+from minivlmrl.config.parsing import Option, options_of, type_text
+from minivlmrl.errors import did_you_mean
 
 
 def print_options(*names: str):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.parsing import read_json
 from minivlmrl.diagnostics.memory import (
     GB,
     IMAGE_TOKENS,
@@ -22,6 +21,7 @@ from minivlmrl.diagnostics.memory import (
     peak_bytes,
     plan,
 )
+from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
 

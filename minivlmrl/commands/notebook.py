@@ -7,10 +7,10 @@ from pathlib import Path
 import PIL.Image
 
 from minivlmrl.config.loading import as_overrides, load_config
-from minivlmrl.config.parsing import json_text, read_json
 from minivlmrl.config.types import Plain
 from minivlmrl.data.image import load_image
 from minivlmrl.files import digest
+from minivlmrl.json_files import json_text, read_json
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run.loop import run_training
 

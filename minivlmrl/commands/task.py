@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
-from minivlmrl.config.parsing import json_text
+from minivlmrl.json_files import json_text
 from minivlmrl.run.loop import run_training
 from minivlmrl.tasks import shapes
 

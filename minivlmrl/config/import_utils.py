@@ -23,7 +23,8 @@ from typing import Annotated, Any
 
 import torch
 
-from minivlmrl.config.parsing import check_field, did_you_mean, error_context, read_value
+from minivlmrl.config.parsing import read_value
+from minivlmrl.errors import check_field, did_you_mean, error_context
 
 
 @functools.cache

@@ -18,16 +18,15 @@ from minivlmrl.config.parsing import (
     TypeHint,
     build,
     check_values,
-    did_you_mean,
-    error_context,
-    json_text,
     options_of,
     parse_yaml,
     read_value,
 )
 from minivlmrl.config.renames import translate_options
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
+from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG
+from minivlmrl.json_files import json_text
 
 # options, apart from the weights, that change an answer and that no file of a Hugging Face folder
 # contains

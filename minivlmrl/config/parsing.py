@@ -7,17 +7,13 @@ dataclass, for overrides and for --help.
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
-import json
 import re
-import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import yaml
@@ -25,6 +21,7 @@ from yaml.composer import ComposerError
 
 from minivlmrl.config.renames import RENAMED_OPTIONS
 from minivlmrl.config.types import Code, Plain
+from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context
 
 
 class Dataclass(Protocol):
@@ -67,11 +64,6 @@ NO_COUNTERPART = {
     **dict.fromkeys(("device", "device_map", "use_cpu", "no_cuda"), _DEVICE),
     **dict.fromkeys(("attn_implementation", "use_flash_attention_2", "flash_attn"), _ATTENTION),
 }
-# quoted texts of 80 characters or more (not apostrophes), and words of 500 characters or more
-LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
-
-
-_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
 class Loader(yaml.SafeLoader):
@@ -105,103 +97,6 @@ def parse_yaml(text: str | bytes) -> Any:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"the text is not valid YAML ({error})") from error
-
-
-def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
-    """Parse JSON. NaN and Infinity, which are not JSON but are written by Python, become None.
-
-    Args:
-        text: JSON, in UTF-8 if it is bytes.
-        decode: function that parses the text; its result is returned.
-        arguments: further arguments of `decode`.
-
-    Raises:
-        ValueError: the text is not JSON, is nested too deep, or has half of a surrogate pair.
-    """
-    try:
-        text = text.decode() if isinstance(text, bytes) else text
-        return decode(text, *arguments)
-    except ValueError as error:
-        raise ValueError(f"the text is not valid JSON ({error})") from error
-    except RecursionError as error:
-        raise ValueError("the JSON text cannot be read, because it is nested too deep") from error
-
-
-def read_json(path: Path) -> dict:
-    """Read a JSON file that contains one object.
-
-    Raises:
-        ValueError: the file is missing, or does not contain a JSON object.
-    """
-    if not path.is_file():
-        raise ValueError(
-            f"{path}: this file is missing; every folder of a model, run or state must have it"
-        )
-    with error_context(path):
-        content = parse_json(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(
-                f"the file must contain a JSON object, but it contains {content!r:.40}"
-            )
-        return content
-
-
-def json_text(content, **options) -> str:
-    """Convert a value to standard JSON, in which NaN and infinite numbers become null."""
-    return json.dumps(_DECODER.decode(json.dumps(content)), **options)
-
-
-def shortened(error: str | Exception) -> str:
-    """Shorten long quoted texts in an error message, because such texts may be images in base64."""
-    return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
-
-
-def out_of_memory(error: MemoryError) -> str:
-    """Describe a MemoryError in one sentence; that of NumPy has the size of the array."""
-    size = f" ({error})" if str(error) else ""
-    return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
-
-
-def check_field(valid: bool, name: str, value: Any, expected: str):
-    """Raise ValueError with the name, the value and the expected value unless `valid` is true.
-
-    Dataclasses call this function in `__post_init__` for rules about several fields.
-    """
-    if not valid:
-        raise _invalid(name, value, expected)
-
-
-def _invalid(name: str, value: Any, expected: str) -> ValueError:
-    # reprlib, because repr is slow for a long list
-    shown = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
-    return ValueError(f"{name} is {shown:.80}, but it must be {expected}")
-
-
-class error_context(AbstractContextManager):
-    """Prefix errors raised in the block with the file, row or field concerned."""
-
-    # A class is faster than a generator with @contextmanager, which matters because each of 200,000
-    # rows enters several contexts.
-    def __init__(self, where: str | Path):
-        self.where = where
-
-    def __exit__(self, kind, error, traceback):
-        if isinstance(error, ValueError):
-            raise ValueError(f"{self.where}: {shortened(error)}") from error
-
-
-@contextmanager
-def optional_dependency(name: str, needed: str) -> Iterator[None]:
-    """Convert an ImportError in the block to a ValueError that explains which extra to install.
-
-    Args:
-        name: extra of minivlmrl, such as "video".
-        needed: beginning of the error message, such as "reading video files requires PyAV".
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(f"{needed}; run pip install 'minivlmrl[{name}]'") from error
 
 
 def build(
@@ -392,24 +287,6 @@ def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
             return f"here this option is {' or '.join(elsewhere)}"
     names = [field.name for field in dataclasses.fields(section)]
     return did_you_mean(key, names, prefix, count=3, cutoff=0.0).removeprefix("; ")
-
-
-def did_you_mean(
-    name: str, names: Iterable[str], prefix: str = "", count: int = 1, cutoff: float = 0.6
-) -> str:
-    """Return the end of a message about an unknown name: "; did you mean shapes?", or "".
-
-    Args:
-        name: the unknown name.
-        names: the known names.
-        prefix: path of the section of `names`, with a dot at the end.
-        count: maximum number of suggestions.
-        cutoff: minimum similarity of a suggestion, from 0 to 1 (difflib's ratio).
-    """
-    nearest = difflib.get_close_matches(name, names, count, cutoff)
-    if not nearest:
-        return ""
-    return f"; did you mean {' or '.join(prefix + match for match in nearest)}?"
 
 
 @dataclasses.dataclass(frozen=True)

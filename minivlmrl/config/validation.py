@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
-from minivlmrl.config.parsing import error_context
+from minivlmrl.errors import error_context
 
 WithoutEffect = Iterator[tuple[str, str]]  # option ("grpo.beta"), and why it has no effect
 

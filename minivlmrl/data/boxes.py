@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from minivlmrl.config.parsing import optional_dependency
 from minivlmrl.config.types import Plain
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Prompt, Row
+from minivlmrl.errors import optional_dependency
 
 Item = TypeVar("Item")
 SPACES = ("original", "resized", "thousandths", "unit")

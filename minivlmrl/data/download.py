@@ -9,7 +9,8 @@ from itertools import product
 from os.path import isdir
 from pathlib import Path, PurePosixPath
 
-from minivlmrl.files import INFERENCE_CONFIG, image_settings, weight_files
+from minivlmrl.data.image_settings import image_settings
+from minivlmrl.files import INFERENCE_CONFIG, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 NETWORK_SECONDS = 5  # timeout of a request to the hub

@@ -17,7 +17,6 @@ from types import UnionType
 import PIL.Image
 
 from minivlmrl.config.options import RowOptions
-from minivlmrl.config.parsing import check_field, did_you_mean, error_context
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
 from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, check_columns, find_format, to_columns
@@ -46,6 +45,7 @@ from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.row_summary import FileRows, count_words
 from minivlmrl.data.rows import REWARD_ARGUMENTS, Row
 from minivlmrl.data.video import VideoFile, load_video
+from minivlmrl.errors import check_field, did_you_mean, error_context
 from minivlmrl.files import digest
 
 # {column with text: allowed types}. A row may have only one column of PROMPTS, see _split_columns.

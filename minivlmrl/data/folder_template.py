@@ -20,7 +20,6 @@ import jinja2.meta
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivlmrl.config.parsing import did_you_mean, error_context, parse_json, read_json
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import (
     END,
@@ -43,6 +42,8 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS
+from minivlmrl.errors import did_you_mean, error_context
+from minivlmrl.json_files import parse_json, read_json
 
 # files that can hold a template, in the order of transformers' processor
 FILES = (

@@ -13,10 +13,12 @@ from typing import Annotated
 
 from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import VideoOptions
-from minivlmrl.config.parsing import check_field, error_context, parse_json, read_value
+from minivlmrl.config.parsing import read_value
 from minivlmrl.config.types import Plain
 from minivlmrl.data.media import COLUMNS as MEDIA_COLUMNS
 from minivlmrl.data.rows import REWARD_ARGUMENTS
+from minivlmrl.errors import check_field, error_context
+from minivlmrl.json_files import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {  # {name of a speaker in the formats of other projects: role}

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import PIL.Image
 import torch
 
-from minivlmrl.config.parsing import build, error_context
+from minivlmrl.config.parsing import build
 from minivlmrl.data.image import ImageProcessor, look_up, resize_frames, smart_resize
+from minivlmrl.errors import error_context
+from minivlmrl.json_files import read_json
 
 
 def torch_resize_frames(
@@ -152,3 +155,35 @@ def write_image_processor(processor: ImageProcessor) -> dict:
         "max_pixels": high,
         "size": {"shortest_edge": low, "longest_edge": high},  # newer name of the same bounds
     }
+
+
+def image_settings(folder: Path) -> tuple[Path, dict]:
+    """Return the image settings of a folder, and the file that contains them.
+
+    The settings are in preprocessor_config.json, or, since transformers 5, in the field
+    image_processor of processor_config.json.
+
+    Raises:
+        ValueError: processor_config.json does not have image settings.
+    """
+    file = folder / "preprocessor_config.json"
+    newer = folder / "processor_config.json"
+    if file.is_file() or not newer.is_file():
+        return file, read_json(file)
+    settings = read_json(newer).get("image_processor")
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{newer} does not have the field image_processor, an object with patch_size. Use the "
+            "files that belong to the model."
+        )
+    return newer, settings
+
+
+def video_settings(folder: Path) -> tuple[Path, dict]:
+    """Return the video settings of a folder and their file, which is chosen as in transformers."""
+    newer = folder / "processor_config.json"
+    file = folder / "video_preprocessor_config.json"
+    settings = read_json(newer).get("video_processor") if newer.is_file() else None
+    if isinstance(settings, dict):
+        return newer, settings
+    return (file, read_json(file)) if file.is_file() else image_settings(folder)

@@ -16,7 +16,7 @@ import PIL.Image
 from PIL.Image import Image
 
 from minivlmrl.config.options import ImageOptions, RowOptions, VideoOptions
-from minivlmrl.config.parsing import check_values, error_context
+from minivlmrl.config.parsing import check_values
 from minivlmrl.config.types import Plain
 from minivlmrl.data.image import load_image
 from minivlmrl.data.messages import (
@@ -27,6 +27,7 @@ from minivlmrl.data.messages import (
     part_kind,
     shown_parts_of,
 )
+from minivlmrl.errors import error_context
 
 # common names of columns that contain images or videos
 MEDIA_NAME = re.compile(

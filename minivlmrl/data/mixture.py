@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivlmrl.config.options import FileOptions
-from minivlmrl.config.parsing import build, error_context, parse_yaml
+from minivlmrl.config.parsing import build, parse_yaml
 from minivlmrl.config.types import FilePath
 from minivlmrl.data.media import Media
 from minivlmrl.data.row_summary import FileRows
 from minivlmrl.data.rows import Row
+from minivlmrl.errors import error_context
 
 
 class RowSelection(FileRows):

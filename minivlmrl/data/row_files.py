@@ -15,9 +15,10 @@ from decimal import Decimal
 from os.path import isdir, isfile
 from pathlib import Path
 
-from minivlmrl.config.parsing import check_field, error_context, optional_dependency, parse_json
 from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.formats import map_nested
+from minivlmrl.errors import check_field, error_context, optional_dependency
+from minivlmrl.json_files import parse_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 # Parquet values of these types are converted to text, because JSON does not support the types.

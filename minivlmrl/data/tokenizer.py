@@ -6,9 +6,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minivlmrl.config.parsing import read_json
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import Control
+from minivlmrl.json_files import read_json
 
 # Qwen2's control tokens in the order of their ids, which are 151643 to 151656 in published
 # checkpoints

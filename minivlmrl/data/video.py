@@ -16,9 +16,9 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.config.parsing import optional_dependency
 from minivlmrl.data.image import Grid, ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_source
+from minivlmrl.errors import optional_dependency
 
 FPS = 2.0  # default number of sampled frames per second
 FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this factor

@@ -21,15 +21,14 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text, parse_json
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_completion
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.distributed import process_group
-from minivlmrl.files import read_lines
 from minivlmrl.generation.environments import pack_rollout
+from minivlmrl.json_files import json_text, parse_json, read_lines
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks

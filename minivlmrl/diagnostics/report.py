@@ -9,8 +9,7 @@ from time import monotonic as clock
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text, read_json
-from minivlmrl.files import read_lines
+from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine

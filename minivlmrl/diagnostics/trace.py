@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from minivlmrl.config.parsing import json_text
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.diagnostics.report import fill_template
 from minivlmrl.generation.environments import pack_rollout
+from minivlmrl.json_files import json_text
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.plain_weights import gather_full_tensor

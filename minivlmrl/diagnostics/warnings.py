@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.files import read_lines
+from minivlmrl.json_files import read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback

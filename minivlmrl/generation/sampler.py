@@ -9,12 +9,12 @@ from torch import Tensor
 
 from minivlmrl.config.import_utils import resolve_object
 from minivlmrl.config.options import RunConfig, SamplingOptions
-from minivlmrl.config.parsing import error_context
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
+from minivlmrl.errors import error_context
 from minivlmrl.generation.block_sampling import make_block_sampler, samples_in_blocks
 from minivlmrl.generation.environments import agents
 from minivlmrl.generation.generate import (

@@ -38,13 +38,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig, SamplingOptions
-from minivlmrl.config.parsing import error_context, read_json
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import error_context
 from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import Sampler
+from minivlmrl.json_files import read_json
 from minivlmrl.model.checkpoint import DTYPES, file_weights, write_settings
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES

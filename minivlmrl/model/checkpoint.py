@@ -12,23 +12,20 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minivlmrl.config.parsing import check_field, error_context, read_json
 from minivlmrl.data.chat_template import as_jinja
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.image_settings import read_image_processor, write_image_processor
+from minivlmrl.data.image_settings import (
+    image_settings,
+    read_image_processor,
+    video_settings,
+    write_image_processor,
+)
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
-from minivlmrl.files import (
-    INDEX,
-    INFERENCE_CONFIG,
-    image_settings,
-    replacing,
-    save_tensors,
-    video_settings,
-    weight_files,
-    write_json,
-)
+from minivlmrl.errors import check_field, error_context
+from minivlmrl.files import INDEX, INFERENCE_CONFIG, replacing, save_tensors, weight_files
+from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig

@@ -4,7 +4,8 @@ from collections.abc import Container
 from dataclasses import asdict, fields
 from typing import Any
 
-from minivlmrl.config.parsing import build, check_field, error_context
+from minivlmrl.config.parsing import build
+from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
-from minivlmrl.config.parsing import check_field
 from minivlmrl.data.rows import random_numbers
+from minivlmrl.errors import check_field
 from minivlmrl.kernels.backend import is_half_on_gpu
 from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model.decoder import VisionLanguageModel

@@ -14,8 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import build, check_field, error_context, read_json
-from minivlmrl.files import save_tensors, write_json
+from minivlmrl.config.parsing import build
+from minivlmrl.errors import check_field, error_context
+from minivlmrl.files import save_tensors
+from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters

@@ -19,11 +19,11 @@ from typing import Protocol, runtime_checkable
 
 from minivlmrl.config.import_utils import raised, resolve_object, unchanged_process, with_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import did_you_mean, error_context
 from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import REWARD_ARGUMENTS
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.rewards.columns import reward_columns
 
 REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the function itself

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minivlmrl.config.parsing import check_field
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_part, shard_rows
+from minivlmrl.errors import check_field
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 

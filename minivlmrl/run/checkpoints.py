@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text, parse_json, read_json
 from minivlmrl.data.download import find_folder, find_split
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.files import digest, flush_file, weight_files, write_json
+from minivlmrl.files import digest, flush_file, weight_files
+from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.rewards.registry import RewardFailed
 from minivlmrl.run.callbacks import Callback

@@ -5,10 +5,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
-from minivlmrl.config.parsing import check_field, did_you_mean
 from minivlmrl.config.types import RewardName
 from minivlmrl.data.row_summary import FileRows
 from minivlmrl.data.rows import Dataset
+from minivlmrl.errors import check_field, did_you_mean
 from minivlmrl.rewards.registry import required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
 

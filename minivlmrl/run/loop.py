@@ -13,10 +13,10 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
-from minivlmrl.files import locked
 from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import CheckpointManager
+from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.run.results import Results, check_output_dir, check_outputs

@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import error_context, json_text
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import error_context
+from minivlmrl.json_files import json_text
 from minivlmrl.run.rollout_log import CompletionsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer

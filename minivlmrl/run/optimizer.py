@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
-from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, reshard
+from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.model.trainable import trained_parameters
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.parsing import out_of_memory, shortened
 from minivlmrl.distributed.process_group import find_lost_ranks
-from minivlmrl.files import write_json
+from minivlmrl.errors import out_of_memory, shortened
+from minivlmrl.json_files import write_json
 
 
 def is_first() -> bool:

@@ -10,7 +10,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.weights import gather_and_save_model
-from minivlmrl.files import write_json
+from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume

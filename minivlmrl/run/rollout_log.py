@@ -40,13 +40,12 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import json_text
 from minivlmrl.data.boxes import Box, box_columns, parse_boxes
 from minivlmrl.data.messages import content_parts
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
-from minivlmrl.files import read_lines
+from minivlmrl.json_files import json_text, read_lines
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.trainer_state import TrainerState

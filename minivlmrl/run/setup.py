@@ -11,7 +11,6 @@ import torch
 
 from minivlmrl.config.loading import inference_yaml
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import read_json
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
@@ -22,6 +21,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import prepare_tools
+from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 from minivlmrl.config.loading import flat, nested
-from minivlmrl.config.parsing import build, read_json
+from minivlmrl.config.parsing import build
 from minivlmrl.config.renames import eval_rewards, is_from_0_3, rename_metric, translate_options
+from minivlmrl.json_files import read_json
 
 RUN = "run.json"
 

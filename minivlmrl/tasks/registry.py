@@ -6,9 +6,9 @@ recipes/dots.py is an example to copy.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.errors import check_field, error_context
 
 # number of training rows of a task; rows are generated on demand, so that no run repeats a row
 FRESH_ROWS = 1_000_000

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
 from minivlmrl.config.options import GRPOOptions, RunConfig
-from minivlmrl.config.parsing import error_context
 from minivlmrl.config.validation import is_set
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import error_context
 from minivlmrl.losses.advantages import ADVANTAGES, combine
 from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 from minivlmrl.losses.grpo_variants import (

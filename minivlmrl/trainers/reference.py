@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import ReferenceOptions
-from minivlmrl.config.parsing import check_field
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, reshard
+from minivlmrl.errors import check_field
 from minivlmrl.model.checkpoint import load_model, read_config
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps

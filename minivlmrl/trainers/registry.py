@@ -1,8 +1,8 @@
 """Registry of the training stages that a recipe can name, and their trainer classes."""
 
 from minivlmrl.config.import_utils import find_stage
-from minivlmrl.config.parsing import check_field, error_context
 from minivlmrl.config.validation import check_effects
+from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
 
 # trainer class of each stage, which is imported only if the recipe's `stages` names the stage

@@ -9,7 +9,8 @@ import pytest
 from minivlmrl.config import parsing
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import build, check_field, error_context, parse_yaml, read_value, shortened
+from minivlmrl.config.parsing import build, parse_yaml, read_value
+from minivlmrl.errors import check_field, error_context, shortened
 
 
 @dataclass

@@ -10,7 +10,6 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, OptimizerOptions, RunConfig, SamplingOptions, ShardingOptions
-from minivlmrl.config.parsing import read_json
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
 from minivlmrl.diagnostics.memory import (
@@ -27,6 +26,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
+from minivlmrl.json_files import read_json
 from minivlmrl.kernels import shared_prefix
 from minivlmrl.model import config_json, lora, vision
 from minivlmrl.model.build import initialize

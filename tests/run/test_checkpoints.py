@@ -28,7 +28,6 @@ from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import shuffled
 from minivlmrl.data.processor import Processor
-from minivlmrl.files import locked
 from minivlmrl.generation import generate
 from minivlmrl.model import checkpoint as checkpoint_file
 from minivlmrl.rewards.registry import REWARDS
@@ -36,6 +35,7 @@ from minivlmrl.run import checkpoint_files, loop
 from minivlmrl.run import checkpoints as resume_file
 from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run.checkpoint_files import find_pieces
+from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from minivlmrl.config.parsing import check_field
+from minivlmrl.errors import check_field
 from minivlmrl.model.config import Size, TokenId, VisionConfig
 from minivlmrl.model.families.registry import ModelSpec
 

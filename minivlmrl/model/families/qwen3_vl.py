@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivlmrl.config.parsing import build, check_field
+from minivlmrl.config.parsing import build
 from minivlmrl.config.types import Count
 from minivlmrl.data.chat_template import VIDEO, Control, join_text
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.image_settings import FIXED, patch_settings
+from minivlmrl.errors import check_field
 from minivlmrl.model.config import Depth, Size, TokenId, VisionConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import ALL_ATTEND, ModelSpec

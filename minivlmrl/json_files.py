@@ -1,0 +1,80 @@
+"""Read and write JSON and JSON lines."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from minivlmrl.config.parsing import build
+from minivlmrl.errors import error_context
+
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+
+
+def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments):
+    """Parse JSON. NaN and Infinity, which are not JSON but are written by Python, become None.
+
+    Args:
+        text: JSON, in UTF-8 if it is bytes.
+        decode: function that parses the text; its result is returned.
+        arguments: further arguments of `decode`.
+
+    Raises:
+        ValueError: the text is not JSON, is nested too deep, or has half of a surrogate pair.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        return decode(text, *arguments)
+    except ValueError as error:
+        raise ValueError(f"the text is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("the JSON text cannot be read, because it is nested too deep") from error
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON file that contains one object.
+
+    Raises:
+        ValueError: the file is missing, or does not contain a JSON object.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: this file is missing; every folder of a model, run or state must have it"
+        )
+    with error_context(path):
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(
+                f"the file must contain a JSON object, but it contains {content!r:.40}"
+            )
+        return content
+
+
+def json_text(content, **options) -> str:
+    """Convert a value to standard JSON, in which NaN and infinite numbers become null."""
+    return json.dumps(_DECODER.decode(json.dumps(content)), **options)
+
+
+def write_json(path: Path, content: dict):
+    path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
+
+
+def read_lines(path: Path, form: type) -> list[dict]:
+    """Parse the complete lines of a JSON lines file; return [] if the file does not exist.
+
+    A last line without a newline is ignored, because it is incomplete: a run is still writing this
+    line, or the disk was full.
+
+    Args:
+        form: dataclass with the fields that each line must have.
+    Raises:
+        ValueError: a line is not valid. The message contains the file and the number of the line.
+    """
+    text = path.read_bytes() if path.is_file() else b""
+    contents = []
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
+        where = f"{path}:{number}"
+        with error_context(where):
+            content = parse_json(line)
+        build(form, content, where, json=True)
+        contents.append(content)
+    return contents

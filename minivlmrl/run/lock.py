@@ -1,0 +1,50 @@
+"""Lock the folder of a run, so that no other run writes into it."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def locked(folder: str | Path, world) -> Iterator[None]:
+    """Create the folder of a run and lock the folder, so that no other run writes into it.
+
+    Raises:
+        ValueError: another run holds the lock. The error is raised on all ranks.
+    """
+    path = Path(folder) / ".lock"
+    failure = None
+    with ExitStack() as open_files:
+        try:
+            if world.is_main:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _lock(open_files.enter_context(path.open("ab")))
+        except BlockingIOError:
+            failure = (
+                f"another run is writing into {folder}. Wait until that run ends, or choose "
+                "another folder."
+            )
+        except OSError as error:
+            # a file system without locks is accepted, although other runs are not detected there
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                failure = f"{error}. Check whether another run uses this folder."
+        failure = world.gather_objects(failure)[0]
+        if failure:
+            raise ValueError(f"output_dir: {failure}")
+        yield
+
+
+def _lock(file: IO):
+    """Lock a file until it is closed; raise BlockingIOError if another process holds the lock."""
+    if find_spec("fcntl"):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:  # Windows
+        import msvcrt
+
+        # ignored, because on Linux pyright does not find any functions in msvcrt
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
