@@ -18,7 +18,8 @@ but it does not count as a failure.
 
 The bands of `shapes` are based on fourteen runs with ten seeds, the bands of `zoom` on twenty runs with ten seeds,
 those of other recipes on ten runs, and those of additional options (controls, harder variants) on three runs or one.
-Each message has this number. Recorded runs whose environment is a page come from a table on that page.
+Each message has this number. `commit` of a recorded run is the commit that was trained or, for runs recorded before
+2026-11-27, the commit that recorded the run. Recorded runs whose environment is a page come from a table on that page.
 """
 
 import json
@@ -26,6 +27,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -71,6 +73,12 @@ def environment() -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__.partition('+')[0]}"
 
 
+def commit() -> str:
+    """Return the first 8 digits of the commit in this checkout, with "+" if files differ from this commit."""
+    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def results(summary: dict) -> dict[str, dict[str, float]]:
     """Return the evaluations in a summary.json: {"after_sft": {"eval/accuracy_sampled": 0.4, ...}, ...}."""
     return {name: values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"}
@@ -114,7 +122,7 @@ def report(config: RunConfig, runs: list[dict]) -> int:
     some_below = print_band(found, runs, config.data.eval_rows)
     here = {"seed": config.seed, "threads": torch.get_num_threads(), "environment": environment()}
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # recorded runs have one process
-    same = [run["results"] for run in runs if alone and all(run[name] == value for name, value in here.items())]
+    same = [run for run in runs if alone and all(run[name] == value for name, value in here.items())]
     return print_differences(found, same[0]) if same else int(some_below)
 
 
@@ -143,14 +151,15 @@ def print_band(found: dict, runs: list[dict], rows: int) -> bool:
     return some_below
 
 
-def print_differences(found: dict, expected: dict) -> int:
+def print_differences(found: dict, run: dict) -> int:
     """Print each number that differs from the run recorded on this machine; return 1 if any differs, otherwise 0."""
     code = 0
-    for stage, values in expected.items():
+    for stage, values in run["results"].items():
         for name, value in values.items():
             got = found[stage][name]
             if got != value:
-                print(f"expect: {stage} {name} is {got:.4f}, recorded here {value:.4f}: off by {got - value:+.4f}")
+                recorded = f"recorded here {value:.4f} at commit {run['commit']}"
+                print(f"expect: {stage} {name} is {got:.4f}, {recorded}: off by {got - value:+.4f}")
                 code = 1
     if code == 0:
         print("expect: as recorded on this machine, every number to the last bit")

@@ -246,6 +246,7 @@ def record(entry: Entry, seed: int, threads: int, summary: dict):
         "seed": seed,
         "threads": threads,
         "environment": expect.environment(),
+        "commit": expect.commit(),
         "results": expect.results(summary),
     }
     expect.add_run(ROOT / RECIPES / expect.FILE, line)

@@ -23,7 +23,11 @@ def trained(home, run, plain, tmp_path, capsys):
 
     def expected(*other: str, sampled: float | None = None, **changes) -> tuple[int, list[str]]:
         line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
-        line |= {"environment": expect.environment(), "results": json.loads(json.dumps(found))} | changes
+        line |= {
+            "environment": expect.environment(),
+            "commit": "12ab34cd",
+            "results": json.loads(json.dumps(found)),
+        } | changes
         if sampled is not None:
             line["results"]["after_sft"]["eval/accuracy_sampled"] = sampled
         expect.add_run(tmp_path / "expected.json", line)
@@ -45,7 +49,9 @@ def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
         code == 1
         and lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.592 of 1 runs"
     )
-    assert lines[3:] == ["expect: after_sft eval/accuracy_sampled is 0.0000, recorded here 0.2500: off by -0.2500"]
+    assert lines[3:] == [
+        "expect: after_sft eval/accuracy_sampled is 0.0000, recorded here 0.2500 at commit 12ab34cd: off by -0.2500"
+    ]
     assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
 
 
