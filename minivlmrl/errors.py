@@ -62,7 +62,9 @@ def optional_dependency(name: str, needed: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError(f"{needed}; run pip install 'minivlmrl[{name}]'") from error
+        raise ValueError(
+            f"{needed}; run pip install -e '.[{name}]' in your clone of minivlmrl"
+        ) from error
 
 
 def did_you_mean(

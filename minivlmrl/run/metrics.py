@@ -407,5 +407,6 @@ def check_trackers(names: Sequence[str]):
         # find_spec also finds a folder wandb/ that an earlier run wrote, but its origin is None.
         if package is None or package.origin is None:
             raise ValueError(
-                f"report_to: {name} is not installed; run pip install 'minivlmrl[{name}]'"
+                f"report_to: {name} is not installed; run pip install -e '.[{name}]' in your "
+                "clone of minivlmrl"
             )

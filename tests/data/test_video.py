@@ -199,7 +199,9 @@ def test_files_without_frames_are_reported(tmp_path, av):
 
 def test_without_pyav_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    message = r"^a\.mp4: reading video files requires PyAV; run pip install 'minivlmrl\[video\]'$"
+    message = (
+        r"^a\.mp4: reading video files requires PyAV; run pip install -e '\.\[video\]' in your clone of minivlmrl$"
+    )
     with pytest.raises(ValueError, match=message):
         load_video("a.mp4")
 

@@ -127,6 +127,8 @@ def test_the_reading_list_names_what_its_files_define():
     found = reading_list()
     assert [path.relative_to(ROOT / "minivlmrl").with_suffix("").as_posix() for path in found] == [*READING_LIST]
     assert {path: name for path, name in found.items() if name not in names(path)} == {}
+    lines = sum(len(path.read_text().splitlines()) for path in [*found][:-3])
+    assert f"these {len(found) - 3} files, about {round(lines, -2):,} lines in total" in README
 
 
 def test_each_file_of_the_reading_list_imports_only_files_above_it():
@@ -134,8 +136,11 @@ def test_each_file_of_the_reading_list_imports_only_files_above_it():
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in reading_list()]
     allowed = set()
     for path, module in [*zip(reading_list(), modules, strict=True)][:-3]:
-        imported = re.findall(r"(?m)^(?:from|import) (minivlmrl[\w.]*)", path.read_text())
-        assert [name for name in imported if name not in allowed and ".kernels" not in name] == [], module
+        imported = set(re.findall(r"(?m)^(?:from|import) ([\w.]+)", path.read_text()))
+        ours = {name for name in imported if name.startswith("minivlmrl") and ".kernels" not in name}
+        assert ours <= allowed, module
+        packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+        assert packages <= {"minivlmrl", "torch", "numpy", "PIL"}, module
         allowed.add(module)
 
 

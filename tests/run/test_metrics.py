@@ -227,7 +227,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, mon
     monkeypatch.setattr(
         metrics_file.importlib.util, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
     )
-    said = rf"^report_to: {name} is not installed; run pip install 'minivlmrl\[{name}\]'$"
+    said = rf"^report_to: {name} is not installed; run pip install -e '\.\[{name}\]' in your clone of minivlmrl$"
     with pytest.raises(ValueError, match=said):
         metrics_file.check_trackers([name])
     with pytest.raises(ValueError, match=rf"^report_to: {name} is not installed"):
