@@ -144,8 +144,11 @@ def varlen(monkeypatch):
     kernels.impl("_flash_attention_forward", forward, "CPU")
     kernels.impl("_flash_attention_backward", backward, "CPU")
     monkeypatch.setattr(dense_attention, "can_use_flash_attention", lambda params: True)
+    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run; torch 2.15 would call cuDNN on this card
     with PretendCuda():
         yield calls
+    torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
     kernels._destroy()
 
 
