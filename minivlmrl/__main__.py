@@ -25,9 +25,6 @@ COMMANDS = {  # name: (module:function, one sentence)
     "audit": ("minivlmrl_audit.audit:main", "recompute a step of any trainer and name its bugs"),
 }
 
-# commands that 0.4.0 renamed
-RENAMED_COMMANDS = {"ask": "chat", "page": "report", "plan": "memory", "verify": "reproduce"}
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status.
@@ -71,10 +68,7 @@ def print_usage(name: str) -> int:
     print("usage: python -m minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
     if name in ("-h", "--help"):
         return 0
-    if name in RENAMED_COMMANDS:
-        hint = f"; since 0.4.0 it is called {RENAMED_COMMANDS[name]}"
-    else:
-        hint = did_you_mean(name, COMMANDS)
+    hint = did_you_mean(name, COMMANDS)
     print(f"\n{name!r} is not one of these commands{hint}", file=sys.stderr)
     return 2
 

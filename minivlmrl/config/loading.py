@@ -22,10 +22,8 @@ from minivlmrl.config.parsing import (
     parse_yaml,
     read_value,
 )
-from minivlmrl.config.renames import translate_options
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
-from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG
 from minivlmrl.json_files import json_text
 
 # options, apart from the weights, that change an answer and that no file of a Hugging Face folder
@@ -67,8 +65,6 @@ def load_config(
     path = _find_recipe(recipe)
     with error_context(recipe):
         values = parse_yaml(path.read_bytes()) or {}
-    if path.name in (RUN_CONFIG, INFERENCE_CONFIG) and isinstance(values, dict):
-        values = translate_options(values, path)
     resolver = Resolver(path.parent, overrides)
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
     stages = recipe_stages
@@ -318,18 +314,6 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
         else:
             flat_values[prefix + name] = value
     return flat_values
-
-
-def nested(flat_values: dict[str, Plain]) -> dict[str, Plain]:
-    """Return options by section: {"grpo.beta": 0.1} -> {"grpo": {"beta": 0.1}}."""
-    values: dict[str, Plain] = {}
-    for path, value in flat_values.items():
-        *sections, name = path.split(".")
-        section = values
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return values
 
 
 def inference_yaml(config: RunConfig) -> str:

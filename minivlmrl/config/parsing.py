@@ -19,7 +19,6 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 import yaml
 from yaml.composer import ComposerError
 
-from minivlmrl.config.renames import RENAMED_OPTIONS
 from minivlmrl.config.types import Code, Plain
 from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context
 
@@ -267,11 +266,9 @@ class Reader:
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
     """Suggest what to write instead of an unknown key.
 
-    The suggestion is the new name of a renamed option, the option that corresponds to an option of
-    TRL, the place of an option that is in another section, or a similar name.
+    The suggestion is the option that corresponds to an option of TRL, the place of an option that
+    is in another section, or a similar name.
     """
-    if prefix + key in RENAMED_OPTIONS:
-        return f"since 0.4.0 this option is called {RENAMED_OPTIONS[prefix + key]}"
     if key in NO_COUNTERPART:
         return NO_COUNTERPART[key]
     alias = TRL_ALIASES.get(key)

@@ -60,7 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
         "README's reading list, and the values that the line assigned; FILE.html,NAME adds a file "
         "or a folder",
     )
-    p.add_argument("--lines", help=argparse.SUPPRESS)  # name of --trace in minivlmrl 0.3
     return p
 
 
@@ -78,8 +77,6 @@ def main(arguments: list[str]) -> int:
     config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stage_names][-1]
     tracer = None
-    if options.lines:
-        raise ValueError(f"--lines is now called --trace. Write --trace={options.lines}")
     if options.trace:
         page, *extra_files = options.trace.split(",")
         if not Path(page).absolute().parent.is_dir() or "RANK" in os.environ:

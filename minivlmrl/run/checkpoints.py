@@ -213,7 +213,9 @@ class CheckpointManager:
             ValueError: if no checkpoint can be read, or if the checkpoint does not fit the recipe.
         """
         config = self.config
-        new_progress = TrainerState(config.seed, config.stage_names, recipe=recipe_values(config))
+        new_progress = TrainerState(
+            config.seed, config.stage_names, recipe=recipe_values(config), num_log_lines={}
+        )
         progress = self.select_checkpoint()
         if self.world.is_main:
             for leftover in self.folder.glob("*.partial"):  # from an interrupted save

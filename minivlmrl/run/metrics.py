@@ -209,10 +209,6 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
         progress: TrainerState of the checkpoint.
         resumed: folder of the checkpoint, or None for a new run.
     """
-    if path.name in progress.logs:  # older checkpoints contain the whole log
-        content = progress.logs[path.name].encode()
-        path.write_bytes(content)
-        return content.count(b"\n")
     num_lines = progress.num_log_lines.get(path.name, 0)
     kept = []
     source = resumed.resolve().parents[1] / path.name if resumed else path

@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from minivlmrl.config.loading import flat, nested
 from minivlmrl.config.parsing import build
-from minivlmrl.config.renames import eval_rewards, is_from_0_3, rename_metric, translate_options
 from minivlmrl.json_files import read_json
 
 RUN = "run.json"
@@ -38,9 +36,8 @@ class TrainerState:
     # options of the run by name, see recipe_values in run/checkpoints.py
     recipe: dict = field(default_factory=dict)
     # number of lines that each log file in the folder of the run has so far
-    num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
-    # texts from which callbacks continue after a resume; older checkpoints, which have no
-    # num_log_lines, also contain the contents of the log files here
+    num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
+    # texts from which callbacks continue after a resume
     logs: dict[str, str] = field(default_factory=dict)
 
     def begin_stage(self, number: int):
@@ -72,18 +69,7 @@ class TrainerState:
 def read_trainer_state(folder: Path) -> TrainerState:
     """Read the run.json of a checkpoint.
 
-    If the checkpoint was saved by minivlmrl 0.3, its options and evaluation metrics are renamed to
-    their current names.
-
     Raises:
         ValueError: if a field is missing or not valid.
     """
-    state = build(TrainerState, read_json(folder / RUN), str(folder / RUN), json=True)
-    options = nested(state.recipe)
-    if is_from_0_3(options):
-        state.recipe = flat(translate_options(options, folder / RUN))
-        rewards = eval_rewards(options)
-        for name, metrics in state.results.items():
-            renamed = {rename_metric(metric, rewards): value for metric, value in metrics.items()}
-            state.results[name] = renamed
-    return state
+    return build(TrainerState, read_json(folder / RUN), str(folder / RUN), json=True)

@@ -120,7 +120,6 @@ def test_logged_values_are_printed_and_compared(run, plain, lively, replayed):
         (("sft", 0), "--stage sft: the run has no stage with this name. Choose one of its stages: grpo"),
         (("grpo", 1), "--step 1: the stage grpo has only the steps 0 to 0"),
         (("grpo", 0, "--prompt=4"), "--prompt 4: the step has only the prompts 0 to 3"),
-        (("grpo", 0, "--lines=a.html"), "--lines is now called --trace. Write --trace=a.html"),
         (("grpo", 0, "--seed=1"), "a run is replayed with its own options, so --seed=1 is not allowed"),
     ):
         code, lines = replayed(folder, *arguments)

@@ -314,7 +314,7 @@ def test_small_decreases_give_no_warning(healthy):
 def warnings_after(folder, *lines):
     """Return the warnings.jsonl of a run with these evaluations of 256 rows."""
     config = RunConfig(output_dir=str(folder))
-    log = MetricsLog(config, ONE, TrainerState(0, ["sft", "grpo"]))
+    log = MetricsLog(config, ONE, TrainerState(0, ["sft", "grpo"], num_log_lines={}))
     warnings = TrainingWarnings()
     warnings.on_run_begin(config, log)
     for stage, step, values in lines:

@@ -373,18 +373,17 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     assert states(copy) == ["000002"]
 
 
-def test_a_state_has_no_logs_and_an_older_one_that_has_them_resumes(recipe, finished, copy):
-    """States of 0.3 and of the first 0.4.0 contain the text of the log files, and no numbers of lines."""
+def test_a_state_without_the_number_of_log_lines_is_refused(recipe, copy, capsys):
+    """Otherwise the logs would be truncated to no lines. Version 0.3 wrote such states."""
     state = copy / "states" / "000002"
+    before = (copy / "metrics.jsonl").read_bytes()
     values = json.loads((state / "run.json").read_text())
-    assert [*values["logs"]] == ["alarms"] and values["num_log_lines"]["metrics.jsonl"] == 2
-    for name, count in values.pop("num_log_lines").items():
-        values["logs"][name] = "".join((copy / name).read_text().splitlines(keepends=True)[:count])
-        (copy / name).unlink()
+    assert values.pop("num_log_lines")["metrics.jsonl"] == 2
     rewrite(state, "run.json", json.dumps(values).encode())
-    resume(recipe, copy, f"--resume={state}", "--checkpoint_steps=1")
-    assert outcome(copy) == outcome(finished)
-    assert [*json.loads((copy / "states" / "000003" / "run.json").read_text())["logs"]] == ["alarms"]
+    with pytest.raises(ValueError, match="every checkpoint that it selects is damaged"):
+        resume(recipe, copy, f"--resume={state}")
+    assert f"{state}/run.json: num_log_lines is missing" in capsys.readouterr().out
+    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
 
 
 class Attack:
@@ -619,7 +618,7 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterru
 
 
 def test_a_changed_number_of_rows_is_refused():
-    progress = TrainerState(0, ["sft", "grpo"])
+    progress = TrainerState(0, ["sft", "grpo"], num_log_lines={})
     progress.check_rows(8)
     progress.check_rows(8)
     with pytest.raises(ValueError, match="the checkpoint was saved with 8 rows, but the dataset now has 9"):

@@ -30,7 +30,7 @@ def results(home, tmp_path, monkeypatch):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
         if world.is_main:
             (tmp_path / "run").mkdir()
-        progress = TrainerState(0, config.stages, seconds={"sft": 1.5})
+        progress = TrainerState(0, config.stages, seconds={"sft": 1.5}, num_log_lines={})
         log = MetricsLog(config, world, progress)
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
         return Results(config, model, processor, log, held_out, progress)

@@ -126,7 +126,7 @@ def test_the_number_of_prompts_of_a_step(run):
 def log_on_rank(folder, overrides, world):
     """Log one step, in which rank 0 trains on two prompts and rank 1 on one prompt."""
     config = RunConfig(output_dir=str(folder), **overrides)
-    log = CompletionsLog(config, world, TrainerState(0, ["grpo"]))
+    log = CompletionsLog(config, world, TrainerState(0, ["grpo"], num_log_lines={}))
     rows = [replace(row, index=10 * world.rank + i) for i, row in enumerate(list(Shapes(2, "rows")))]
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
@@ -170,7 +170,7 @@ def test_a_line_cut_by_a_full_disk_is_dropped(tmp_path):
     path = tmp_path / "completions.jsonl"
     path.write_text("".join(lines)[:-20])
     before = path.stat().st_ino
-    progress = TrainerState(0, ["sft", "grpo"], stage=1, step=2, steps=5)
+    progress = TrainerState(0, ["sft", "grpo"], stage=1, step=2, steps=5, num_log_lines={})
     CompletionsLog(RunConfig(output_dir=str(tmp_path)), ONE, progress)
     assert path.read_text() == "".join(lines[:2]) and path.stat().st_ino == before
     path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
