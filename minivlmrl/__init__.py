@@ -7,26 +7,14 @@ This file sets environment variables that torch reads when torch is imported, or
 change variables that the user has set.
 """
 
+# `python -m minivlmrl` imports this file before __main__.py removes the working folder from sys.path.
+# So this file may only import modules that Python itself has loaded by then. `typing` is not one of
+# them.
+import importlib
 import os
-import sys
 
-# `python -m minivlmrl` searches modules in the working folder first, where a folder of unknown origin
-# could have a yaml.py or a torch.py. So the working folder is removed from sys.path, and __main__.py
-# appends it again for commands that may run code of the user. In a clone that is not installed, the
-# working folder is the clone itself. sys.argv[0] is "-m" while Python locates a module.
-WORKING_FOLDER = None
-if (
-    sys.argv[:1] == ["-m"]
-    and {"minivlmrl", "-mminivlmrl"} & {*sys.orig_argv}
-    and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-):
-    WORKING_FOLDER = sys.path.pop(0)
-
-import ctypes  # noqa: E402
-import importlib  # noqa: E402
-from typing import TYPE_CHECKING  # noqa: E402
-
-if TYPE_CHECKING:  # type checkers do not evaluate __getattr__
+TYPE_CHECKING = False  # type checkers read True, because they do not evaluate __getattr__
+if TYPE_CHECKING:
     from minivlmrl.losses import parity
     from minivlmrl.losses.advantages import group_advantages
     from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
@@ -65,13 +53,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # the memory.
 if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-# Keep freed memory in the process. Otherwise glibc returns this memory to the kernel, which must
-# clear the pages again for the next step. This took 1 to 4 % of the time of a step.
-if os.name == "posix":
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes of free memory to keep
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: larger blocks are returned at once
 
 
 def __getattr__(name: str):

@@ -1,14 +1,23 @@
 """Run one of the commands of `python -m minivlmrl COMMAND`."""
 
-import importlib
-import importlib.util
-import io
 import os
-import re
 import sys
 
-from minivlmrl import WORKING_FOLDER
-from minivlmrl.errors import did_you_mean, out_of_memory, shortened
+# `python -m minivlmrl` searches modules in the working folder first, where a folder of unknown origin
+# could have a yaml.py or a torch.py. So the working folder is removed from sys.path before the next
+# import, and appended again for commands that may run code of the user. In a clone that is not
+# installed, the working folder is the clone itself.
+WORKING_FOLDER = None
+PARENT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # contains the package
+if __name__ == "__main__" and sys.path[0] == os.getcwd() != PARENT:
+    WORKING_FOLDER = sys.path.pop(0)
+
+import importlib  # noqa: E402
+import importlib.util  # noqa: E402
+import io  # noqa: E402
+import re  # noqa: E402
+
+from minivlmrl.errors import did_you_mean, out_of_memory, shortened  # noqa: E402
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),

@@ -91,6 +91,13 @@ def test_a_closed_stdout_is_no_error():
     assert done.stderr == ""
 
 
+def not_loaded_by_python():
+    """Return the modules of the standard library that `python -m` does not load before it runs a module."""
+    code = "import runpy, sys; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    return [name for name in sys.stdlib_module_names - {*loaded} if importlib.util.find_spec(name)]
+
+
 @pytest.mark.parametrize(("arguments", "imports"), [
     ("reproduce .", False), ("report .", False), ("memory --model .", False),
     ("evaluate --model . --data x.json", False),
@@ -100,7 +107,7 @@ def test_a_closed_stdout_is_no_error():
 ])  # fmt: skip
 def test_modules_of_a_found_folder_are_not_imported(tmp_path, arguments, imports):
     """Python puts the working folder first; here it comes last, and only if the user names a recipe or code."""
-    for name in ("ctypes", "yaml", "torch", "numpy"):
+    for name in ["yaml", "torch", "numpy", *not_loaded_by_python()]:
         (tmp_path / f"{name}.py").write_text(f"print('own {name}')\nraise SystemExit")
     (tmp_path / "config.yaml").write_text("stages: [sft]")
     # sitecustomize, because no command prints sys.path
