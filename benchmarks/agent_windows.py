@@ -16,9 +16,8 @@ from minivlmrl.agents import tool_sampler
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.environments import packed_length
+from minivlmrl.generation.environments import make_sampler, packed_length
 from minivlmrl.generation.generate import Decode
-from minivlmrl.generation.sampler import make_sampler
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 

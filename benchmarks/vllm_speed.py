@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.distributed.process_group import World, find_device
-from minivlmrl.generation.sampler import make_sampler
+from minivlmrl.generation.environments import make_sampler
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes
 

@@ -25,7 +25,8 @@ from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.distributed import process_group
 from minivlmrl.files import INFERENCE_CONFIG
-from minivlmrl.generation.sampler import ENGINES, make_sampler
+from minivlmrl.generation.environments import make_sampler
+from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config
 from minivlmrl.run.setup import build_model

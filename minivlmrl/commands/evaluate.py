@@ -27,7 +27,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.files import INFERENCE_CONFIG
-from minivlmrl.generation.sampler import make_sampler
+from minivlmrl.generation.environments import make_sampler
 from minivlmrl.json_files import json_text, write_json
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer

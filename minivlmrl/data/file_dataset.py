@@ -19,6 +19,7 @@ import PIL.Image
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
+from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, check_columns, find_format, to_columns
 from minivlmrl.data.media import (
     SAMPLING_OPTIONS,
@@ -42,7 +43,7 @@ from minivlmrl.data.messages import (
     text_of,
 )
 from minivlmrl.data.row_files import open_rows
-from minivlmrl.data.row_summary import FileRows, count_words
+from minivlmrl.data.row_summary import count_words
 from minivlmrl.data.rows import REWARD_ARGUMENTS, Row
 from minivlmrl.data.video import VideoFile, load_video
 from minivlmrl.errors import check_field, did_you_mean, error_context

@@ -10,53 +10,8 @@ from pathlib import Path
 from minivlmrl.config.options import FileOptions
 from minivlmrl.config.parsing import build, parse_yaml
 from minivlmrl.config.types import FilePath
-from minivlmrl.data.media import Media
-from minivlmrl.data.row_summary import FileRows
-from minivlmrl.data.rows import Row
+from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.errors import error_context
-
-
-class RowSelection(FileRows):
-    """Rows that were selected from one or more datasets.
-
-    `picks` lists the selected rows in order, each as (index of the dataset, index of the row).
-    """
-
-    def __init__(self, parts: Sequence[FileRows], picks: list[tuple[int, int]]):
-        self.parts = parts
-        self.picks = picks
-        if not picks:
-            raise ValueError(
-                "data: no rows remain in the dataset; check data.train_file, sampling and "
-                "data.max_prompt_tokens"
-            )
-
-    def __len__(self) -> int:
-        return len(self.picks)
-
-    def __getitem__(self, index: int) -> Row:
-        part, row = self.picks[index]
-        return self.parts[part][row]
-
-    def describe(self) -> str:
-        total_rows = sum(map(len, self.parts))
-        return f"{len(self)} selected out of {total_rows} in {len(self.parts)} file(s)"
-
-    def read(self, index: int) -> tuple[Row, list[Media]]:
-        part, row = self.picks[index]
-        return self.parts[part].read(row)
-
-    def outline(self, index: int) -> Row | None:
-        part, row = self.picks[index]
-        return self.parts[part].outline(row)
-
-    @property
-    def prompt_hashes(self) -> list[int]:
-        return [self.parts[part].prompt_hashes[row] for part, row in self.picks]
-
-    def content(self, index: int) -> str:
-        part, row = self.picks[index]
-        return self.parts[part].content(row)
 
 
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:

@@ -1,45 +1,18 @@
 """Count images per row and tokens per prompt of a dataset, without decoding images."""
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Row
 
-if TYPE_CHECKING:
-    from minivlmrl.data.media import Media
-
 SAMPLE = 64  # number of rows whose prompt lengths are measured for the summary
 TASK_ROWS = 1000  # number of rows of an embedded task that are inspected, because all are similar
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
-
-
-class FileRows(Sequence[Row]):
-    """A dataset from files whose rows can be inspected without decoding images."""
-
-    # for each row, a hash of its prompt and of the sizes of its image and video files
-    prompt_hashes: list[int]
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Describe the number of rows, and the number of images and videos per row."""
-
-    @abstractmethod
-    def read(self, index: int) -> "tuple[Row, list[Media]]":
-        """Read a row without its images and videos, and list its media in order."""
-
-    @abstractmethod
-    def outline(self, index: int) -> Row | None:
-        """Read a row with blank images of the right sizes; return None for a row with videos."""
-
-    @abstractmethod
-    def content(self, index: int) -> str:
-        """Return a digest of the prompt of a row and of the contents of its files."""
 
 
 class PatchCounter(ImageProcessor):
@@ -120,9 +93,6 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
             f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example "
             f"{long_rows[0]}"
         )
-    # imported here, because mixture.py imports this module
-    from minivlmrl.data.mixture import RowSelection
-
     remaining_rows = [
         (0, row_number) for row_number in range(len(rows)) if row_number not in long_rows
     ]

@@ -1,6 +1,6 @@
 """Data classes: Row (one example), Prompt (its question as tensors), Completion (answer tokens)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from minivlmrl.data.processor import Processor
     from minivlmrl.data.video import Video, VideoFile
 
 
@@ -132,9 +131,11 @@ class Row:
     key: str = ""  # text that seeds all random numbers of this row
     index: int = -1  # index of the row in its dataset
 
-    def prompt(self, processor: "Processor") -> Prompt:
+    def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
         """Compute the tensors of the question.
 
+        Args:
+            processor: function of messages, images and videos, such as a Processor of processor.py.
         Raises:
             ValueError: the prompt is invalid. The message begins with the file and line of the row.
         """

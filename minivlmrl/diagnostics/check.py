@@ -33,7 +33,7 @@ from minivlmrl.diagnostics.check_rewards import (
 )
 from minivlmrl.diagnostics.check_rows import check_rows
 from minivlmrl.distributed import process_group
-from minivlmrl.generation.sampler import make_sampler
+from minivlmrl.generation.environments import make_sampler
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.preflight import find_mistakes
 from minivlmrl.run.setup import prepare

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import FileRows, without_media
+from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset
 from minivlmrl.diagnostics.check_rewards import Trial, check_empty, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards, required_columns

@@ -10,9 +10,6 @@ without images, and in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,18 +25,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from minivlmrl.config.options import ShardingOptions
-from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import num_shards, recompute_blocks, reshard, shard_rows, units
-from minivlmrl.files import replacing, save_tensors
-from minivlmrl.model import checkpoint
 from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.build import assign
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import copy_adapter_layout
-from minivlmrl.model.plain_weights import gather_full_tensor
 
 
 class Sharding:
@@ -260,55 +253,3 @@ def clone_architecture(model: VisionLanguageModel, dtype: torch.dtype) -> Vision
         clone = family_of(model).model(model.config).to(dtype)
     copy_adapter_layout(clone, model)
     return clone
-
-
-def save_sharded(
-    folder: str | Path,
-    model: VisionLanguageModel,
-    processor: Processor,
-    world: World,
-    base: str | None = None,
-    more: Callable[[Path], None] | None = None,
-    max_shard_size: int = checkpoint.MAX_SHARD_SIZE,
-):
-    """Save a sharded model as a checkpoint folder, see weights.gather_and_save_model.
-
-    The ranks gather the tensors of one file after the other, because the full model may not fit
-    into the memory of rank 0.
-    """
-    reshard(model)
-    weights = checkpoint.file_weights(model)
-    write_adapter = checkpoint.adapter_writer(model, base)
-    unread = world.run_on_rank_zero(lambda: checkpoint.unused_tensors(model)) or {}
-    # all ranks use the split into files of rank 0, because only rank 0 has the unread tensors
-    files = world.gather_objects(checkpoint.split_weights(weights | unread, max_shard_size))[0]
-    with ExitStack() as saving:
-        # ranks other than 0 write nothing
-        new_folder = world.run_on_rank_zero(
-            lambda: saving.enter_context(replacing(folder))
-        ) or Path(folder)
-
-        def write_tensors(file: str, tensors: dict[str, Tensor]):
-            for name, tensor in tensors.items():
-                if name in weights:
-                    checkpoint.check_finite(name, tensor, folder)
-            save_tensors(tensors, new_folder / file)
-
-        def finish():
-            checkpoint.write_settings(new_folder, model, processor)
-            checkpoint.write_index(new_folder, files)
-            checkpoint.write_extras(new_folder, write_adapter, more)
-            # close the folder in this function, so that an error is raised on all ranks
-            saving.pop_all().close()
-
-        for file, names in files.filename_to_tensors.items():
-            tensors = {}
-            for name in names:
-                if name in weights:
-                    weight = gather_full_tensor(weights[name])  # gathered by all ranks
-                    if world.is_main:
-                        tensors[name] = weight.cpu().contiguous()
-                elif world.is_main:
-                    tensors[name] = unread[name]
-            world.run_on_rank_zero(partial(write_tensors, file, tensors))
-        world.run_on_rank_zero(finish)

@@ -8,13 +8,8 @@ import torch
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import (
-    copy_model,
-    gather_and_save_model,
-    is_sharded,
-    recompute_blocks,
-    reshard,
-)
+from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard
 from minivlmrl.files import save_tensors
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.decoder import VisionLanguageModel

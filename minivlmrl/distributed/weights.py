@@ -6,10 +6,9 @@ import FSDP, so that runs without sharding do not load it.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -17,10 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minivlmrl.config.options import ShardingOptions
-from minivlmrl.data.processor import Processor
-from minivlmrl.distributed.process_group import World
 from minivlmrl.kernels.batch_invariant import checkpoint_contexts
-from minivlmrl.model import checkpoint as model_checkpoint
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import sampling_copies
@@ -139,24 +135,3 @@ def recompute_blocks(model: VisionLanguageModel):
     """Enable activation checkpointing for each vision block and decoder layer of a model."""
     for block in family_of(model).blocks(model):
         block.forward = partial(compute_again, block.forward)
-
-
-def gather_and_save_model(
-    folder: str | Path,
-    model: VisionLanguageModel,
-    processor: Processor,
-    world: World,
-    base: str | None = None,
-    more: Callable[[Path], None] | None = None,
-):
-    """Save a model with its processor as model.checkpoint.save_model does. All ranks must call it.
-
-    Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
-    """
-    if model.sharding is None:
-        save = partial(model_checkpoint.save_model, folder, model, processor, base, more)
-        world.run_on_rank_zero(save)
-        return
-    from minivlmrl.distributed.fsdp import save_sharded
-
-    save_sharded(folder, model, processor, world, base, more)

@@ -11,7 +11,10 @@ import torch
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Environment, Prompt, Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.sampler import Sampler, find_engine
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
 
@@ -20,6 +23,25 @@ def agents():
     from minivlmrl.agents import hooks
 
     return hooks
+
+
+def make_sampler(
+    model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions, world: World,
+    gather_weights: bool = True, keeps_vision: bool = False,
+) -> Sampler:  # fmt: skip
+    """Make the sampler for a recipe's section `sampling`.
+
+    This is a sampler with tools if sampling.environment is set, and otherwise the engine that
+    sampling.engine names. See Sampler for the arguments.
+
+    Raises:
+        ValueError: if sampling.engine does not name an engine.
+    """
+    if sampling.environment is None:
+        kind = find_engine(sampling)
+    else:
+        kind = agents().find_sampler(sampling.environment, sampling.history)
+    return kind(model, processor, sampling, world, gather_weights, keeps_vision)
 
 
 def check_environment(run: RunConfig):

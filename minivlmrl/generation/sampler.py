@@ -16,7 +16,6 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, rollout_weights
 from minivlmrl.errors import error_context
 from minivlmrl.generation.block_sampling import make_block_sampler, samples_in_blocks
-from minivlmrl.generation.environments import agents
 from minivlmrl.generation.generate import (
     Decode,
     TokenSampler,
@@ -279,25 +278,6 @@ class Sampler:
         Raises:
             ValueError: if the log-probabilities differ too much.
         """
-
-
-def make_sampler(
-    model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions, world: World,
-    gather_weights: bool = True, keeps_vision: bool = False,
-) -> Sampler:  # fmt: skip
-    """Make the sampler for a recipe's section `sampling`.
-
-    This is a sampler with tools if sampling.environment is set, and otherwise the engine that
-    sampling.engine names. See Sampler for the arguments.
-
-    Raises:
-        ValueError: if sampling.engine does not name an engine.
-    """
-    if sampling.environment is None:
-        kind = find_engine(sampling)
-    else:
-        kind = agents().find_sampler(sampling.environment, sampling.history)
-    return kind(model, processor, sampling, world, gather_weights, keeps_vision)
 
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:

@@ -315,7 +315,7 @@ def save_model(
 
     Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's
     format. The folder is replaced atomically. For a model that is sharded or trained by several
-    ranks, use gather_and_save_model in distributed/weights.py.
+    ranks, use gather_and_save_model in distributed/saving.py.
 
     Args:
         base: folder or repository of the base model, for PEFT's adapter_config.json.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
 from minivlmrl.config.types import RewardName
-from minivlmrl.data.row_summary import FileRows
+from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.errors import check_field, did_you_mean
 from minivlmrl.rewards.registry import required_columns, training_rewards

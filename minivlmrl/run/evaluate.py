@@ -13,7 +13,8 @@ from minivlmrl.config.options import NO_TRUNCATION, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.sampler import Sampler, make_sampler
+from minivlmrl.generation.environments import make_sampler
+from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, held_out_rewards, recipe_columns, required_columns

@@ -9,7 +9,7 @@ from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
-from minivlmrl.distributed.weights import gather_and_save_model
+from minivlmrl.distributed.saving import gather_and_save_model
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.callbacks import Callback

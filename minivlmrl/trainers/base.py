@@ -18,7 +18,7 @@ from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import gather_and_save_model
+from minivlmrl.distributed.saving import gather_and_save_model
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of

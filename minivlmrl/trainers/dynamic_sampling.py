@@ -3,12 +3,9 @@
 Source: DAPO (arXiv 2503.14476), section 3.2.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +13,7 @@ from torch import Tensor
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.losses.advantages import group_std
 from minivlmrl.trainers.base import Rollout
-
-if TYPE_CHECKING:
-    from minivlmrl.trainers.grpo import GRPOTrainer
+from minivlmrl.trainers.rollout import RolloutTrainer
 
 
 @dataclass
@@ -37,32 +32,41 @@ class Group:
         return int(self.key.rpartition("/")[2])
 
 
-def sample_until_groups_differ(trainer: GRPOTrainer, rows: Sequence[Row]) -> Rollout:
+def sample_until_groups_differ(
+    trainer: RolloutTrainer,
+    rows: Sequence[Row],
+    compared_rewards: Callable[[Rollout], Tensor],
+    max_num_batches: int,
+) -> tuple[Rollout, int]:
     """Sample batches of rows until the rewards differ in enough groups, and build a rollout.
 
-    At most max_num_gen_batches batches are sampled. If there are still too few groups whose rewards
-    differ, the rollout is filled up with groups whose rewards are equal.
+    If there are still too few groups whose rewards differ after the last batch, the rollout is
+    filled up with groups whose rewards are equal.
+
+    Args:
+        rows: the first batch.
+        compared_rewards: returns the rewards (n, K) of a rollout. A group differs if the
+            completions of its prompt differ in at least one column.
+        max_num_batches: maximum number of batches.
+    Returns:
+        The rollout, and the number of batches that were sampled.
     """
     rollout = trainer.sample_rollout(rows)
-    most_batches = trainer.config.max_num_gen_batches
-    trainer.num_gen_batches = 1
     count = len(rollout.groups) * trainer.world.size
-    groups = gather_groups(trainer, rollout)
-    while trainer.num_gen_batches < most_batches:
+    groups = gather_groups(trainer, rollout, compared_rewards(rollout))
+    num_batches = 1
+    while num_batches < max_num_batches:
         if sum(group.rewards_differ for group in groups) >= count:
             break
-        groups += gather_groups(trainer, trainer.sample_rollout(next(trainer.batches)))
-        trainer.num_gen_batches += 1
-    return choose_groups(trainer, groups, count)
+        rollout = trainer.sample_rollout(next(trainer.batches))
+        groups += gather_groups(trainer, rollout, compared_rewards(rollout))
+        num_batches += 1
+    return choose_groups(trainer, groups, count), num_batches
 
 
-def gather_groups(trainer: GRPOTrainer, rollout: Rollout) -> list[Group]:
+def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[Group]:
     """Gather the groups of a rollout from all ranks, in the order in which they were sampled."""
-    config = trainer.config
-    compared = trainer.total_rewards(rollout)[:, None]  # (n, 1): one weighted sum per completion
-    if config.multi_objective_aggregation == "normalize_then_sum":
-        compared = rollout.rewards  # (n, K): K rewards of each completion
-    size = config.num_generations
+    size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = []
     for samples, rewards_differ in zip(rollout.groups, differs.tolist(), strict=True):
@@ -78,7 +82,7 @@ def gather_groups(trainer: GRPOTrainer, rollout: Rollout) -> list[Group]:
     return sorted(groups, key=lambda group: group.position)
 
 
-def choose_groups(trainer: GRPOTrainer, groups: list[Group], count: int) -> Rollout:
+def choose_groups(trainer: RolloutTrainer, groups: list[Group], count: int) -> Rollout:
     """Build a rollout of `count` groups, and prefer groups whose rewards differ."""
     chosen = sorted(groups, key=lambda group: not group.rewards_differ)[:count]
     per_step = count // trainer.steps_per_rollout

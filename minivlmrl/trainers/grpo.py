@@ -100,11 +100,21 @@ class GRPOTrainer(RolloutTrainer):
 
         If dynamic sampling is enabled, completions of further batches of rows may be sampled.
         """
-        if self.config.max_num_gen_batches == 1:
+        most_batches = self.config.max_num_gen_batches
+        if most_batches == 1:
             return self.sample_rollout(rows)
         from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
 
-        return sample_until_groups_differ(self, rows)
+        rollout, self.num_gen_batches = sample_until_groups_differ(
+            self, rows, self.compared_rewards, most_batches
+        )
+        return rollout
+
+    def compared_rewards(self, rollout: Rollout) -> Tensor:
+        """Return the rewards that must differ in a group: (n, K), or (n, 1) for their sum."""
+        if self.config.multi_objective_aggregation == "normalize_then_sum":
+            return rollout.rewards
+        return self.total_rewards(rollout)[:, None]
 
     def total_rewards(self, rollout: Rollout) -> Tensor:
         """Compute the weighted sum of the rewards of each sample: (n,).

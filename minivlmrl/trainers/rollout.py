@@ -27,11 +27,12 @@ from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import (
     check_environment,
+    make_sampler,
     pack_rollout,
     packed_length,
     samples_trajectories,
 )
-from minivlmrl.generation.sampler import find_engine, make_sampler
+from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel

@@ -28,7 +28,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation import cuda_graphs, generate
 from minivlmrl.generation import sampler as sample
-from minivlmrl.generation.sampler import make_sampler
+from minivlmrl.generation.environments import make_sampler
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 

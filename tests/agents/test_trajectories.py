@@ -29,8 +29,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
 from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.generation import sampler as sampler_file
-from minivlmrl.generation.environments import pack_rollout, packed_length, samples_trajectories
-from minivlmrl.generation.sampler import make_sampler
+from minivlmrl.generation.environments import make_sampler, pack_rollout, packed_length, samples_trajectories
 from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.attention import visible

@@ -5,8 +5,8 @@ import pytest
 from runs import write_lines
 
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.mixture import RowSelection
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import summary
 from minivlmrl.tasks import shapes

@@ -18,8 +18,9 @@ from torch.torch_version import TorchVersion
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp
-from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep, save_sharded
+from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.saving import save_sharded
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
 from minivlmrl.model import lora, vision

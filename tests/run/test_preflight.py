@@ -13,8 +13,8 @@ from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.mixture import RowSelection
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World

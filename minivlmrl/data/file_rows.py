@@ -1,0 +1,76 @@
+"""Datasets from files: their interface, and selections of their rows."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minivlmrl.data.rows import Row
+
+if TYPE_CHECKING:
+    from minivlmrl.data.media import Media
+
+
+class FileRows(Sequence[Row]):
+    """A dataset from files whose rows can be inspected without decoding images."""
+
+    # for each row, a hash of its prompt and of the sizes of its image and video files
+    prompt_hashes: list[int]
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the number of rows, and the number of images and videos per row."""
+
+    @abstractmethod
+    def read(self, index: int) -> "tuple[Row, list[Media]]":
+        """Read a row without its images and videos, and list its media in order."""
+
+    @abstractmethod
+    def outline(self, index: int) -> Row | None:
+        """Read a row with blank images of the right sizes; return None for a row with videos."""
+
+    @abstractmethod
+    def content(self, index: int) -> str:
+        """Return a digest of the prompt of a row and of the contents of its files."""
+
+
+class RowSelection(FileRows):
+    """Rows that were selected from one or more datasets.
+
+    `picks` lists the selected rows in order, each as (index of the dataset, index of the row).
+    """
+
+    def __init__(self, parts: Sequence[FileRows], picks: list[tuple[int, int]]):
+        self.parts = parts
+        self.picks = picks
+        if not picks:
+            raise ValueError(
+                "data: no rows remain in the dataset; check data.train_file, sampling and "
+                "data.max_prompt_tokens"
+            )
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def __getitem__(self, index: int) -> Row:
+        part, row = self.picks[index]
+        return self.parts[part][row]
+
+    def describe(self) -> str:
+        total_rows = sum(map(len, self.parts))
+        return f"{len(self)} selected out of {total_rows} in {len(self.parts)} file(s)"
+
+    def read(self, index: int) -> "tuple[Row, list[Media]]":
+        part, row = self.picks[index]
+        return self.parts[part].read(row)
+
+    def outline(self, index: int) -> Row | None:
+        part, row = self.picks[index]
+        return self.parts[part].outline(row)
+
+    @property
+    def prompt_hashes(self) -> list[int]:
+        return [self.parts[part].prompt_hashes[row] for part, row in self.picks]
+
+    def content(self, index: int) -> str:
+        part, row = self.picks[index]
+        return self.parts[part].content(row)
