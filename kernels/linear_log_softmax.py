@@ -301,9 +301,12 @@ _linear_log_softmax.register_autograd(_differentiate_scores, setup_context=_setu
 
 
 def linear_log_softmax(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of given tokens, and entropies, from hidden states.
 
     The distribution is softmax(hidden @ weight.T / temperature).

@@ -141,8 +141,17 @@ def unjudged(completions, **_):
     return [None if i in (1, 6) else i % 4 + len(chat[0]["content"]) / 9 for i, chat in enumerate(completions)]
 
 
-def text(folder, output, name="GRPO", columns=("prompt",), rewards=("distinct", "lower"), pad="<|endoftext|>", bias=0.1,
-         rows=8, **options):  # fmt: skip
+def text(
+    folder,
+    output,
+    name="GRPO",
+    columns=("prompt",),
+    rewards=("distinct", "lower"),
+    pad="<|endoftext|>",
+    bias=0.1,
+    rows=8,
+    **options,
+):
     """Build a text-only trainer of any TRL release since 0.15.
 
     Options that the release does not have are ignored.
@@ -208,8 +217,18 @@ def variety(completions, **_):
     return [len(set(words_of(messages))) / 9 for messages in completions]
 
 
-def turns(folder, output, rows=4, dtype=torch.float32, seed=0, calls=0.6, tools=("look", "tell"), ends=0.8, large=False,
-          **options):  # fmt: skip
+def turns(
+    folder,
+    output,
+    rows=4,
+    dtype=torch.float32,
+    seed=0,
+    calls=0.6,
+    tools=("look", "tell"),
+    ends=0.8,
+    large=False,
+    **options,
+):
     """Build a GRPOTrainer with tools, whose completions are random tokens.
 
     Each turn calls a tool with probability `calls`. A turn without a call ends with probability

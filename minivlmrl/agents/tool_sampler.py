@@ -335,9 +335,13 @@ class ReadingDecode(Decode):
         return logits
 
     def read(
-        self, model: VisionLanguageModel, attention: DecodeAttention, rows: list[int], index: Tensor,
+        self,
+        model: VisionLanguageModel,
+        attention: DecodeAttention,
+        rows: list[int],
+        index: Tensor,
         answers: list[Prompt],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run the model on the tool results of some rows.
 
         Args:
@@ -383,9 +387,12 @@ class ToolSampler(Sampler):
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
+        self,
+        model: VisionLanguageModel,
+        prompts: Sequence[Prompt],
+        num_generations: int,
         sample_token: TokenSampler,
-    ) -> list[list[Completion]]:  # fmt: skip
+    ) -> list[list[Completion]]:
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, completion in zip(self.episodes, chain(*groups), strict=True):
             episode.finish(completion)
@@ -486,9 +493,13 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 
 
 def step_episodes(
-    episodes: Sequence[ToolEpisode], sampler: Sampler, rows: Tensor, ids: Tensor,
-    turn_ends: Tensor, text_ends: Tensor,
-) -> Tensor:  # fmt: skip
+    episodes: Sequence[ToolEpisode],
+    sampler: Sampler,
+    rows: Tensor,
+    ids: Tensor,
+    turn_ends: Tensor,
+    text_ends: Tensor,
+) -> Tensor:
     """Append one sampled token to the episode of each row.
 
     Args:

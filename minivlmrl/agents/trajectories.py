@@ -198,9 +198,12 @@ class TrajectorySampler(Sampler):
         return super().token_sampler(prompts, num_generations, keys)
 
     def generate(
-        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
+        self,
+        model: VisionLanguageModel,
+        prompts: Sequence[Prompt],
+        num_generations: int,
         sample_token: TokenSampler,
-    ) -> list[list[Completion]]:  # fmt: skip
+    ) -> list[list[Completion]]:
         episodes = self.episodes
         self.sample_turns(model, prompts, num_generations, sample_token)
         while unfinished := [episode for episode in episodes if episode.has_next_turn]:
@@ -212,9 +215,12 @@ class TrajectorySampler(Sampler):
         return [[episode.trajectory() for episode in group] for group in groups]
 
     def sample_next_turns(
-        self, model: VisionLanguageModel, windows: list[Prompt], num_generations: int,
+        self,
+        model: VisionLanguageModel,
+        windows: list[Prompt],
+        num_generations: int,
         episodes: list[Episode],
-    ) -> list[list[Completion]]:  # fmt: skip
+    ) -> list[list[Completion]]:
         """Sample the next turn of each episode from its context window."""
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
@@ -225,9 +231,12 @@ class TrajectorySampler(Sampler):
         return groups
 
     def sample_turns(
-        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
+        self,
+        model: VisionLanguageModel,
+        prompts: Sequence[Prompt],
+        num_generations: int,
         sample_token: TokenSampler,
-    ) -> list[list[Completion]]:  # fmt: skip
+    ) -> list[list[Completion]]:
         """Sample one turn of each episode in `self.episodes`, and store it in the episode."""
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, turn in zip(self.episodes, chain(*groups), strict=True):

@@ -262,9 +262,14 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def plan(
-    run: RunConfig, stage: str, estimator: MemoryEstimator, gpus: int,
-    text_tokens: int, image_tokens: int, frames: int = 1,
-) -> dict[str, dict[str, float]]:  # fmt: skip
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    gpus: int,
+    text_tokens: int,
+    image_tokens: int,
+    frames: int = 1,
+) -> dict[str, dict[str, float]]:
     """Estimate the memory on one GPU in bytes, for each phase of a stage and each item in it.
 
     Args:

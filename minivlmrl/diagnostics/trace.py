@@ -452,9 +452,13 @@ def pictures(patches: Tensor, grids: Tensor, images: ImageProcessor) -> list[Ten
 
 
 def saliency_maps(
-    policy: VisionLanguageModel, processor: Processor, prompt: Prompt, completion: Completion,
-    weight: float = 1.0, temperature: float = 1.0,
-) -> list[Tensor]:  # fmt: skip
+    policy: VisionLanguageModel,
+    processor: Processor,
+    prompt: Prompt,
+    completion: Completion,
+    weight: float = 1.0,
+    temperature: float = 1.0,
+) -> list[Tensor]:
     """Compute gradient saliency maps of the images of a prompt.
 
     The maps show the gradient of `weight` times the log-probability of the completion, with respect

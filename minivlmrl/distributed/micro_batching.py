@@ -98,9 +98,12 @@ def largest_micro_batch(
 
 def sample_in_micro_batches(
     sample: Callable[[list[Prompt], int, list[Key]], list[list[Completion]]],
-    prompts: Sequence[Prompt], num_generations: int, keys: Sequence[Key],
-    sampling: SamplingOptions, world: World | None,
-) -> list[list[Completion]]:  # fmt: skip
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    keys: Sequence[Key],
+    sampling: SamplingOptions,
+    world: World | None,
+) -> list[list[Completion]]:
     """Call sample(prompts, num_generations, keys) on micro-batches, and join the results.
 
     sampling.max_batch_tokens limits the tokens of a micro-batch, with completions of full length. A

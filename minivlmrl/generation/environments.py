@@ -26,9 +26,13 @@ def agents():
 
 
 def make_sampler(
-    model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions, world: World,
-    gather_weights: bool = True, keeps_vision: bool = False,
-) -> Sampler:  # fmt: skip
+    model: VisionLanguageModel,
+    processor: Processor,
+    sampling: SamplingOptions,
+    world: World,
+    gather_weights: bool = True,
+    keeps_vision: bool = False,
+) -> Sampler:
     """Make the sampler for a recipe's section `sampling`.
 
     This is a sampler with tools if sampling.environment is set, and otherwise the engine that

@@ -62,10 +62,14 @@ class Decode:
 
 @torch.no_grad()
 def generate(
-    model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, max_new_tokens: int,
+    model: VisionLanguageModel,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    max_new_tokens: int,
     sample_token: TokenSampler,
-    decode: Decode | None = None, device: torch.device | None = None,
-) -> list[list[Completion]]:  # fmt: skip
+    decode: Decode | None = None,
+    device: torch.device | None = None,
+) -> list[list[Completion]]:
     """Sample num_generations completions per prompt.
 
     Args:
@@ -163,9 +167,12 @@ def to_completions(
 
 
 def make_token_sampler(
-    temperature: float, stop_ids: Sequence[int], sample: Sample,
-    logits_processor: LogitsProcessor | None = None, device: torch.device | str = "cpu",
-) -> TokenSampler:  # fmt: skip
+    temperature: float,
+    stop_ids: Sequence[int],
+    sample: Sample,
+    logits_processor: LogitsProcessor | None = None,
+    device: torch.device | str = "cpu",
+) -> TokenSampler:
     """Make the function with which `generate` samples one token per row.
 
     The function also returns the log-probability of each sampled token. The logits are divided by

@@ -57,9 +57,14 @@ class Sampler:
     """
 
     def __init__(
-        self, model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions,
-        world: World | None = None, gather_weights: bool = True, keeps_vision: bool = False,
-    ):  # fmt: skip
+        self,
+        model: VisionLanguageModel,
+        processor: Processor,
+        sampling: SamplingOptions,
+        world: World | None = None,
+        gather_weights: bool = True,
+        keeps_vision: bool = False,
+    ):
         self.model = model
         self.processor = processor
         self.sampling = sampling
@@ -167,9 +172,12 @@ class Sampler:
             return self.generate(model, prompts, num_generations, sample_token)
 
     def generate(
-        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int,
+        self,
+        model: VisionLanguageModel,
+        prompts: Sequence[Prompt],
+        num_generations: int,
         sample_token: TokenSampler,
-    ) -> list[list[Completion]]:  # fmt: skip
+    ) -> list[list[Completion]]:
         """Sample completions with `model`, which is the gathered or the sharded policy.
 
         The samplers in agents/ extend this method.

@@ -181,9 +181,14 @@ class VLLMSampler(Sampler):
         return {"vLLM's weights": num_parameters * engine_dtype(sampling, dtype).itemsize}
 
     def __init__(
-        self, model: VisionLanguageModel, processor: Processor, sampling: SamplingOptions, world: World,
-        *_, **__,
-    ):  # fmt: skip
+        self,
+        model: VisionLanguageModel,
+        processor: Processor,
+        sampling: SamplingOptions,
+        world: World,
+        *_,
+        **__,
+    ):
         super().__init__(model, processor, sampling, world)
         if model not in STARTED:
             STARTED[model] = start_engine(model, processor, sampling.vllm, world)

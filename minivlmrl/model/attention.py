@@ -48,9 +48,12 @@ class GroupLayout:
     """
 
     def __init__(
-        self, prompt_lengths: list[int], completion_lengths: list[list[int]],
-        device: torch.device | str = "cpu", rows: Sequence[int] | None = None,
-    ):  # fmt: skip
+        self,
+        prompt_lengths: list[int],
+        completion_lengths: list[list[int]],
+        device: torch.device | str = "cpu",
+        rows: Sequence[int] | None = None,
+    ):
         self.prompt_lengths = prompt_lengths
         lengths = list(chain(*completion_lengths))
         rows = rows or range(len(lengths))

@@ -124,9 +124,14 @@ class TextModel(nn.Module):
         self.norm = layer_type.norm_type(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, attention: Attention, select: Tensor | None = None,
-        vision_index: Tensor | None = None, deep: Sequence[Tensor] = (),
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        attention: Attention,
+        select: Tensor | None = None,
+        vision_index: Tensor | None = None,
+        deep: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Run all layers and the final norm on the embeddings x.
 
         Tokens do not interact after the last attention, so the MLP of the last layer only processes
@@ -204,9 +209,13 @@ class DecoderLayer(nn.Module):
         return self.self_attn(x, cos, sin, attention)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention,
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: Attention,
         select: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         x = x + self.attend(self.input_layernorm(x), cos, sin, attention)
         if select is not None:
             x = gather_rows(x, select)

@@ -58,9 +58,12 @@ class GroupBatch:
 
 
 def pack(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: ModelConfig,
-    device: torch.device | str = "cpu", rows: Sequence[int] | None = None,
-) -> GroupBatch:  # fmt: skip
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    rows: Sequence[int] | None = None,
+) -> GroupBatch:
     """Concatenate prompts and their completions into one GroupBatch.
 
     Example: a prompt of 3 tokens with completions a of 3 and b of 2 tokens gives N = 6 and M = 5,

@@ -14,9 +14,11 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 
 
 def get_rope_index(
-    input_ids: Tensor, image_grid_thw: Tensor, config: ModelConfig,
+    input_ids: Tensor,
+    image_grid_thw: Tensor,
+    config: ModelConfig,
     second_per_grid_ts: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute the (time, height, width) M-RoPE position of every prompt token.
 
     A text token has the same position on all three axes, which is one more than the position of

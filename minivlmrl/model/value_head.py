@@ -49,9 +49,11 @@ class ValueModel(nn.Module):
 
 
 def pack_with_last_token(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], config: ModelConfig,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    config: ModelConfig,
     device: torch.device | str,
-) -> GroupBatch:  # fmt: skip
+) -> GroupBatch:
     """Pack prompts and completions so that the last token of each completion has a hidden state.
 
     `pack` leaves out the last token, because it predicts no token. This function therefore repeats

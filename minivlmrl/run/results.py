@@ -60,9 +60,15 @@ class Results:
     """
 
     def __init__(
-        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, log: MetricsLog,
-        held_out: Dataset | None, progress: TrainerState, callbacks: Sequence[Callback] = (),
-    ):  # fmt: skip
+        self,
+        config: RunConfig,
+        model: VisionLanguageModel,
+        processor: Processor,
+        log: MetricsLog,
+        held_out: Dataset | None,
+        progress: TrainerState,
+        callbacks: Sequence[Callback] = (),
+    ):
         self.config = config
         self.model = model
         self.processor = processor
