@@ -35,7 +35,7 @@ from grpo_step import QUESTION, Ours, distinct_characters, make_rows, trl_proces
 from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, peak_bytes, plan
+from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import generate, sampler
@@ -248,7 +248,7 @@ class GRPOStep(Ours):
         image_tokens = int((self.prompts[0].input_ids == config.image_token_id).sum())
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
         with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # the estimate runs on the meta device
-            phases = plan(self.trainer.run, "grpo", MemoryEstimator(config), 1, text_tokens, image_tokens)
+            phases = estimate_phases(self.trainer.run, "grpo", MemoryEstimator(config), 1, text_tokens, image_tokens)
         return (peak_bytes(phases) - RESERVE) / 1e9
 
 

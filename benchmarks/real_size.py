@@ -26,7 +26,7 @@ import torch
 from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, peak_bytes, plan
+from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.files import INDEX, save_tensors
 from minivlmrl.json_files import read_json, read_lines, write_json
 from minivlmrl.model import config_json
@@ -117,7 +117,7 @@ def measure(size: str, folder: Path, steps: int) -> dict:
     minivlmrl("chat", "--model", str(export), *question, "--max_new_tokens", "2")
     seconds = [line["step_time"] for line in read_lines(run / "timings.jsonl", LogLine)]
     costs = MemoryEstimator(config_json.from_dict(read_json(model / "config.json")))
-    phases = plan(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
+    phases = estimate_phases(load_config("own_data.yaml", options), "grpo", costs, 1, *TOKENS)
     return {
         "seconds": statistics.median(seconds[1:]),
         "all_seconds": seconds,

@@ -33,7 +33,6 @@ from minivlmrl.run.setup import build_model
 
 
 def main(arguments: list[str]):
-    """Run the command `chat`."""
     options, overrides = build_parser().parse_known_args(arguments)
     config = inference_config(options, overrides)
     # Images and videos are read before the weights, so that a mistake is reported at once.

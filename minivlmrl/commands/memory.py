@@ -18,8 +18,8 @@ from minivlmrl.diagnostics.memory import (
     RESERVE,
     TEXT_TOKENS,
     MemoryEstimator,
+    estimate_phases,
     peak_bytes,
-    plan,
 )
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
@@ -45,7 +45,6 @@ LEGEND = {
 
 
 def main(arguments: list[str]):
-    """Run the command `memory`."""
     options, overrides = build_parser().parse_known_args(arguments)
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
@@ -60,7 +59,7 @@ def main(arguments: list[str]):
     run = load_config(recipe, overrides)
     printed = ["in reserve"]
     for stage in run.stage_names:
-        phases = plan(
+        phases = estimate_phases(
             run,
             stage,
             costs,

@@ -48,7 +48,6 @@ CHECKED_LOSS = pytest.StashKey[CheckedLoss]()
 
 
 def pytest_addoption(parser):
-    """Add the options of the check."""
     add = parser.getgroup("minivlmrl.losses.parity").addoption
     add("--loss", metavar="FILE.py:FUNCTION", help="loss function (batch, options) -> scalar")
     add("--kind", default="grpo", help="kind of the recorded losses: grpo (default), dpo or sft")

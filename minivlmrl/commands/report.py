@@ -14,7 +14,6 @@ from minivlmrl.run.metrics import METRICS
 
 
 def main(arguments: list[str]):
-    """Run the command `report`."""
     title = str(__doc__).splitlines()[0]
     p = argparse.ArgumentParser("python -m minivlmrl report", description=title)
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; one or two runs")

@@ -24,8 +24,6 @@ from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context
 
 
 class Dataclass(Protocol):
-    """An instance of a dataclass."""
-
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
 
 
@@ -229,7 +227,6 @@ class Reader:
         raise _invalid(name, value, f"of type {type_text(hint)}")
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
-        """Read the keys and the values of a dict."""
         key_hint, item_hint = typing.get_args(hint)
         check_field(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
         read = {}
@@ -239,7 +236,6 @@ class Reader:
         return read
 
     def _read_sequence(self, hint: TypeHint, value: Plain, name: str) -> list | tuple:
-        """Read the values of a list or a tuple."""
         origin = list if typing.get_origin(hint) is list else tuple
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:

@@ -126,7 +126,6 @@ class Box:
 
     @property
     def area(self) -> float:
-        """Return width times height."""
         return (self.x2 - self.x1) * (self.y2 - self.y1)
 
     @property

@@ -51,7 +51,6 @@ class Processor:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Return the token ids that end a completion."""
         return tuple(self.tokenizer.special_tokens[end] for end in ENDS)
 
     def __call__(

@@ -193,7 +193,7 @@ class MemoryEstimator:
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
-        dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "plan")
+        dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
         # The layout of an image grid is cached; without clearing the cache, it would not be counted
         # if an earlier forward pass had the same grids.
         lay_out.cache_clear()
@@ -261,7 +261,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def plan(
+def estimate_phases(
     run: RunConfig,
     stage: str,
     estimator: MemoryEstimator,
@@ -504,7 +504,7 @@ def check_gpus(run: RunConfig, world: World, estimator: MemoryEstimator):
         image_tokens = min(IMAGE_TOKENS, run.data.max_pixels // token_pixels)
     for stage in run.stage_names:
         needed_bytes = peak_bytes(
-            plan(run, stage, estimator, world.size, TEXT_TOKENS, image_tokens)
+            estimate_phases(run, stage, estimator, world.size, TEXT_TOKENS, image_tokens)
         )
         if needed_bytes > gpu_bytes:
             raise ValueError(

@@ -70,8 +70,6 @@ NUM_PROMPTS = 4  # number of prompts of the step that the page shows
 
 @dataclass
 class Call:
-    """A traced function call."""
-
     number: int
     line: int  # line that is being executed
     times: Counter  # {line: number of executions} and {code object: number of calls from here}

@@ -46,8 +46,8 @@ class TrainingWarnings(Callback):
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         self.rules = WarningRules(trainer, optimizer)
-        if state.step and "alarms" in state.logs:
-            self.rules.restore(state.logs["alarms"])
+        if state.step and "warnings" in state.logs:
+            self.rules.restore(state.logs["warnings"])
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
         if self.log.world.is_main:
@@ -63,7 +63,7 @@ class TrainingWarnings(Callback):
                     self.log.warn(stage, steps_done, warning, steps_done)
 
     def state_dict(self) -> dict[str, str]:
-        return {"alarms": self.rules.state()}
+        return {"warnings": self.rules.state()}
 
 
 class WarningRules:

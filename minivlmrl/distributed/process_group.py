@@ -114,7 +114,6 @@ class World:
         return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
     def barrier(self):
-        """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 

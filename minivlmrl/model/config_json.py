@@ -165,7 +165,6 @@ def _check_supported(flat: dict, vision: dict, family: ModelSpec, where: str):
 
 
 def _read_vision(vision: dict, family: ModelSpec, where: str) -> VisionConfig:
-    """Read the vision_config of a config.json."""
     channels = vision.get("in_chans", vision.get("in_channels", 3))
     values = family.read_vision(vision | {"in_channels": channels}, where)
     rope = _rope(vision, f"{where}: vision_config")

@@ -125,12 +125,10 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether the parameter with this name belongs to an adapter."""
     return name.rpartition(".")[2].startswith("lora_")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether any layer of a model has an adapter."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 

@@ -13,7 +13,7 @@ from hub_configs import real_config
 from minivlmrl.__main__ import main as start
 from minivlmrl.commands.memory import memory_table
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, MemoryEstimator, peak_bytes, plan
+from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.model import config_json
 
 import tiny
@@ -57,7 +57,9 @@ def cached_activations():
 
 def needed(config, stage, model, num_layers=None):
     """Return the peak memory in GB of a step on one GPU, as the command prints it."""
-    return peak_bytes(plan(config, stage, estimator_for(model, num_layers), 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+    return (
+        peak_bytes(estimate_phases(config, stage, estimator_for(model, num_layers), 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+    )
 
 
 def needed_by_layers(config, stage, model):

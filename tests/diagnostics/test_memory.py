@@ -19,7 +19,7 @@ from minivlmrl.diagnostics.memory import (
     MemoryCheck,
     MemoryEstimator,
     TrainedModels,
-    plan,
+    estimate_phases,
 )
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
@@ -93,7 +93,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
-    planned = plan(run, stage, MemoryEstimator(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
+    estimated = estimate_phases(run, stage, MemoryEstimator(config), 1, WORK.text_tokens, WORK.image_tokens)["train"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
@@ -114,7 +114,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     batch = pack([prompt] * prompts, [[completion] * min(3, len(piece))] * prompts, model.config)
 
     def forward_and_backward():
-        with dropout(models, run.adapter.dropout, "plan"):
+        with dropout(models, run.adapter.dropout, "memory"):
             outputs = [per_token_logps(model, batch)[0], *(critic(batch) for critic in critics)]
             sum(output.sum() for output in outputs).backward()
 
@@ -128,10 +128,10 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     moments = [x for state in optimizer.state.values() for x in state.values()]
     found = {"weights": weights, "gradients": gradients, "optimizer": moments}
     held = {name: sum(x.nbytes for x in tensors) for name, tensors in found.items()}
-    planned["weights"] += planned.pop("critic", 0)
-    assert {name: planned[name] for name in held} == pytest.approx(held, rel=0.1)
+    estimated["weights"] += estimated.pop("critic", 0)
+    assert {name: estimated[name] for name in held} == pytest.approx(held, rel=0.1)
     measured = sum(held.values()) + live.peak + batch.pixel_values.nbytes
-    assert sum(size for name, size in planned.items() if name != "logits") == pytest.approx(measured, rel=0.1)
+    assert sum(size for name, size in estimated.items() if name != "logits") == pytest.approx(measured, rel=0.1)
 
 
 def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
@@ -177,7 +177,7 @@ def test_16_bit_copies_of_adapters_are_estimated():
     for dtype in ("bfloat16", "float32"):
         run = run_config(adapter=LoRAOptions(r=4))
         run.model.dtype = dtype
-        phases = plan(run, "grpo", costs, 1, *lengths)
+        phases = estimate_phases(run, "grpo", costs, 1, *lengths)
         found[dtype] = {name: items.get("16-bit adapters") for name, items in phases.items()}
         gradients = phases["train"]["gradients"]
     assert found["bfloat16"] == {"rollout": gradients / 2, "score": None, "train": None}
@@ -206,30 +206,30 @@ def test_a_rollout_joins_the_weights_of_q_k_and_v():
     layer = costs.model.model.layers[0].self_attn
     projections = torch.nn.ModuleList([layer.q_proj, layer.k_proj, layer.v_proj])
     size = costs.config.num_hidden_layers * sum(p.numel() for p in projections.parameters()) * 4
-    assert plan(run_config(), "grpo", costs, 1, *lengths)["rollout"]["joined weights"] == size
+    assert estimate_phases(run_config(), "grpo", costs, 1, *lengths)["rollout"]["joined weights"] == size
     eager, adapted = run_config(), run_config(adapter=LoRAOptions(r=4))
     eager.sampling.cuda_graph = "never"
     for run in (eager, adapted):
-        assert "joined weights" not in plan(run, "grpo", costs, 1, *lengths)["rollout"]
+        assert "joined weights" not in estimate_phases(run, "grpo", costs, 1, *lengths)["rollout"]
 
 
 def test_options_that_save_memory():
     """Sharding divides the memory by the number of ranks. Parts that are not needed take none."""
     costs, lengths = MemoryEstimator(config_json.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
-    alone = plan(run_config(), "grpo", costs, 1, *lengths)["train"]
+    alone = estimate_phases(run_config(), "grpo", costs, 1, *lengths)["train"]
     run = run_config(sharding=ShardingOptions(enabled=True))
-    shared = plan(run, "grpo", costs, 4, *lengths)["train"]
+    shared = estimate_phases(run, "grpo", costs, 4, *lengths)["train"]
     for name in ("weights", "optimizer", "gradients"):
         assert shared[name] == alone[name] / 4
     assert "reference" not in alone
     run = run_config()
     run.grpo.beta = 0.1
-    assert plan(run, "grpo", costs, 1, *lengths)["train"]["reference"] == alone["weights"]
+    assert estimate_phases(run, "grpo", costs, 1, *lengths)["train"]["reference"] == alone["weights"]
     # vLLM's copy of the weights has this dtype
     run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})
-    assert plan(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
+    assert estimate_phases(run, "grpo", costs, 1, *lengths)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingOptions(enabled=True, cpu_offload=True))
-    assert plan(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
+    assert estimate_phases(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
 
 
 @pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.num_shared_layers=1", "reference.path"])
@@ -237,12 +237,12 @@ def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
     """The reference is counted besides the policy. Weights that both share have no gradients."""
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
-    planned = plan(run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, WORK.text_tokens, WORK.image_tokens)[
-        "train"
-    ]
+    estimated = estimate_phases(
+        run.trainer.run, "dpo", MemoryEstimator(run.model.config), 1, WORK.text_tokens, WORK.image_tokens
+    )["train"]
     trained = [p for p in run.model.parameters() if p.requires_grad]
     found = {"reference": run.trainer.reference.model.parameters(), "gradients": trained}
-    assert {name: planned[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
+    assert {name: estimated[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
 
 
 def test_estimates_do_not_depend_on_earlier_ones():
@@ -251,28 +251,28 @@ def test_estimates_do_not_depend_on_earlier_ones():
     For 16 images of a 3B model, the cached tables take 43 MB.
     """
     costs = MemoryEstimator(config_json.from_dict(MODEL))
-    plans = [plan(run_config(), "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens) for _ in range(3)]
-    assert plans[1] == plans[2]
-    for name, items in plans[0].items():
+    estimates = [estimate_phases(run_config(), "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens) for _ in range(3)]
+    assert estimates[1] == estimates[2]
+    for name, items in estimates[0].items():
         # the first estimate also creates rotary frequencies
-        assert plans[1][name] == pytest.approx(items, abs=1000)
+        assert estimates[1][name] == pytest.approx(items, abs=1000)
 
 
 def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
     costs = MemoryEstimator(config_json.from_dict(CONFIGS["wider"]))
-    planned = plan(run, "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens)["train"]["reward model"]
-    assert planned == sum(p.nbytes for p in load_model(checkpoint).parameters())
+    estimated = estimate_phases(run, "grpo", costs, 1, WORK.text_tokens, WORK.image_tokens)["train"]["reward model"]
+    assert estimated == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
 @pytest.mark.parametrize("option", ["precompute_ref_log_probs", "reference_free"])
 def test_dpo_without_a_reference_is_estimated_without_one(option):
     costs, lengths = MemoryEstimator(config_json.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
     run = run_config()
-    kept = plan(run, "dpo", costs, 1, *lengths)
+    kept = estimate_phases(run, "dpo", costs, 1, *lengths)
     setattr(run.dpo, option, True)
-    lean = plan(run, "dpo", costs, 1, *lengths)
+    lean = estimate_phases(run, "dpo", costs, 1, *lengths)
     assert kept["train"].pop("reference") == kept["train"]["weights"]
     assert lean == {"train": kept["train"]}
 
@@ -289,7 +289,9 @@ def test_a_custom_optimizer_is_estimated_by_its_state(tmp_path, moments):
         "    return torch.optim.SGD(parameters, rate, momentum)\n"
     )
     run = run_config(optimizer=OptimizerOptions(f"{file}:sgd(momentum=0.{9 * moments})"))
-    phases = plan(run, "grpo", MemoryEstimator(config_json.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens)
+    phases = estimate_phases(
+        run, "grpo", MemoryEstimator(config_json.from_dict(MODEL)), 1, WORK.text_tokens, WORK.image_tokens
+    )
     assert phases["train"]["optimizer"] == moments * phases["train"]["gradients"] < phases["train"]["weights"] + 1
 
 
@@ -363,13 +365,13 @@ def test_the_balance_loss_of_experts_is_estimated(recomputed, monkeypatch):
     spec = FAMILIES["qwen3_vl_moe"]
     routing = replace(spec.routing, chosen_experts=lambda model: contextlib.nullcontext(dict))
     without_balance = replace(spec, routing=routing)
-    planned, measured = [], []
+    estimated, measured = [], []
     for weight in (1, 0):
-        planned.append(costs.activations(run, TrainedModels(costs.build(run, "grpo")), WORK, train=True))
+        estimated.append(costs.activations(run, TrainedModels(costs.build(run, "grpo")), WORK, train=True))
         with AllocationTracker(held) as live:
             with chosen_experts(model) as chosen:
                 loss = per_token_logps(model, batch)[0].sum()
             (loss + load_balancing_loss(chosen().values()) if weight else loss).backward()
         measured.append(live.peak)
         monkeypatch.setattr(memory, "family_of", lambda model: without_balance)
-    assert planned[0] - planned[1] == pytest.approx(measured[0] - measured[1], rel=0.3)
+    assert estimated[0] - estimated[1] == pytest.approx(measured[0] - measured[1], rel=0.3)

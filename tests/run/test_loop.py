@@ -199,7 +199,7 @@ def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_
         "4 rows after 1 of sft", "step 1", losses[1], "4 rows after 2 of sft", "run ends",
     ]  # fmt: skip
     saved = json.loads((tmp_path / "a" / "states" / "000002" / "run.json").read_text())
-    assert saved["logs"]["recorder"] == "9" and "alarms" not in saved["logs"]
+    assert saved["logs"]["recorder"] == "9" and "warnings" not in saved["logs"]
     assert not (tmp_path / "a" / "report.html").exists() and not (tmp_path / "a" / "warnings.jsonl").read_text()
     usual = run(*options, name="b")
     for name in ("metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint/model.safetensors"):

@@ -108,7 +108,8 @@ def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
     for way, teaching in (("sum_then_normalize", 0), ("normalize_then_sum", 4)):
         run = stage("grpo", *options, f"--grpo.multi_objective_aggregation={way}")
         rollout = run.trainer.sample_rollout(next(run.batches))
-        assert sum(group.rewards_differ for group in gather_groups(run.trainer, rollout)) == teaching
+        groups = gather_groups(run.trainer, rollout, run.trainer.compared_rewards(rollout))
+        assert sum(group.rewards_differ for group in groups) == teaching
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "rloo"])
