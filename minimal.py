@@ -10,6 +10,11 @@ Then GRPO rewards answers that are well formed and correct, and the reward rises
 final weights equal those of `python train.py`, bit for bit. The script calls functions of the
 library, and only the optimizer has state. For your own data, several GPUs, checkpoints and logs, use train.py.
 
+Three parts of other GRPO scripts are missing here, because they are not needed:
+- clipping, because the ratio of a single update per rollout is 1 (`grpo_loss` can clip)
+- padding in the model, because all prompts and completions are packed into one sequence
+- the state of a random generator, because the key of each row seeds its samples
+
 Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
 """
 
