@@ -7,9 +7,11 @@ docs/data.md has examples.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from os.path import getsize, isfile, normpath
 from pathlib import Path
 from types import UnionType
@@ -23,6 +25,7 @@ from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, check_columns, find_format, to_columns
 from minivlmrl.data.media import (
     SAMPLING_OPTIONS,
+    TEXTS,
     Media,
     check_unread,
     fetch_image,
@@ -139,7 +142,8 @@ class FileDataset(FileRows):
         columns = self.source[index]
         where = self.source.where(index)
         with error_context(where):
-            row, media = read_row(self.convert(columns), self.required, self.options)
+            columns = self.convert(columns)
+            row, media = read_row(columns, self.required, self.options, self.folder)
         row.where = where
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
         return row, media
@@ -153,7 +157,7 @@ class FileDataset(FileRows):
             return None
         blank_images = []
         for item in media:
-            with open_image(item.image_source, self.folder) as image:
+            with readable_image(row.where), open_image(item.image_source, self.folder) as image:
                 blank_images.append(PIL.Image.new("L", image.size))
         return replace(row, images=blank_images)
 
@@ -189,16 +193,22 @@ class LazyImages(Sequence):
         return image
 
 
+@contextmanager
+def readable_image(where: str) -> Iterator[None]:
+    """Add the row `where` and advice to the ValueError of an image that cannot be read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: {error}; replace the file or remove the row, or leave out such rows in "
+            "training with data.skip_unreadable=true"
+        ) from error
+
+
 def fetch_row_image(where: str, source: str | bytes, folder: Path) -> PIL.Image.Image:
     """Load an image of the row `where`; raise ValueError, with advice, if it cannot be read."""
-    with error_context(where):
-        try:
-            return fetch_image(source, folder)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; replace the file or remove the row, or leave out such rows in training "
-                "with data.skip_unreadable=true"
-            ) from error
+    with readable_image(where):
+        return fetch_image(source, folder)
 
 
 def load_media(media: list[Media], folder: Path, where: str) -> tuple[Sequence, Sequence]:
@@ -239,7 +249,7 @@ def answer_image_parts(row: Row) -> list[dict]:
 
 
 def read_row(
-    columns: dict, required: Sequence[str], options: RowOptions
+    columns: dict, required: Sequence[str], options: RowOptions, folder: Path
 ) -> tuple[Row, list[Media]]:
     """Convert the columns of a row to a Row without images, and list its media in order.
 
@@ -247,6 +257,7 @@ def read_row(
         columns: columns of the row, as in the file.
         required: columns that the row must have; "problem" stands for any prompt column.
         options: options for all rows of the file.
+        folder: folder that relative paths start from.
     """
     # NaN, which differs from itself, is dropped, because pandas writes NaN for a missing value.
     file_columns = {name: value for name, value in columns.items() if value == value}
@@ -263,14 +274,14 @@ def read_row(
         )
         columns = columns | {"problem": options.prompt_template}
         options = replace(options, prompt_template="{problem}")
-    media = []
+    known = {*options.columns, *required}
     try:
         messages, media, answers = read_conversation(columns, row_media, options)
-    finally:
-        # This check also runs after an error about an <image> tag without an image, because a
-        # column with an unknown name is a better explanation of this error.
-        if not media and not any(row_media.values()):
-            check_unread(columns)
+    except ValueError:
+        # An image under an unknown name is a better explanation of an <image> tag without an image.
+        others = {name: value for name, value in columns.items() if name not in TEXTS}
+        check_unread(others, [*chain(*row_media.values())], folder, known)
+        raise
     for name in required:
         if name != "problem" and name not in answers and columns.get(name) is None:
             existing_columns = sorted(
@@ -281,14 +292,17 @@ def read_row(
                 f"data.columns: {{YOURS: {name}}}"
                 f"{did_you_mean(name, existing_columns)}{_reward_hint(name)}"
             )
-    return Row(
+    row = Row(
         messages,
         [],
         columns,
         completion=answers.get("completion"),
         chosen=answers.get("chosen"),
         rejected=answers.get("rejected"),
-    ), media
+    )
+    answer_media = [part["image"] for part in answer_image_parts(row)]
+    check_unread(columns, [*media, *answer_media], folder, known)
+    return row, media
 
 
 def _reward_hint(column: str) -> str:

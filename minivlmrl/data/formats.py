@@ -96,7 +96,7 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
             convert a value.
     """
     for file_column, our_column in renamed.items():
-        if row.get(file_column) is not None:
+        if row.get(file_column) is not None and file_column != our_column:
             if row.get(our_column) is not None:
                 raise ValueError(
                     f"data.columns renames {file_column!r} to {our_column!r}, but the row already "

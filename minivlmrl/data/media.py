@@ -6,7 +6,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import join
 from pathlib import Path
@@ -35,11 +35,26 @@ MEDIA_NAME = re.compile(
     r"|file_?names?"
 )
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # JPEG, PNG, WebP or GIF
-FILE_NAME = r"\S{1,400}\.(png|jpe?g|webp|bmp|gif|tiff?)\Z"
-PICTURE = re.compile(f"data:image/|{BASE64}|{FILE_NAME}", re.IGNORECASE)
+ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
+SUFFIXES = {
+    "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
+    "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
+}
+# a path or URL, without or with a query
+FILE_NAMES = {
+    kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE)
+    for kind, suffixes in SUFFIXES.items()
+}
+ARTICLES = {"image": "an image", "video": "a video"}
+# first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
+MAGIC = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL
+)
 COLUMNS = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # keys under which a message part can contain its source
-SOURCES = {"image": ("image", "image_url"), "video": ("video", "video_url")}
+SOURCES = {
+    kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in ("image", "video")
+}
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
 # options that select the frames of a video file
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
@@ -49,6 +64,16 @@ PROGRAMS = "EPS", "IPTC", "WMF"
 # Larger images are not decoded, because a file of a few kilobytes can declare any size. This is
 # also Pillow's own limit; an image of this size takes half a GiB as RGB.
 MAX_IMAGE_PIXELS = 178_956_970
+
+# columns with texts of the conversation or of an answer, which may name files
+ANSWERS = ("solution", "completion", "chosen", "rejected")
+TEXTS = {
+    "problem", "prompt", "messages", "conversations", "question", "query", "instruction", "input",
+    "prefix", "suffix", "history", "system", "response", "output", "answer", "ground_truth",
+    "reward_model", "rejected_response", *ANSWERS,
+}  # fmt: skip
+TEXT_KEYS = ("content", "text", "value", "role", "from", "type", "ground_truth")
+EMPTY = (None, "", [], [None], [""])  # values of a media column that stand for no image or video
 
 Source = str | Path | bytes
 
@@ -165,7 +190,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     row_media = {}
     for name, kind in COLUMNS.items():
         entries = columns.get(name)
-        if entries is None:
+        if entries in EMPTY:  # the row has no image, which some tools write as "" or [null]
             continue
         if kind in row_media:
             raise ValueError(
@@ -173,6 +198,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
             )
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in the column `video` is a list of frames
+        entries = [entry for entry in entries if entry not in EMPTY]
         with error_context(f"column {name!r}"):
             row_media[kind] = [_media(entry, kind) for entry in entries]
     return row_media
@@ -194,7 +220,7 @@ def place_media(
         options: options for all rows. The image options apply only to images that have no options
             of their own. Each video option applies to the videos that do not set the same option,
             but options that select frames are ignored for lists of frames and for videos with
-            nframes.
+            nframes. For a list of frames, fps is the rate at which the frames were taken.
 
     Returns:
         The messages with one part per image and video, and the media in the order of these parts.
@@ -236,7 +262,8 @@ def _with_common(item: Media, options: dict, common_options: dict) -> dict:
     if item.kind == "image":
         return options or common_options
     if isinstance(item.source, list) or "nframes" in options:  # the number of frames is given
-        common_options = _without(common_options)
+        rate = {"fps": common_options["fps"]} if "fps" in common_options else {}
+        common_options = _without(common_options) | (rate if isinstance(item.source, list) else {})
     return common_options | options
 
 
@@ -250,22 +277,94 @@ def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, P
     return check_values(OPTIONS[kind], options, f"options of the {kind}")
 
 
-def check_unread(columns: dict):
-    """Raise ValueError if a row without images has an unknown column that seems to contain one.
+def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
+    """Raise ValueError if a column contains an image or video that the model would not see.
 
-    Without this check, the model would be trained without seeing the images.
+    A path, a URL, a data URI, base64 text and bytes are recognised, in any column and at any depth.
+    Texts of the conversation and answers may name files, but must not contain encoded images.
+
+    Args:
+        columns: {column: value}, as in the file and with the columns that a format added.
+        media: images and videos of the prompt and of the answers.
+        folder: folder that relative paths start from.
+        known: columns that may contain other images: those that data.columns or a reward names.
     """
+    sources = [source for item in media for source in _sources_of(item)]
+    answers = [columns[name] for name in ANSWERS if columns.get(name) is not None]
     for name, value in columns.items():
-        first = value[0] if isinstance(value, list) and value else value
-        if not isinstance(first, str | dict) or not first:
+        if name in known or name in COLUMNS:
             continue
-        is_picture = isinstance(first, str) and name != "solution" and PICTURE.match(first)
-        if MEDIA_NAME.fullmatch(name.lower()) or is_picture:
-            kind = "video" if "video" in name.lower() else "image"
+        has_texts = name in TEXTS or value in answers
+        for key, item in _leaves(value, name):
+            kind = _unread_kind(item, has_texts and key in (name, *TEXT_KEYS), folder)
+            if not media and not has_texts and item and MEDIA_NAME.fullmatch(name.lower()):
+                kind = kind or ("video" if "video" in name.lower() else "image")
+            if not kind or any(_is_source(item, source) for source in sources):
+                continue
+            if has_texts:
+                cure = f"Write it as a part {{type: {kind}, {kind}: ...}}"
+            else:
+                target = f"{kind}s" if isinstance(value, list) else kind
+                cure = (
+                    f"Rename it with data.columns: {{{name}: {target}}}, remove it, or "
+                    f"keep it for a reward with data.columns: {{{name}: {name}}}"
+                )
+            place = f"column {name!r}" if key == name else f"column {name!r}, key {key!r},"
+            shown = f"{len(item)} bytes" if isinstance(item, bytes) else f"{item!r:.60}"
             raise ValueError(
-                f"column {name!r} seems to contain an image or video, but no column of this name "
-                f"is read. Rename it with data.columns: {{{name}: {kind}}}, or remove it."
+                f"{place} seems to contain {ARTICLES[kind]} that the model would not see: {shown}. {cure}."
             )
+
+
+def _leaves(value: Plain, key: str) -> Iterator[tuple[str, str | bytes]]:
+    """Yield the texts and bytes in nested lists and dicts, each with the nearest key.
+
+    Of a dict with bytes and path, as datasets writes it, only the bytes are yielded.
+    """
+    if isinstance(value, dict) and isinstance(value.get("bytes"), str | bytes):
+        yield key, value["bytes"]
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name != "tool_calls":  # arguments of a tool are text, which the template writes
+                yield from _leaves(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item, key)
+    elif isinstance(value, str | bytes):
+        yield key, value
+
+
+def _unread_kind(item: str | bytes, is_text: bool, folder: Path) -> str | None:
+    """Return "image" or "video" if a text or bytes are such a file or its name, otherwise None."""
+    if isinstance(item, bytes):
+        return "image" if MAGIC.match(item) else None
+    if encoded := ENCODED.match(item):
+        return encoded[1] if encoded[1] in SUFFIXES else "image"
+    if is_text:
+        return None
+    for kind, pattern in FILE_NAMES.items():
+        # a sentence can end with a file name, so a name with spaces must be that of a file
+        if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
+            return kind
+    return None
+
+
+def _sources_of(item: Media) -> Sequence[str | bytes]:
+    return item.source if isinstance(item.source, list) else [item.source]
+
+
+def _is_source(item: str | bytes, source: str | bytes) -> bool:
+    """Return True if a value is the source of an image: the same data, or a path to the same file.
+
+    Two paths are of the same file if one ends with the other: "1.png" and "/data/cats/1.png".
+    """
+    if item is source or item == source or f"data:;base64,{item!s}" == source:
+        return True
+    if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
+        return False
+    path, other = (re.split(r"[\\/]+", text.removeprefix("./")) for text in (item, source))
+    length = min(len(path), len(other))
+    return path[-length:] == other[-length:]
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
@@ -274,7 +373,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
     The path is "" if the source is bytes or a data URI.
     """
     for item in media:
-        for source in item.source if isinstance(item.source, list) else [item.source]:
+        for source in _sources_of(item):
             if isinstance(source, bytes) or source.startswith("data:"):
                 yield source, ""
             elif ":" in source:  # a URL
@@ -306,10 +405,12 @@ def _media(entry: Plain, kind: str) -> Media:
         return Media(kind, f"data:;base64,{entry}" if is_base64 else entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
-    sources = _sources(entry, kind)
-    if len(sources) > 1:
-        raise ValueError(f"the {kind} has both {kind!r} and '{kind}_url'; use only one of them")
-    source: Plain = sources[0] if sources else None
+    names = [name for name in SOURCES[kind] if entry.get(name) is not None]
+    if len(names) > 1:
+        raise ValueError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
+    source: Plain = entry[names[0]] if names else None
+    if names == ["base64"]:
+        source = {"bytes": source}
     if isinstance(source, dict):
         source = _source_in(source)
     frames = source if kind == "video" and isinstance(source, list) else [source]
@@ -322,11 +423,12 @@ def _media(entry: Plain, kind: str) -> Media:
 
 
 def _source_in(source: dict) -> Plain:
-    """Return the source in a dict, which is {"bytes": ..., "path": ...} or {"url": ...}.
+    """Return the source in a dict: {"bytes": ..., "path": ...}, {"url": ...} or {"data": ...}.
 
-    Hugging Face's datasets use the first form, and messages of OpenAI use the second form.
+    Hugging Face's datasets use the first form, messages of OpenAI the second one, and messages of
+    Anthropic the third one.
     """
-    content = source.get("bytes")
+    content = source.get("bytes", source.get("data"))
     if content is not None:
         # in a JSON file, the bytes are written as base64 text
         return f"data:;base64,{content}" if isinstance(content, str) else content

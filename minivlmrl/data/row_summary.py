@@ -23,28 +23,52 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim), grid
 
 
-def summary(rows: Dataset, processor: Processor) -> str:
+def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) -> str:
     """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
 
     Args:
         rows: the dataset.
         processor: processor of the model, which counts the tokens of a sample of prompts.
+        skip_unreadable: True counts and names unreadable rows of the sample; False raises their
+            ValueError.
     """
     counter = _counter(processor)
     row_numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
-    outlines = [outline(rows, row_number) for row_number in row_numbers]
-    sample = [row for row in outlines if row is not None]
+    unreadable: list[str] | None = [] if skip_unreadable else None
+    lengths = [_prompt_length(rows, number, counter, unreadable) for number in row_numbers]
+    prompt_lengths = sorted(length for length in lengths if length is not None)
     if isinstance(rows, FileRows):
         summary_text = rows.describe()
     else:  # all rows of an embedded task are similar
-        summary_text = count_words({(len(sample[0].images), 0): len(rows)}, len(rows))
-    prompt_lengths = sorted(len(row.prompt(counter).input_ids) for row in sample)
+        summary_text = count_words({(len(rows[0].images), 0): len(rows)}, len(rows))
     if prompt_lengths:
         length_bounds = " to ".join(map(str, sorted({prompt_lengths[0], prompt_lengths[-1]})))
         summary_text += f"; prompts of {length_bounds} tokens"
         if len(prompt_lengths) < len(rows):
             summary_text += f" ({len(prompt_lengths)} were measured)"
+    if unreadable:
+        summary_text += (
+            f"; {len(unreadable)} of {len(row_numbers)} measured rows are unreadable and will be "
+            f"skipped (data.skip_unreadable), for example {unreadable[0]}"
+        )
     return summary_text
+
+
+def _prompt_length(
+    rows: Dataset, index: int, counter: Processor, unreadable: list[str] | None
+) -> int | None:
+    """Return the number of tokens of a prompt, or None if the row has videos or is unreadable.
+
+    The error of an unreadable row is appended to `unreadable`, or raised if that is None.
+    """
+    try:
+        row = outline(rows, index)
+        return None if row is None else len(row.prompt(counter).input_ids)
+    except ValueError as error:
+        if unreadable is None:
+            raise
+        unreadable.append(str(error))
+        return None
 
 
 def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
@@ -77,14 +101,24 @@ def without_media(rows: Dataset) -> Iterator[Row]:
             yield rows[row_number]
 
 
-def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Dataset, list[str]]:
+def without_long(
+    rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False
+) -> tuple[Dataset, list[str]]:
     """Remove rows whose prompt has more than `limit` tokens, except rows with videos.
+
+    Args:
+        rows: the dataset.
+        processor: processor of the model.
+        limit: maximum number of tokens of a prompt.
+        skip_unreadable: True keeps unreadable rows, which the loader skips; False raises their
+            ValueError.
 
     Returns:
         The remaining rows, and a description of each removed row.
     """
+    unreadable: list[str] | None = [] if skip_unreadable else None
     long_rows = {}
-    for row_number, where, prompt_length in _long_rows(rows, processor, limit):
+    for row_number, where, prompt_length in _long_rows(rows, processor, limit, unreadable):
         long_rows[row_number] = f"{where}: {prompt_length} tokens"
     if not long_rows or not isinstance(rows, FileRows):
         return rows, []
@@ -99,7 +133,9 @@ def without_long(rows: Dataset, processor: Processor, limit: int) -> tuple[Datas
     return RowSelection([rows], remaining_rows), list(long_rows.values())
 
 
-def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str):
+def check_lengths(
+    rows: Dataset, processor: Processor, limit: int, reason: str, skip_unreadable: bool = False
+):
     """Raise ValueError if a prompt without videos has more than `limit` tokens.
 
     Args:
@@ -107,12 +143,16 @@ def check_lengths(rows: Dataset, processor: Processor, limit: int, reason: str):
         processor: processor of the model.
         limit: maximum number of tokens of a prompt.
         reason: end of the error message, after "the prompt of 2000 tokens".
+        skip_unreadable: True ignores unreadable rows; False raises their ValueError.
     """
-    for _, where, prompt_length in _long_rows(rows, processor, limit):
+    unreadable: list[str] | None = [] if skip_unreadable else None
+    for _, where, prompt_length in _long_rows(rows, processor, limit, unreadable):
         raise ValueError(f"{where}: the prompt of {prompt_length} tokens {reason}")
 
 
-def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tuple[int, str, int]]:
+def _long_rows(
+    rows: Dataset, processor: Processor, limit: int, unreadable: list[str] | None
+) -> Iterator[tuple[int, str, int]]:
     """Yield (index, file and line, prompt length) of rows with more than `limit` prompt tokens."""
     if not isinstance(rows, FileRows):
         return  # all rows of an embedded task are similar
@@ -126,11 +166,9 @@ def _long_rows(rows: Dataset, processor: Processor, limit: int) -> Iterator[tupl
         image_tokens = len(media) * image_processor.max_pixels // token_side**2
         if text_tokens + image_tokens + MARKUP <= limit:
             continue  # not even the upper bound is over the limit, so the prompt is not tokenized
-        row = rows.outline(row_number)
-        if row is not None:
-            prompt_length = len(row.prompt(counter).input_ids)
-            if prompt_length > limit:
-                yield row_number, row.where, prompt_length
+        prompt_length = _prompt_length(rows, row_number, counter, unreadable)
+        if prompt_length is not None and prompt_length > limit:
+            yield row_number, row.where, prompt_length
 
 
 def _counter(processor: Processor) -> Processor:

@@ -142,7 +142,9 @@ class Row:
         try:
             prompt = processor(self.messages, self.images, self.videos)
         except ValueError as error:  # the sizes of images, for example, are only checked here
-            raise ValueError(f"{self.where}: {error}" if self.where else str(error)) from error
+            if not self.where or str(error).startswith(self.where):  # an image names its row
+                raise
+            raise ValueError(f"{self.where}: {error}") from error
         prompt.row = self
         return prompt
 

@@ -128,7 +128,8 @@ def check_positions(
             f"{advice}shorten the prompt or remove the row; data.max_prompt_tokens={limit} skips "
             "such rows in training"
         )
-        check_lengths(rows, processor, limit, reason)
+        skips = config.data.skip_unreadable and name != "eval"
+        check_lengths(rows, processor, limit, reason, skips)
 
 
 def describe_run(config: RunConfig, model: VisionLanguageModel, world: World):

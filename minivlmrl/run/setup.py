@@ -217,10 +217,11 @@ def fit_rows(
     for name, rows in datasets.items():
         long_rows = []
         fitted[name] = rows
+        skips = config.data.skip_unreadable and name != "eval"
         if name != "eval" and max_tokens is not None:
-            fitted[name], long_rows = without_long(rows, processor, max_tokens)
+            fitted[name], long_rows = without_long(rows, processor, max_tokens, skips)
         if world.is_main:
-            text = summary(fitted[name], processor)
+            text = summary(fitted[name], processor, skips)
             if long_rows:
                 examples = ", ".join(long_rows[:5])
                 text += f"; {len(long_rows)} over data.max_prompt_tokens are left out: {examples}"

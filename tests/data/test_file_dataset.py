@@ -266,7 +266,7 @@ MISTAKES = [
     ({"messages": [system("s"), YES], "image": "red.png"},
      "column 'messages': the prompt has 0 image placeholder(s), but 1 image(s) were given"),
     ({"problem": "a", "image": 3}, "column 'image': each image must be a path or data URI, but found 3"),
-    ({"problem": "a", "video": []}, "column 'video': each video must be a path or data URI, or a list with a path"),
+    ({"problem": "a", "video": [3]}, "column 'video': each video must be a path or data URI, or a list with a path"),
     ({"problem": "a", "image": "a", "images": ["a"]}, "the row has both columns 'image' and 'images'; use only one"),
     ({"problem": "a", "images": [{"image": "a", "fps": 1}]}, "column 'images': options of the image: unknown key fps"),
     ({"prompt": [user([{"type": "image", "image": 3}])]},

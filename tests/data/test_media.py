@@ -16,9 +16,10 @@ from record_vision import encoded, noise
 from runs import write_lines
 from talk import assistant, user
 
+from minivlmrl.config.options import RowOptions
 from minivlmrl.data import file_dataset
 from minivlmrl.data.boxes import box_columns
-from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.file_dataset import FileDataset, read_row
 from minivlmrl.data.image import ImageProcessor, load_image
 from minivlmrl.data.media import check_options, fetch_image
 from minivlmrl.data.processor import Processor
@@ -57,6 +58,13 @@ def test_a_list_of_frames_is_a_video(folder):
     row = read(folder, {"video": {"video": FRAMES, "fps": 4}, "problem": "What moves?"})
     assert row.messages == [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What moves?"}]}]
     assert len(row.videos) == 1 and row.videos[0].load().fps == 4 and not row.images
+
+
+@pytest.mark.parametrize("column", [{"video": FRAMES}, {"videos": [FRAMES]}, {"video": {"video": FRAMES}}], ids=str)
+def test_the_rate_of_all_videos_holds_for_lists_of_frames(folder, column):
+    common = {"fps": 1, "max_frames": 1}  # a list has no frames to select
+    loaded = read(folder, column | {"problem": "What moves?"}, video=common).videos[0].load()
+    assert loaded.fps == 1 and len(loaded.frames) == len(FRAMES)
 
 
 def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
@@ -165,20 +173,74 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
 
 
 @pytest.mark.parametrize(("columns", "name"), [
-    ({"image_path": ["red.png"]}, "image_path"),
-    ({"where": "folder/red.JPEG"}, "where"),
+    ({"image_path": ["a/green.png"]}, "image_path"),
+    ({"where": "folder/green.JPEG"}, "where"),
     ({"shot": "data:image/png;base64,AAAA"}, "shot"),
     ({"video_path": "clip.mkv"}, "video_path"),
+    ({"left_eye": r"images\green.webp"}, "left_eye"),
+    ({"page": "https://example.com/green.png?width=3"}, "page"),
+    ({"meta": {"size": 3, "views": ["top.bmp"]}}, "meta"),
+    ({"options": ["green.png", "blue.png"]}, "options"),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("problem", ["What?", "<image>What?"])
-def test_an_image_under_a_name_that_is_not_read_is_refused(folder, columns, name, problem):
+@pytest.mark.parametrize("beside", [{}, {"image": "red.png"}], ids=["alone", "beside another"])
+def test_an_image_that_the_model_would_not_see_is_refused(folder, columns, name, problem, beside):
     meant = "video" if "video" in name else "image"
-    with pytest.raises(
-        ValueError, match=rf"rows\.jsonl:1: column '{name}' seems to contain .* Rename it with .*: {meant}"
-    ):
-        read(folder, {"problem": problem, **columns})
-    if problem == "What?":
-        assert read(folder, {"problem": problem, "image": "red.png", **columns}).columns.keys() > columns.keys()
+    said = rf"rows\.jsonl:1: column '{name}'.* seems to contain an? {meant} .* Rename it with .*: {meant}"
+    with pytest.raises(ValueError, match=said):
+        read(folder, {"problem": problem, **beside, **columns})
+    if beside:  # a column that a reward reads
+        kept = read(folder, {"problem": problem, **beside, **columns}, columns={name: name})
+        assert kept.columns[name] == columns[name] and len(kept.images) == 1
+
+
+@pytest.mark.parametrize("name", ["image_1", "screenshot", "decoded_image", "jpg", "views"])
+def test_bytes_of_an_image_in_any_column_are_seen_or_refused(name):
+    cell = {"bytes": PNG, "path": "green.png"}
+    columns = {"problem": "What?", name: [cell] if name == "views" else cell}
+    with pytest.raises(ValueError, match=rf"^column '{name}' seems to contain an image .*: {len(PNG)} bytes\. Rename"):
+        read_row(columns, (), RowOptions(), Path())
+    [media] = read_row({"problem": "What?", "image": cell}, (), RowOptions(), Path())[1]
+    assert media.source == PNG
+
+
+@pytest.mark.parametrize("turn", [
+    user("What?") | {"images": ["green.png"]},
+    user([{"type": "text", "text": "What?", "image_path": "green.png"}]),
+    user("data:image/png;base64,AAAA"),
+], ids=["key of a message", "key of a text", "text"])  # fmt: skip
+def test_an_image_in_another_place_of_a_message_is_refused(folder, turn):
+    with pytest.raises(ValueError, match=r"column '\w+'.* seems to contain an image .* Write it as a part"):
+        read(folder, {"prompt": [turn]})
+
+
+@pytest.mark.parametrize("columns", [
+    {"image": "images/red.png", "path": "/data/images/red.png", "id": "red.png"},
+    {"image": "red.png", "problem": "green.png"},
+    {"image": "red.png", "solution": "green.png", "answer": "green.png"},
+    {"image": "red.png", "comment": "This shows green.png", "source": "photos.zip", "score": 3},
+    {"image": "red.png", "chosen": "green.png", "rejected": "blue.png"},
+], ids=str)  # fmt: skip
+def test_a_name_of_the_same_file_and_texts_about_files_are_no_further_images(columns):
+    [media] = read_row({"problem": "What?", **columns}, (), RowOptions(), Path())[1]
+    assert media.source == columns["image"]
+
+
+@pytest.mark.parametrize("empty", ["", None, [], [None], [""]], ids=repr)
+@pytest.mark.parametrize("name", ["image", "images"])
+def test_an_empty_name_is_no_image(folder, name, empty):
+    assert len(read(folder, {"problem": "1 + 1?", name: empty}).images) == 0
+
+
+def test_parts_are_read_as_transformers_and_other_interfaces_write_them(folder):
+    base = base64.b64encode((folder / "red.png").read_bytes()).decode()
+    for source in (
+        {"url": f"file://{folder}/red.png"}, {"path": "red.png"}, {"base64": base},
+        {"source": {"type": "base64", "media_type": "image/png", "data": base}},
+        {"image_url": {"url": f"data:image/png;base64,{base}"}},
+    ):  # fmt: skip
+        row = read(folder, {"prompt": [user([{"type": "image", **source}, {"type": "text", "text": "What?"}])]})
+        assert [image.tobytes() for image in row.images] == [fetch_image("red.png", folder).tobytes()], source
 
 
 def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):

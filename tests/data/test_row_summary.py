@@ -8,7 +8,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import summary
+from minivlmrl.data.row_summary import check_lengths, summary, without_long
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 
@@ -54,3 +54,26 @@ def test_videos_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["data:,1"]}, {"problem": "a", "video": ["data:,2"]}]
     write_lines(tmp_path / "rows.jsonl", lines)
     assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR) == "2 with 1 video"
+
+
+@pytest.mark.parametrize("damage", ["page", "empty", "strip"])
+def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, damage):
+    made = rows([(28, 28)], [(28, 28)], [(28, 28)])
+    if damage == "strip":  # Qwen's processor refuses an aspect ratio above 200
+        PIL.Image.new("RGB", (2275, 10)).save(tmp_path / "0_0.png")
+    else:
+        (tmp_path / "0_0.png").write_bytes(b"<html>404</html>" if damage == "page" else b"")
+    said = r"rows\.jsonl:1: .*(remove the image|data\.skip_unreadable=true)$"
+    for measure in (
+        lambda **options: summary(made, PROCESSOR, **options),
+        lambda **options: without_long(made, PROCESSOR, 1, **options),
+        lambda **options: check_lengths(made, PROCESSOR, 900, "is too long", **options),
+    ):
+        with pytest.raises(ValueError, match=said):
+            measure()
+    found = summary(made, PROCESSOR, skip_unreadable=True)
+    assert "; 1 of 3 measured rows are unreadable and will be skipped (data.skip_unreadable), for example " in found
+    assert found.count("rows.jsonl:1: ") == 1
+    remaining, long_rows = without_long(made, PROCESSOR, 1, skip_unreadable=True)
+    assert len(remaining) == 1 and [text.count("tokens") for text in long_rows] == [1, 1]
+    check_lengths(made, PROCESSOR, 900, "is too long", skip_unreadable=True)
