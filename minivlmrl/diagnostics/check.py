@@ -7,7 +7,6 @@ that are not answers, such as an empty text. It prints each problem with its cau
 exit status is 1 if there is a problem, otherwise 0. No files are written.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,16 +23,17 @@ from minivlmrl.diagnostics.check_recipe import (
     check_training,
 )
 from minivlmrl.diagnostics.check_rewards import (
+    check_contradictions,
     check_demonstrations,
     check_label_names,
     check_rewards,
     check_speed,
     make_trial,
-    solutions_of,
 )
-from minivlmrl.diagnostics.check_rows import check_rows
+from minivlmrl.diagnostics.check_rows import check_rows, solutions_of
 from minivlmrl.distributed import process_group
 from minivlmrl.generation.environments import make_sampler
+from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.preflight import find_mistakes
 from minivlmrl.run.setup import prepare
@@ -72,6 +72,9 @@ def check(config: RunConfig) -> Iterator[str]:
     for stage, trainer in stages.items():
         yield from check_training(config, stage, model, len(datasets[stage]))
         yield from check_rows(config, datasets[stage], trainer.answers, processor)
+        yield from check_contradictions(
+            held_out_rewards(config), datasets[stage], trainer, processor
+        )
     yield from check_evaluation(config, datasets, processor)
     yield from check_template(processor)
     yield from check_tools(config.sampling.environment)
@@ -82,9 +85,9 @@ def check(config: RunConfig) -> Iterator[str]:
         trial = make_trial(config, rows_of["prompts"], processor)
         yield from check_duplicates(trial.rewards)
         if (trial.weights > 0).any():
-            solution_counts = Counter(solutions_of(without_media(rows_of["prompts"])))
-            yield from check_rewards(trial, solution_counts)
-            yield from check_label_names(trial, solution_counts)
+            solutions = solutions_of(without_media(rows_of["prompts"]))
+            yield from check_rewards(trial, solutions)
+            yield from check_label_names(trial, solutions)
             yield from check_speed(trial, online[0], getattr(config, online[0]))
         # If the first stage does not sample (for example SFT), it changes the model before a later
         # stage samples from it. The completions of the untrained model are not checked then.

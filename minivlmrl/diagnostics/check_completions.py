@@ -5,6 +5,7 @@ answer, and rewards that do not depend on the image.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from minivlmrl.generation.sampler import Sampler
 from minivlmrl.losses.advantages import combine, group_std
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import Reward, recipe_columns
-from minivlmrl.rewards.text import find_answer
+from minivlmrl.rewards.text import find_answer, normalize
 from minivlmrl.run.evaluate import IMAGE_ABLATIONS, generate_and_score
 
 # arguments of reward functions that depend only on the completion
@@ -91,6 +92,7 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
         yield from check_grey(*kept)
     columns = recipe_columns(rows, [row.prompt(processor) for row in rows], groups, processor)
     yield from check_labels(rewards, columns, num_generations)
+    yield from check_agreement(rewards, columns, num_generations)
 
 
 def reads_only_completion(reward: Reward) -> bool:
@@ -161,4 +163,39 @@ def check_labels(
                 f"The mean of reward {reward.name} is {means[0]:.2f} with the solution of the "
                 f"same row, and {mean:.2f} with solutions of other rows. Check that the solutions "
                 "are not shuffled. If each solution belongs to its row, train the stage sft first."
+            )
+
+
+def check_agreement(
+    rewards: list[Reward], columns: dict[str, list], num_generations: int
+) -> Iterator[str]:
+    """Check for rows to which a model that answers most rows rightly gives one wrong answer.
+
+    At least three quarters of the completions of such a row have the same answer, and all of these
+    completions score less than half of the highest reward. The solution may then be wrong.
+
+    Args:
+        columns: {column name: one value per completion}, the arguments of the rewards.
+    """
+    answers = [None if text is None else normalize(text) for text in columns["answer_texts"]]
+    for reward in rewards if num_generations > 1 else ():
+        if "solution" not in reward.columns:
+            continue
+        groups = call_rewards([reward], columns).view(-1, num_generations)
+        half = groups.nan_to_num(0.0).max() / 2
+        faults = []
+        for start, values in zip(range(0, len(answers), num_generations), groups, strict=True):
+            own = answers[start : start + num_generations]
+            [(answer, count)] = Counter(own).most_common(1)
+            is_same = answer is not None and 4 * count >= 3 * num_generations
+            if is_same and bool((values < half).all()):
+                faults.append((columns["row_names"][start], columns["solution"][start], answer))
+        is_right_mostly = groups.nanmean(1).nanmedian() > 1.5 * half
+        if half > 0 and is_right_mostly and len(faults) > max(1, 0.1 * len(groups)):
+            where, solution, answer = faults[0]
+            yield (
+                f"The completions of {len(faults)} of {len(groups)} rows agree on an answer that "
+                f"reward {reward.name} does not accept, although most rows are answered rightly. "
+                f"For example, the solution of {where} is {solution!r:.60}, and the completions say "
+                f"{answer!r:.60}. Compare the solutions of these rows with their images."
             )

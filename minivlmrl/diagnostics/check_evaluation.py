@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +12,8 @@ from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset
-from minivlmrl.diagnostics.check_rewards import Trial, check_empty, solutions_of
+from minivlmrl.diagnostics.check_rewards import Trial, check_constant, check_empty
+from minivlmrl.diagnostics.check_rows import sample_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.run.preflight import count_trained_on
 
@@ -29,7 +29,8 @@ def check_evaluation(
         datasets: by stage, and "eval" for the held-out rows.
 
     Yields:
-        A message for each problem: a single row, empty solutions, and images of training rows.
+        A message for each problem: a single row, empty solutions, solutions that are nearly all
+        equal, and images of training rows.
     """
     held_out = datasets.get("eval")
     if held_out is None:
@@ -41,10 +42,14 @@ def check_evaluation(
         )
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
     no_columns = dict.fromkeys(required_columns(rewards))  # held-out rows may lack columns
-    first_row = replace(held_out[0], columns=no_columns | held_out[0].columns)
-    trial = Trial(rewards, torch.ones(len(rewards)), [first_row], processor)
-    solution_counts = Counter(solutions_of(without_media(held_out)))
-    yield from check_empty(trial, solution_counts, "evaluation rows")
+    sampled_rows = enumerate(sample_rows(held_out))
+    rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in sampled_rows]
+    trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
+    solutions = solutions_of(without_media(held_out))
+    yield from check_empty(trial, solutions, "evaluation rows")
+    if rewards and len(held_out) > 1:
+        right_values = trial.score_answers(trial.right_answers())
+        yield from check_constant(trial, solutions, right_values, " of the evaluation rows")
     for stage in config.stage_names:
         yield from check_shared_images(stage, held_out, datasets[stage])
 

@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import PIL.Image
@@ -35,11 +35,10 @@ def check_rows(
     """
     yield from check_conversations(all_rows, config.data.system_prompt)
     rows = sample_rows(all_rows)
-    solutions = [str(row.columns.get("solution") or "") for row in rows]
     yield from check_images(rows)
     yield from check_prompts(rows, processor)
-    yield from check_questions(rows, solutions)
-    yield from check_boxes(rows, solutions)
+    yield from check_questions(rows)
+    yield from check_boxes(rows)
     yield from check_answers(config, names, all_rows, processor)
 
 
@@ -129,23 +128,53 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
         )
 
 
-def check_questions(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
-    """Check for questions that contain their solution.
+def check_questions(rows: Sequence[Row]) -> Iterator[str]:
+    """Check for questions, system messages and earlier turns that contain their solution.
 
-    A question that lists all possible answers is allowed.
+    A text that lists all possible answers is allowed.
     """
-    questions = [letters_of(text_of(row.messages[-1])) for row in rows]
-    answers = [letters_of(find_answer(text) or text) for text in solutions]
-    num_revealed = 0
-    for answer, question in zip(answers, questions, strict=True):
-        num_revealed += answer != "" and answer in question
-    reveals_others = [answer in questions[0] for answer in answers if answer != answers[0]]
-    lists_few = sum(reveals_others) < len(reveals_others) / 3
-    if len(rows) > 3 and num_revealed > 0.8 * len(rows) and lists_few:
-        yield (
-            f"{num_revealed} of {len(rows)} questions contain their solution. Remove the solution "
-            "from the prompt."
-        )
+    answers = []  # for each row, the letters of its right answers
+    for row, texts in zip(rows, solutions_of(rows), strict=True):
+        is_known = row.columns.get("solution") is not None
+        letters = [letters_of(find_answer(text) or text) for text in texts if is_known]
+        answers.append([text for text in letters if text])
+    places = {
+        "questions": [row.messages[-1:] for row in rows],
+        "system messages": [turns_of(row.messages[:-1], {"system"}) for row in rows],
+        "earlier turns": [turns_of(row.messages[:-1], {"user", "assistant"}) for row in rows],
+    }
+    for place, turns in places.items():
+        texts = [" ".join(letters_of(text_of(turn)) for turn in of_row) for of_row in turns]
+        num_revealed = 0
+        for answer, text in zip(answers, texts, strict=True):
+            num_revealed += reveals(text, answer)
+        reveals_others = [reveals(texts[0], answer) for answer in answers if answer != answers[0]]
+        lists_few = sum(reveals_others) < len(reveals_others) / 3
+        if len(rows) > 3 and num_revealed > 0.8 * len(rows) and lists_few:
+            yield (
+                f"{num_revealed} of {len(rows)} {place} contain their solution. Remove the solution "
+                "from the prompt."
+            )
+
+
+def reveals(text: str, answers: Sequence[str]) -> bool:
+    return any(answer in text for answer in answers)
+
+
+def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
+    return [turn for turn in turns if turn["role"] in roles]
+
+
+def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
+    """Return the right answers to each row: the texts of a solution that is a list, or its text."""
+    solutions = []
+    for row in rows:
+        solution = row.columns.get("solution")
+        if isinstance(solution, list) and all(isinstance(x, str) for x in solution):
+            solutions.append(solution or [""])
+        else:
+            solutions.append([str(solution)])
+    return solutions
 
 
 def letters_of(text: str) -> str:
@@ -156,9 +185,10 @@ def letters_of(text: str) -> str:
     return re.sub(r"[\W_]", "", text.lower())
 
 
-def check_boxes(rows: Sequence[Row], solutions: Sequence[str]) -> Iterator[str]:
+def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
     """Check that the boxes in the solutions are in pixels and lie inside the image."""
-    for row, text in zip(rows, solutions, strict=True):
+    for row in rows:
+        text = str(row.columns.get("solution") or "")
         corner_lists = parse_boxes(find_answer(text) or text) if row.images else []
         for box in [Box(*corners, row.images[0].size) for corners in corner_lists]:
             if not box.valid or not box.inside() or max(box.x2, box.y2) <= 1:
@@ -211,10 +241,10 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
             yield len(encode_completion(processor, row.messages, answer).ids)
 
 
-def sample_rows(rows: Sequence) -> list:
-    """Sample at most NUM_ROWS rows with a fixed seed; return them in the order of the dataset.
+def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
+    """Sample at most `count` rows with a fixed seed; return them in the order of the dataset.
 
     A random sample is used instead of every k-th row, because every k-th row may be of one kind.
     """
-    row_indices = random.Random(0).sample(range(len(rows)), min(NUM_ROWS, len(rows)))
+    row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

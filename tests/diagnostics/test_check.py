@@ -3,7 +3,6 @@
 test_planted_faults.py tests whole runs with faults.
 """
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -73,9 +72,9 @@ def constant_sentences(all_rows, names, drawn):
     """Return the findings about constant answers if the rows `drawn` are the sample."""
     rewards = [get_reward(name) for name in names]
     rows = [all_rows[number] for number in drawn]
-    counts = Counter(check_rewards.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows))))
+    solutions = check_rows.solutions_of(all_rows.read(number)[0] for number in range(len(all_rows)))
     trial = check_rewards.Trial(rewards, torch.ones(len(names)), rows, PROCESSOR)
-    return list(check_rewards.check_rewards(trial, counts))
+    return list(check_rewards.check_rewards(trial, solutions))
 
 
 def test_balanced_rows_give_no_finding(tmp_path):
@@ -135,6 +134,46 @@ def test_pictures_and_solutions_are_exchanged_only_for_rewards_that_read_them():
     columns["solution"] = ["b", "c", "a"]
     [said] = check_completions.check_labels([get_reward("accuracy")], columns | {"answer_texts": ["a", "b", "c"]}, 1)
     assert said.startswith("The mean of reward accuracy is 0.00 with the solution of the same row, and 0.50")
+
+
+def tokens(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(("weight", "said"), [(0.001, []), (0.01, ["Right answers score less than a word that"])])
+def test_a_reward_for_tokens_is_compared_with_the_limit_of_tokens(weight, said):
+    """1,000 tokens are worth 10 with the second weight, and a right answer 5. 60 words have fewer tokens."""
+    rewards = [get_reward("accuracy"), Reward("tokens", tokens)]
+    rows = [replace(shapes.Shapes(4, "own")[i], key=str(i)) for i in range(4)]
+    trial = check_rewards.Trial(rewards, torch.tensor([5.0, weight]), rows, PROCESSOR, max_new_tokens=1000)
+    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found
+
+
+def one_of(answer_texts, solution, **columns):
+    return [float(answer in truths) for answer, truths in zip(answer_texts, solution, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "solution", "said"),
+    [
+        (one_of, lambda color: [color, f"{color}ish"], []),
+        (one_of, lambda color: [color, "thing"], ["Always answering '<think>hm</think><answer>thing</answer>'"]),
+        (get_reward("accuracy").function, lambda color: [color], ["4 of 4 solutions that were checked are lists"]),
+        (get_reward("accuracy").function, lambda color: color, []),
+        (get_reward("iou").function, lambda color: [0, len(color), 20, 20], []),
+    ],
+)
+def test_solutions_that_are_lists(reward, solution, said):
+    """Each text of a list is a right answer, and a list of numbers is one answer."""
+    colors = "red", "green", "blue", "yellow"
+    shown = shapes.Shapes(4, "own")
+    rows = []
+    for i, color in enumerate(colors):
+        rows.append(replace(shown[i], columns=shown[i].columns | {"solution": solution(color)}))
+    trial = check_rewards.Trial([Reward("own", reward)], torch.ones(1), rows, PROCESSOR)
+    found = list(check_rewards.check_rewards(trial, check_rows.solutions_of(rows)))
+    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), found
 
 
 def test_a_reward_that_takes_seconds(monkeypatch):

@@ -13,6 +13,7 @@ from minivlmrl.generation.sampler import Sampler
 from minivlmrl.tasks.shapes import Shapes, tagged_answer
 
 OWN_REWARDS = """
+import random
 def one(completions, **columns):
     return [1.0] * len(completions)
 
@@ -21,6 +22,15 @@ def words(completions, solution, **columns):
 
 def length(completions, solution, **columns):
     return [float(len(c)) for c in completions]
+
+def chance(completions, **columns):
+    return [random.random() for _ in completions]
+
+def noisy(answer_texts, solution, **columns):
+    return [float(a == s) + 1e-4 * random.random() for a, s in zip(answer_texts, solution)]
+
+def tokens(completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
 """
 
 
@@ -76,11 +86,11 @@ def test_a_run_reports_the_fault(name, run, plant, capsys):
     assert said in [f"step {line['step'] + 1}: {line['warning']}" for line in written]
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_check_reports_shuffled_solutions(shuffled, home, plant, monkeypatch, capsys):
+@pytest.mark.parametrize("number_of_shuffled", [0, 2, 8])
+def test_check_reports_shuffled_solutions(number_of_shuffled, home, plant, monkeypatch, capsys):
     """A model that knows the answers is right.
 
-    If the rows are shuffled, its answers fit other rows.
+    If the rows are shuffled, its answers fit other rows. If a quarter is shuffled, most rows are right.
     """
     labels = [Shapes(8, "own")[i].columns["solution"] for i in range(8)]
 
@@ -90,9 +100,11 @@ def test_check_reports_shuffled_solutions(shuffled, home, plant, monkeypatch, ca
 
     monkeypatch.setattr(Sampler, "__call__", knows)
     options = plant({})
-    if shuffled:
-        lines = read_lines(Path("rows.jsonl"))
-        lines = [line | {"solution": label} for line, label in zip(lines, labels[1:] + labels[:1], strict=True)]
-        write_lines(Path("rows.jsonl"), lines)
+    n = number_of_shuffled
+    solutions = labels[1:n] + labels[:1] + labels[n:] if n else labels
+    lines = [line | {"solution": label} for line, label in zip(read_lines(Path("rows.jsonl")), solutions, strict=True)]
+    write_lines(Path("rows.jsonl"), lines)
     check.main([str(home / "recipe.yaml"), *options, "--rewards={accuracy: 1}"])
-    assert ("Check that the solutions are not shuffled" in capsys.readouterr().out) == shuffled
+    out = capsys.readouterr().out
+    assert ("Check that the solutions are not shuffled" in out) == (n == 8)
+    assert ("The completions of 2 of 8 rows agree on an answer" in out) == (n == 2)

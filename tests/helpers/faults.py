@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import PIL.Image
 
+import tiny
+
 
 @dataclass
 class Fault:
@@ -45,6 +47,42 @@ def shown_again(number: int, row: dict) -> dict:
     with open("eval.jsonl", "a" if number else "w", encoding="utf-8") as file:
         file.write(json.dumps(again) + "\n")
     return {}
+
+
+def one_class(number: int, row: dict) -> dict:
+    """Write evaluation rows of which all except the first have the same solution."""
+    shown_again(number, row | {"solution": "cat" if number else "dog"})
+    return {}
+
+
+def asked_before(number: int, row: dict) -> dict:
+    """Ask the same question again after the right answer."""
+    turns = [("user", "Name it."), ("assistant", row["solution"]), ("user", "And now in capitals.")]
+    return {"prompt": [{"role": role, "content": text} for role, text in turns], "problem": None}
+
+
+def told_by_the_system(number: int, row: dict) -> dict:
+    system = {"role": "system", "content": f"The picture shows: {row['solution']}"}
+    return {"prompt": [system, {"role": "user", "content": "Name it."}], "problem": None}
+
+
+def shuffled(number: int, row: dict) -> dict:
+    """Write right answers for all rows, but the solution of two rows is that of another row."""
+    wrong = "cat" if number in (2, 5) else row["solution"]
+    right, other = (f"<think>hm</think><answer>{text}</answer>" for text in (row["solution"], "dog"))
+    label = number % 2 == 0
+    return {
+        "solution": wrong,
+        "completion": right if label else other,
+        "label": label,
+        "chosen": right,
+        "rejected": other,
+    }
+
+
+def shuffled_demonstrations(number: int, row: dict) -> dict:
+    row = shuffled(number, row)
+    return row | {"completion": row["chosen"]}
 
 
 IOU = ["--rewards={iou: 1, box_format: 1}"]
@@ -212,5 +250,57 @@ FAULTS = {
     "one of eight prompts lacks the tag <image>": Fault(
         change=image_after_text,
         check=("7 questions have the image after the text, and 1 have it before", "Use the same order"),
+    ),
+    # answers in other turns than the question
+    "the system message holds the answer": Fault(
+        change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution"),
+    ),
+    "an earlier turn holds the answer": Fault(
+        change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution"),
+    ),
+    "evaluation rows of nearly one class": Fault(
+        ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
+        check=("scores 0.88 times as much as right answers of the evaluation rows", "Balance the solutions"),
+    ),
+    "solutions that are lists": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"], "thing"]},
+        check=("8 of 8 solutions that were checked are lists", "Write one text as the solution"),
+    ),
+    "solutions that are objects": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": {"answer": row["solution"]}},
+        check=("8 of 8 solutions that were checked are lists, objects", "Write one text as the solution"),
+    ),
+    "solutions that are floats": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": float(i)},
+        check=("the answer '0' gets 0.00 for the solution 0.0", "Write one text as the solution"),
+    ),
+    "empty lists as solutions": Fault(
+        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": [row["solution"]] if i % 2 else []},
+        check=("4 of 8 rows have an empty solution, which reward accuracy", "Write a solution"),
+    ),
+    "a random reward": Fault(
+        ["--rewards={one.py:chance: 1}"],
+        check=("Reward one.py:chance gave different values for the same completions", "Remove the random numbers"),
+    ),
+    "a reward with noise that reads the solution": Fault(
+        ["--rewards={one.py:noisy: 1}"],
+        check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers"),
+    ),
+    "tokens beside accuracy": Fault(
+        ["--rewards={accuracy: 1, one.py:tokens: 0.1}"],
+        check=("Right answers score less than the same word, 60 times", "Check the weights of the rewards"),
+    ),
+    "a fifth of the labels shuffled, with demonstrations": Fault(
+        ["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled_demonstrations,
+        check=("2 of 8 answers in the column completion contradict", "Compare the solution"),
+    ),
+    "a fifth of the labels shuffled, with pairs": Fault(
+        ["--stages=[dpo]", "--rewards={accuracy: 1}"], shuffled,
+        check=("2 of 8 answers in the column chosen contradict", "Compare the solution"),
+    ),
+    "a fifth of the labels shuffled, with labels": Fault(
+        [*tiny.of_file("kto", {"max_steps": 3, "prompts_per_step": 4}), "--rewards={accuracy: 1}"],
+        lambda i, row: shuffled(i, row) | {"label": i % 2 == int(i in (2, 5)), "solution": row["solution"]},
+        check=("2 of 8 answers in the column completion contradict", "Compare the solution"),
     ),
 }  # fmt: skip
