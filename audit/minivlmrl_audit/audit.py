@@ -2,7 +2,8 @@
 
 Each stage is recomputed from the trainer's own inputs to that stage, so one mistake is reported
 only once. For a stage that differs, the search tries known causes one at a time, then a free
-factor, then the most promising pairs of causes. Exit status 0 means that all stages agree, 1 that
+factor, then the most promising pairs of causes. A search ends after --seconds with the causes that
+it has found. Exit status 0 means that all stages agree, 1 that
 at least one stage differs, and 2 that nothing could be compared.
 """
 
@@ -10,8 +11,10 @@ import argparse
 import json
 import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby, permutations, product
@@ -22,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minivlmrl_audit import known_bugs, optimizer_checks, step_checks, step_names
-from minivlmrl_audit.dump import DAMAGES, Dump, read
+from minivlmrl_audit.dump import DAMAGES, Dump, SearchEndedError, read
 from minivlmrl_audit.minivlmrl_api import error_context
 from minivlmrl_audit.perturbations import Change, formula
 
@@ -60,8 +63,11 @@ LIKELY_CAUSES = 8
 PAIRED = 400  # number of causes with which each likely cause is tried as a pair
 PAIRED_NUMBERS = 12  # pairs of causes are tried only if at least this many numbers differ
 MODEL_CAUSES = 24  # used instead of PAIRED for stages in which each cause needs a model's forward
-# initial values of the search for the free number of a fitted cause
-NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)]
+# initial values of the search for the free number of a fitted cause; the last ones are discounts
+NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
+SECONDS = 30.0  # time after which the search for the causes of one stage ends in commands
+# pieces of a change that a model's outputs get after its forward, which then needs no repetition
+AFTER_FORWARD = {"logps", "mode", "inside"}
 # stage: what its numbers are grouped by, see count_groups
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
 # progress bar of a search, shown only after 20 seconds
@@ -85,6 +91,7 @@ class Cause:
     about: str = ""  # feature that a step must contain to reveal this cause, such as clipping
     error: float = 0.0  # error that remains if the stage is recomputed with this cause
     parts: int = 1  # number of single causes that this cause combines
+    is_guess: bool = False  # whether this cause has a fitted number that no count or option has
 
     def __str__(self) -> str:
         return f"{self.name} (remaining error {self.error:.0e})"
@@ -127,6 +134,10 @@ class Cause:
         """
         return 3 if self.is_fitted() else len(self.change.get("inside", []))
 
+    def needs_forward(self) -> bool:
+        """Return whether a stage of log-probabilities needs another forward for this cause."""
+        return not self.change.keys() <= AFTER_FORWARD
+
     def with_number(self, number: float, source: str = "") -> "Cause":
         """Return a copy of this cause with its fitted number inserted into its texts.
 
@@ -135,7 +146,8 @@ class Cause:
         text = f"{number:.5g}"
         says = self.says.replace("{c}", text) + source
         change = self.change | {"c": number}
-        return replace(self, name=self.name.replace("{c}", text), says=says, change=change)
+        name = self.name.replace("{c}", text)
+        return replace(self, name=name, says=says, change=change, is_guess=not source)
 
 
 class Place(NamedTuple):
@@ -144,6 +156,18 @@ class Place(NamedTuple):
     says: str  # name of the subset; "" means all numbers
     inside: dict[str, Tensor]  # bool mask of the subset for each tensor of the stage
     rows: Tensor | None = None
+
+
+@dataclass
+class Search:
+    """The result of a search for the causes of a stage's differences."""
+
+    # causes that reproduce all numbers of the stage, with the fewest parts
+    explained: list[Cause] = field(default_factory=list)
+    near: list[Cause] = field(
+        default_factory=list
+    )  # causes that leave exactly one number unexplained
+    has_ended: bool = False  # whether the time was over before all causes were tried
 
 
 @dataclass
@@ -158,10 +182,43 @@ class Finding:
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
     groups: int = 0  # number of independent groups in which a number differs, see count_groups
+    search: Search = field(default_factory=Search)
 
     @property
     def ok(self) -> bool:
         return self.error <= TOLERANCE
+
+    def doubts(self) -> list[str]:
+        """Return sentences about why the explanations, or their absence, may be wrong."""
+        if self.ok or self.again:
+            return []
+        result = []
+        unit = GROUPS.get(self.stage, "number")
+        if self.groups < 2:
+            result.append(
+                f"only one {unit} differs, too few to tell causes apart; audit a larger step"
+            )
+        if len(self.explained) > SHOWN:
+            result.append(
+                f"{len(self.explained)} causes give the same numbers, so this step cannot tell them "
+                "apart"
+            )
+        if self.explained and self.search.near:
+            names = ", ".join(cause.name for cause in self.search.near[:SHOWN])
+            result.append(
+                f"one number decides against {len(self.search.near)} other causes, which give all "
+                f"other numbers: {names}; audit a larger step"
+            )
+        if self.groups == 2 and self.explained and self.explained[0].is_guess:
+            result.append(
+                f"a number was fitted for the first cause, so only one {unit} confirms it; audit a "
+                "larger step"
+            )
+        if self.search.has_ended:
+            result.append(
+                "the time was over before all causes were tried; a larger --seconds tries more"
+            )
+        return result
 
 
 CAUSES = [Cause(**fields) for fields in known_bugs.CAUSES]
@@ -217,8 +274,10 @@ def composed(quantity: known_bugs.Quantity, d: Dump, in_mask: bool) -> list[Caus
     return result
 
 
-def audit(d: Dump) -> list[Finding]:
+def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Compare every stage for which the dump has the needed tensors and fields.
+
+    seconds: time after which the search for the causes of one stage ends.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or
     shape.
@@ -246,11 +305,13 @@ def audit(d: Dump) -> list[Finding]:
             continue
         finding.where = where(answer)
         finding.groups = count_groups(name, answer, d)
-        look_for_causes(finding, d, differing)
+        look_for_causes(finding, d, differing, seconds)
     return findings
 
 
-def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
+def look_for_causes(
+    finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf
+):
     """Find causes for a stage that differs, and record them for the later stages."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
@@ -266,7 +327,8 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding]):
             earlier.explained = [cause for cause in earlier.explained if cause.name in both]
     finding.again = bool(finding.explained)
     if not (finding.again or of_one_forward):
-        finding.explained = explain(finding.stage, d)
+        finding.search = find_causes(finding.stage, d, seconds)
+        finding.explained = finding.search.explained
     if finding.stage == "mask" and "tokens" in differing and not finding.explained:
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
@@ -312,7 +374,10 @@ def computed(name: str, d: Dump, change: dict) -> dict | None:
 
     change: replaced pieces of the stage's definition, see Change. An empty dict recomputes the
         definition itself.
+
+    Raises SearchEndedError after the deadline of a search.
     """
+    d.check_time()
     factor = Change(d, change)("factor", 1.0)
     # a factor multiplies the stage's result, so the result itself needs no new computation
     if "factor" in change:
@@ -347,12 +412,19 @@ def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
             yield cause.about, error(pairs) <= TOLERANCE
 
 
-def explain(name: str, d: Dump) -> list[Cause]:
+def explain(name: str, d: Dump, seconds: float = math.inf) -> list[Cause]:
     """Find the simplest causes that reproduce the trainer's numbers."""
+    return find_causes(name, d, seconds).explained
+
+
+def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
+    """Search the simplest causes that reproduce the trainer's numbers, for some seconds."""
     answer = computed(name, d, {})
-    # some cause would match a single wrong token id or learning rate by chance
-    if name in (*IDS, "schedule") and count_wrong(answer) < 2:
-        return []
+    result = Search()
+    # some cause would match a single wrong token id, or a learning rate without earlier ones
+    compared = all_gaps(answer) > TOLERANCE
+    if (name in IDS and compared.sum() < 2) or (name == "schedule" and len(compared) < 2):
+        return result
     # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if the
     # deviation explains 99 % of the error.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
@@ -361,59 +433,82 @@ def explain(name: str, d: Dump) -> list[Cause]:
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
-    explanations = search(name, d)
+    d.deadline = time.monotonic() + seconds
+    try:
+        search(name, d, result)
+    except SearchEndedError:
+        result.has_ended = True
+    d.deadline = math.inf
     d.part = None
+    explanations = result.explained
     if name in LOGPS:
         explanations = [again for cause in explanations for again in fits(name, d, cause)]
+    fewest = min((cause.parts for cause in explanations), default=1)
+    explanations = [cause for cause in explanations if cause.parts == fewest]
     smallest_error = min((cause.error for cause in explanations), default=0.0)
     limit = max(10 * smallest_error, TOLERANCE / 100)
     explanations = [cause for cause in explanations if cause.error <= limit]
     # rewards that are 0.0001 times as large give the same advantages as an epsilon of 1, which is
     # the likelier mistake
-    return sorted(explanations, key=Cause.has_unlikely_number)
+    result.explained = sorted(explanations, key=Cause.has_unlikely_number)
+    return result
 
 
-def search(name: str, d: Dump) -> list[Cause]:
+def search(name: str, d: Dump, result: Search):
     """Find causes that reproduce a stage's numbers: first single causes, then pairs of causes.
 
     A single cause is also tried on each subset of the numbers that contains all differences. A
     cause with a fitted number is not tried in pairs, because such a pair would match by chance.
+
+    result: receives the causes, so that the causes found so far remain if the time is over.
     """
     base_answer = computed(name, d, {})
     suspects = find_suspects(name, base_answer, d)
     factors = [] if name in IDS else fitted(name, d, FACTOR, suspects)
-    explanations = []
     # first cause for each distance, so that causes with equal results are tried only once
     by_distance = {distance(base_answer): None}
-    all_causes = sorted(possible_causes(name, d), key=Cause.rank)
+    try:
+        try_single_causes(name, d, suspects, by_distance, result)
+    finally:
+        result.explained += factors  # last, because a factor says less than other causes
+    # with few differing numbers, some pair of causes would match by chance
+    is_few = name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS
+    if result.explained or is_few:
+        return
+    ranked = filter(None, (by_distance[key] for key in sorted(by_distance)))
+    ranked_causes = list(ranked)[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
+    pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
+    for first_cause, second_cause in searched(pairs, f"{name}: pairs of causes"):
+        if first_cause.change.keys().isdisjoint(second_cause.change):
+            result.explained += fits(name, d, joined(first_cause, second_cause))
+
+
+def try_single_causes(name: str, d: Dump, suspects: list[Place], by_distance: dict, result: Search):
+    """Try each cause of a stage alone, the cheap ones first, until the causes of a rank explain it.
+
+    Args:
+        suspects: subsets of the numbers on which each cause is tried.
+        by_distance: receives the first cause for each distance, see `distance`.
+    """
+    many = count_wrong(computed(name, d, {})) > 2
+    all_causes = sorted(possible_causes(name, d), key=lambda x: (x.rank(), x.needs_forward()))
     for _, causes in groupby(searched(all_causes, f"{name}: known causes"), Cause.rank):
-        if any(cause.parts == 1 for cause in explanations):
-            break
+        if any(cause.parts == 1 for cause in result.explained):
+            return
         for cause in causes:
             if cause.is_fitted():
-                explanations += fitted(name, d, cause, suspects)
+                result.explained += fitted(name, d, cause, suspects)
                 continue
             answer = computed(name, d, cause.change)
             if answer is None:
                 continue
             key = distance(answer)
             for place in suspects[: 1 if key in by_distance else None]:
-                explanations += confined(answer, cause, place, d)
+                result.explained += confined(answer, cause, place, d)
+            if many and key not in by_distance and (all_gaps(answer) > d.tolerance).sum() == 1:
+                result.near.append(cause)
             if not cause.rank():
                 by_distance.setdefault(key, cause)
-    explanations += factors
-    if explanations:
-        fewest = min(cause.parts for cause in explanations)
-        return [cause for cause in explanations if cause.parts == fewest]
-    if name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS:
-        return []  # with so few differing numbers, some pair of causes would match by chance
-    ranked = filter(None, (by_distance[key] for key in sorted(by_distance)))
-    ranked_causes = list(ranked)[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
-    pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
-    for first_cause, second_cause in searched(pairs, f"{name}: pairs of causes"):
-        if first_cause.change.keys().isdisjoint(second_cause.change):
-            explanations += fits(name, d, joined(first_cause, second_cause))
-    return explanations
 
 
 def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
@@ -510,12 +605,13 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
         wrong = seen(base_answer, place.inside)
         # A fitted number always matches the values of a single group, such as the advantages that
         # one reward changes, and a fitted factor always matches two opposite advantages. Such fits
-        # are ignored unless the number is a known one.
+        # are ignored unless the number itself is a known one.
         is_few = count_wrong(wrong) < 3 if cause is FACTOR else count_groups(name, wrong, d) < 2
-        is_met = is_few and nearest not in sources
-        if not is_nearer or is_met:
+        is_known = nearest in sources or nearest == 1  # 1 is a likely bound
+        if not is_nearer or (is_few and not is_known):
             continue
-        for number in numbers_near(nearest, partial(distance_with, place)):
+        near = [nearest] if is_few else numbers_near(nearest, partial(distance_with, place))
+        for number in near:
             named = cause.with_number(number, sources.get(number, ""))
             fits_here = confined(answer_with(number), named, place, d)
             if fits_here:
@@ -645,8 +741,12 @@ def report(findings: list[Finding], d: Dump) -> str:
     for finding in findings:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
-            for about, is_unseen in unseen(finding.stage, d):
-                topics[about].append(is_unseen)
+            d.deadline = time.monotonic() + SECONDS
+            # after the time, the topics of the causes that were tried remain
+            with suppress(SearchEndedError):
+                for about, is_unseen in unseen(finding.stage, d):
+                    topics[about].append(is_unseen)
+            d.deadline = math.inf
     lines += [f"note: {note}" for note in notes(d)]
     lines.append(f"not in this step: {', '.join(not_in_step(findings)) or 'nothing'}")
     for about, flags in topics.items():
@@ -685,10 +785,7 @@ def finding_lines(finding: Finding) -> list[str]:
     lines = [line.rstrip()]
     if finding.again:
         return [*lines, f"{'':12}same cause as in an earlier stage: {finding.explained[0]}"]
-    if not finding.ok and finding.groups < 2:
-        unit = GROUPS.get(finding.stage, "number")
-        text = f"only one {unit} differs, too few to tell causes apart; audit a larger step"
-        lines.append(f"{'':12}{text}")
+    lines += [f"{'':12}{text}" for text in finding.doubts()]
     if not (finding.ok or finding.explained):
         lines.append(f"{'':12}no known cause explains the difference")
         return lines + [f"{'':16}{text}" for text in finding.where[1:]]
@@ -709,15 +806,17 @@ def not_in_step(findings: list[Finding]) -> list[str]:
     return [name for name in STAGES if name not in compared]
 
 
-def checked(folder) -> tuple[list[Finding], Dump]:
+def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
     """Read and audit a step's folder.
+
+    seconds: time after which the search for the causes of one stage ends.
 
     Raises ValueError if the folder does not contain a valid step, or if none of its numbers can be
     compared.
     """
     d = read(folder)
     with error_context(folder):
-        findings = audit(d)
+        findings = audit(d, seconds)
         compared = sum(finding.numbers for finding in findings) and d["completion_mask"].any()
         if all(finding.ok for finding in findings) and not compared:
             why = "no token is in the loss" if findings else "each stage lacks a tensor or a field"
@@ -753,6 +852,7 @@ def stage_json(finding: Finding) -> dict:
         "agrees": finding.ok,
         "error": finding.error if math.isfinite(finding.error) else None,
         "explained": explained,
+        "doubts": finding.doubts(),
     }
 
 
@@ -764,8 +864,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     p.add_argument("step", help="folder with step.json and step.safetensors, see docs/audit.md")
     p.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="time after which the search for the causes of a stage ends with the causes that it has "
+        f"found (default: {SECONDS:g})",
+    )
     options = p.parse_args(arguments)
-    findings, d = checked(options.step)
+    findings, d = checked(options.step, options.seconds)
     result = as_json(findings, d)
     print(json.dumps(result, indent=1) if options.json else report(findings, d))
     return int(not result["agrees"])

@@ -2,7 +2,7 @@
 
 import torch
 
-from minivlmrl_audit.audit import checked, gaps, report
+from minivlmrl_audit.audit import SECONDS, checked, gaps, report
 
 
 def assert_step(folder):
@@ -10,7 +10,7 @@ def assert_step(folder):
 
     Raises ValueError if the folder does not contain a step, or if nothing could be compared.
     """
-    findings, d = checked(folder)
+    findings, d = checked(folder, SECONDS)
     assert all(finding.ok for finding in findings), f"{folder}\n{report(findings, d)}"
 
 

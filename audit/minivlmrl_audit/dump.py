@@ -5,6 +5,8 @@ completions with K rewards each. docs/audit.md lists all tensors and fields. Onl
 NEEDED and the field `kind` are required.
 """
 
+import math
+import time
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -38,6 +40,10 @@ MODELS = "model", "old_model", "ref_model"  # fields with folders of weights
 OF_ROLLOUT = "../{}/"  # folder of the step that sampled a row, beside the folder of this step
 
 
+class SearchEndedError(Exception):
+    """The time of a search is over."""
+
+
 class Dump(dict):
     """A dumped step in memory: a dict from names to tensors. Floating-point tensors are in float64.
 
@@ -56,6 +62,7 @@ class Dump(dict):
         # results of the stages without a deviation; a deviation may not enlarge their units much
         self.usual_answers = {}
         self.tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
+        self.deadline = math.inf  # time.monotonic() at which a search ends
         self.part = None  # rows whose log-probabilities are recomputed; None means all rows
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
@@ -96,6 +103,11 @@ class Dump(dict):
     parts = cached_property(perturbations.parts_of_model)
     columns = cached_property(perturbations.token_orders)
     regions = cached_property(lambda self: perturbations.token_regions(self, *self.turns()))
+
+    def check_time(self):
+        """Raise SearchEndedError after the deadline of a search."""
+        if time.monotonic() > self.deadline:
+            raise SearchEndedError
 
     def add_row_numbers(self):
         """Add tensors (n,) with one number for each row, which formulas in the YAML files use."""

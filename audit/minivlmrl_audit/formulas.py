@@ -16,6 +16,23 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
 
 
+def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
+    """Return `theirs` if 16-bit arithmetic explains their differences from the exact values, else x.
+
+    Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the
+    rounding errors of x, which was computed in 16 bits, must be as large as the trainer's differences,
+    and correlated with them. At least 16 log-probabilities, in nats, are needed for this test.
+    """
+    errors = (x - exact)[theirs != exact]
+    differences = (theirs - exact)[theirs != exact]
+    if len(errors) < 16 or differences.abs().max() > 0.05:
+        return x
+    sizes = errors.norm(), differences.norm()
+    correlation = (errors @ differences) / (sizes[0] * sizes[1] + 1e-30)
+    is_large_enough = correlation > max(0.3, 2 / len(errors) ** 0.5)
+    return theirs if is_large_enough and max(sizes) < 2 * min(sizes) else x
+
+
 def between(starts: Tensor, ends: Tensor) -> Tensor:
     """Return a mask (n, S) of the columns from each start up to the column before the next end."""
     num_started = starts.cumsum(1)

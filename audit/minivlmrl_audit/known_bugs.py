@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minivlmrl_audit.formulas import between, clipped, first, last, rounded, total_by
+from minivlmrl_audit.formulas import between, clipped, first, in_half, last, rounded, total_by
 from minivlmrl_audit.minivlmrl_api import kept_tokens, kl_term
 
 
@@ -93,6 +93,20 @@ CAUSES = [
             "name": "normalised twice",
             "says": "advantages are normalised a second time, over the batch",
             "change": {"advantages": lambda x: (x - x.mean()) / (x.std() + 1e-4)},
+        },
+        {
+            "name": "normalised twice in groups",
+            "says": "advantages are normalised a second time, over their group",
+            "change": {
+                "advantages": lambda x, step: torch.cat(
+                    [
+                        (y - y.mean()) / (y.std() + 1e-4)
+                        for y in x.split(
+                            step["group"].unique_consecutive(return_counts=True)[1].tolist()
+                        )
+                    ]
+                )
+            },
         },
         stages=["advantages"],
         source="losses/advantages.py: centred / (std + EPSILON)",
@@ -1164,7 +1178,18 @@ CAUSES = [
         {
             "name": "bfloat16",
             "says": "computed in bfloat16",
-            "change": {"dtype": lambda: torch.bfloat16},
+            "change": {"dtype": lambda: torch.bfloat16, "mode": in_half},
+            "source": "verl, NeMo-RL: sampler and trainer differ",
+            "costs": "the ratios are noisy",
+        },
+        {
+            "name": "autocast",
+            "says": "computed under autocast in bfloat16",
+            "change": {
+                "dtype": lambda: torch.float32,
+                "autocast": lambda: torch.bfloat16,
+                "mode": in_half,
+            },
             "source": "verl, NeMo-RL: sampler and trainer differ",
             "costs": "the ratios are noisy",
         },
@@ -2211,6 +2236,20 @@ QUANTITIES = [
             "uses the embeddings as the output head": lambda x: (
                 setattr(x.lm_head, "weight", x.model.embed_tokens.weight) or x
             ),
+        },
+    ),
+    Quantity(
+        "labels",
+        "",
+        stages=["logps"],
+        source="TRL PR 3200",
+        costs="tokens are trained with the probabilities of other tokens",
+        terms={
+            "the end token is scored as the padding token": lambda x, stop, pad: torch.where(
+                stop, pad, x
+            ),
+            "each token is scored as the next token": lambda x: x.roll(-1),
+            "each token is scored as the previous token": lambda x: x.roll(1),
         },
     ),
     Quantity(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minivlmrl_audit.audit import computed, explain, fits, where
+from minivlmrl_audit.audit import SECONDS, computed, explain, fits, where
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.options import options_of
 
@@ -53,7 +53,7 @@ def mistakes(cases: list[tuple]) -> list[str]:
     lines = []
     while steps and len(lines) < SEARCHES:
         left = {}  # for each mistake, the steps that it leaves unexplained
-        for cause in explain("loss", steps[0]):
+        for cause in explain("loss", steps[0], SECONDS):
             name = f"{cause.says} ({cause.name})"
             left[name] = [step for step in steps[1:] if not fits("loss", step, cause)]
         if not left:

@@ -35,13 +35,18 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
     Returns:
         A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other
         rows, and the model. The model is None if all rows came from the cache.
+
+    Raises:
+        SearchEndedError: the deadline of a search has passed.
     """
-    deviations = str({name: value for name, value in change.items() if name != "logps"})
+    later = ("logps", "mode")  # applied to the outputs
+    deviations = str({name: value for name, value in change.items() if name not in later})
     images = shown(d)
     model = None
     cache = {} if grad else d.cache
     value = torch.zeros(2, len(d.all_rows), d.width, dtype=torch.float64)
     for row, picture_row in zip(part.tolist(), change.picture_rows()[part], strict=True):
+        d.check_time()
         key = (folder, row, deviations)
         if key not in cache:
             if model is None:
@@ -71,12 +76,19 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
     # the hidden state of the previous token predicts each token
-    states = model(batch, select=token_numbers[scored_columns] - 2)
-    states = change("states", states, norm=model.model.norm)
+    autocast = change("autocast", None)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        states = model(batch, select=token_numbers[scored_columns] - 2)
+        states = change("states", states, norm=model.model.norm)
+        logits = change("logits", model.lm_head(states), states=states, head=model.lm_head)
     temperature = change("temperature", d.about.get("temperature", 1.0))
-    logits = change("logits", model.lm_head(states), states=states, head=model.lm_head)
-    log_probs = (logits / temperature).log_softmax(-1)
-    logps = log_probs.gather(1, ids[scored_columns][:, None])[:, 0]
+    log_probs = (
+        logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    ).log_softmax(-1)
+    labels = ids[scored_columns]
+    pad = d.about.get("pad_token_id", -1)
+    labels = change("labels", labels, stop=d.is_stop(labels), pad=pad)
+    logps = log_probs.gather(1, labels[:, None])[:, 0]
     logps = change("scores", logps)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     value[:, scored_columns] = torch.stack([logps, entropies]).double()
@@ -175,18 +187,25 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    rows = d.all_rows if "logps" in change else part
-    steps = d.get("rollout_step", d.all_rows * 0)
-    value = torch.zeros_like(d[name])
-    for step in steps[rows].unique():  # the weights differ between rollout steps
-        of_step = rows[steps[rows] == step]
-        outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), of_step)
-        value += outputs[int(name == "entropies")]
-    unit = THROUGH_A_MODEL * (1 if d.model_dtype() == "float32" else HALF)
+    # the noise of another dtype, and the values of other rows, need all rows
+    rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
-    theirs = (d[name].nan_to_num() * counted_mask)[part]
-    ours = (value * counted_mask)[part]
-    return {name: (theirs, change("mode", ours, theirs=theirs), unit)}
+
+    def recomputed(change: Change) -> Tensor:
+        steps = d.get("rollout_step", d.all_rows * 0)
+        value = torch.zeros_like(d[name])
+        for step in steps[rows].unique():  # the weights differ between rollout steps
+            of_step = rows[steps[rows] == step]
+            outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), of_step)
+            value += outputs[int(name == "entropies")]
+        return value * counted_mask
+
+    unit = THROUGH_A_MODEL * (1 if d.model_dtype() == "float32" else HALF)
+    theirs = d[name].nan_to_num() * counted_mask
+    ours = recomputed(change)
+    exact = recomputed(Change(d, {})) if "dtype" in change else ours
+    ours = change("mode", ours, theirs=theirs, exact=exact)
+    return {name: (theirs[part], ours[part], unit)}
 
 
 def gradients(d: Dump, change: Change) -> Answer:

@@ -410,6 +410,12 @@ def two_scheduler_steps(create_scheduler, *arguments, **options):
     return scheduler
 
 
+def old_in_autocast(function, self, model, *arguments, **options):
+    """Compute the old log-probabilities under autocast, but not those with a gradient."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_grad_enabled()):
+        return function(self, model, *arguments, **options)
+
+
 def unlabel_end(collate, examples):
     """Exclude the end token from the labels, as a collator does if it is also the padding token."""
     batch = collate(examples)
@@ -433,7 +439,11 @@ def two_missing_rewards(completions, **_):
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
+LABELS = "labels[:, :-logits_to_keep] = -100"
 MASK = "loss_mask = completion_mask"
+NO_NAN = "advantages = torch.nan_to_num(advantages, nan=0.0)"
+NORMALIZED = "advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-4)"
+TOTAL = "rewards = (rewards_per_func * self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)"
 MEANS = "mean_grouped_rewards.repeat_interleave(num_generations, dim=0)"
 REWARDS = "rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
 STD = "std_rewards = std_rewards.repeat_interleave(num_generations, dim=0)"
@@ -840,6 +850,36 @@ BUGS = {
     "norms_added": Bug("laekov/fastmoe/pull/65", trl=InTRL(
         "clip", "the sum of the parameters' norms", around(None, "_clip_grad_norm", clipped_by_added_norms), CLIPS,
         late=True,
+    )),
+    # only one group has rewards above 1, which decide because 1 is a likely bound
+    "total_reward_clipped_at_1": Bug("", trl=score(
+        "advantages", "the weighted sum of rewards is at most 1", TOTAL, f"{TOTAL}.clamp(max=1)",
+    )),
+    "rewards_clipped_at_1": Bug("", trl=score(
+        "advantages", "a reward is at most 1", REWARDS,
+        f"{REWARDS}\n    rewards_per_func = rewards_per_func.clamp(max=1)",
+    )),
+    "advantages_normalised_twice": Bug("", trl=score(
+        "advantages", "normalised a second time, over the batch", NO_NAN, f"{NO_NAN}; {NORMALIZED}",
+    )),
+    "end_token_scored_as_padding": Bug("", trl=edited(
+        "_get_per_token_logps_and_entropies", "logps", "the end token is scored as the padding token", LABELS,
+        f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id",
+    )),
+    "old_logps_in_autocast": Bug("", trl=InTRL(
+        "logps of old", "under autocast in bfloat16",
+        around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", old_in_autocast), OFF, at=1,
+    )),
+    "schedule_stepped_twice": Bug("", trl=InTRL(  # in the second step, only one learning rate is wrong
+        "schedule", "advances twice per step", around(None, "create_scheduler", two_scheduler_steps),
+        {"max_steps": 10, "rows": 4}, late=True, at=1,
+    )),
+    "tokens_discounted": Bug("", trl=loss(
+        "for each token before it, by 0.99", SUM, SUM.replace("* mask", "* mask * 0.99 ** (mask.cumsum(1) - 1)"),
+    )),
+    "tokens_discounted_from_the_end": Bug("", trl=loss(
+        "for each token that follows it, by 0.97", SUM,
+        SUM.replace("* mask", "* mask * 0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
     )),
     # bugs in completions that call tools
     "tool_responses_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(

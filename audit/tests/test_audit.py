@@ -5,6 +5,7 @@ is bounded.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from minivlmrl_audit.audit import (
 )
 from minivlmrl_audit.checks import assert_step
 from minivlmrl_audit.dump import Dump, read, write
-from minivlmrl_audit.formulas import first
+from minivlmrl_audit.formulas import first, in_half
 from minivlmrl_audit.losses import as_step
 from minivlmrl_audit.optimizer_checks import schedule
 from minivlmrl_audit.perturbations import Change, FormulaError, edited
@@ -173,6 +174,64 @@ def test_an_unexplained_difference_is_located_after_a_bounded_search(monkeypatch
     assert "logps_gradient at [1, 0]: " in shown
 
 
+def half(**options):
+    """Return a step whose loss is halved, which the search explains by a factor before it tries other causes."""
+    d = step(gradient=lambda x: x / 2, **options)
+    d["loss"] = d["loss"] / 2
+    return d
+
+
+def test_a_search_ends_with_the_causes_that_it_has_found(monkeypatch):
+    """The clock advances by one second with each reading, so that the speed of the machine does not matter."""
+    clock = iter(range(10**9))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    early, later = (audit(half(), seconds)[0] for seconds in (2, 200))
+    assert early.search.has_ended and later.search.has_ended
+    assert not early.explained and [cause.name for cause in later.explained] == ["factor 0.5"]
+    assert later.doubts() == ["the time was over before all causes were tried; a larger --seconds tries more"]
+
+
+def test_the_command_has_a_time_for_searches(tmp_path, capsys):
+    d = half()
+    write(tmp_path, d.about, dict(d))
+    assert main([str(tmp_path), "--seconds=0", "--json"]) == 1 and module.SECONDS == 30
+    [finding] = json.loads(capsys.readouterr().out)["stages"]
+    assert "time was over" in finding["doubts"][0] and not finding["explained"]
+
+
+def test_causes_that_need_no_forward_are_tried_first(monkeypatch):
+    """Log-probabilities that are only rounded or moved later need no forward of a model."""
+    tried = []
+    monkeypatch.setattr(module, "computed", lambda name, d, change: tried.append(change))
+    answer = {"per_token_logps": (torch.ones(1), torch.zeros(1), 1.0)}
+    monkeypatch.setattr(module, "computed", lambda *given: (tried.append(given[2]), answer)[1])
+    monkeypatch.setattr(module, "fitted", lambda *_: [])
+    module.try_single_causes("logps", step(), module.find_suspects("logps", answer, step()), {}, module.Search())
+    needs = [not change.keys() <= module.AFTER_FORWARD for change in tried if change]
+    assert not needs[0] and needs[-1] and needs == sorted(needs)
+
+
+def test_it_is_said_if_one_number_decides_between_causes(monkeypatch):
+    d = rollout(lambda r: standard(r).abs())
+    right = d["advantages"]
+    others = [right + 0.1 * torch.eye(8)[i] for i in range(2)]
+    causes = [module.Cause(f"c{i}", "", change={"advantages": x}) for i, x in enumerate([right, *others])]
+    monkeypatch.setattr(module, "possible_causes", lambda *_: causes)
+    finding = audit(d)[0]
+    assert [cause.name for cause in finding.explained] == ["c0"]
+    [said] = finding.doubts()
+    assert (
+        said == "one number decides against 2 other causes, which give all other numbers: c1, c2; audit a larger step"
+    )
+    monkeypatch.setattr(module, "possible_causes", lambda *_: causes[:1] * 5)
+    assert audit(d)[0].doubts()[0].startswith("5 causes give the same numbers, so this step cannot tell them apart")
+
+
+def test_it_is_said_if_one_group_confirms_a_fitted_number():
+    d = rollout(lambda r: standard(r.clamp(max=0.43)))
+    assert "so only one group of completions confirms it" in audit(d)[0].doubts()[0]
+
+
 def test_a_gradient_that_is_nan_is_located():
     d = step(gradient=lambda x: x.where(x != x[2, 1], torch.nan))
     shown = report(audit(d), d)
@@ -230,6 +289,18 @@ def test_a_mask_is_not_explained_by_itself(seed):
     d["input_ids"] = torch.arange(5).expand(6, 5) + 6  # ends with the second token
     d |= {"completion_mask": own.double(), "attention_mask": torch.ones(6, 5).long()}
     assert not [cause.name for cause in explain("mask", d)]
+
+
+@pytest.mark.parametrize("shared, is_named", [(0.0, False), (0.5, True)])
+def test_only_errors_that_correlate_are_explained_by_16_bits(shared, is_named):
+    """Two programs in 16 bits share the rounding of their weights; other differences are independent."""
+    g = torch.Generator().manual_seed(0)
+    weights, own, theirs, exact = (torch.randn(8, 32, generator=g, dtype=torch.float64) for _ in range(4))
+    ours = exact + 1e-3 * (shared * weights + (1 - shared) * own)
+    trainers = exact + 1e-3 * (shared * weights + (1 - shared) * theirs)
+    assert torch.equal(in_half(ours, trainers, exact), trainers) == is_named
+    assert torch.equal(in_half(ours, exact + 100 * (trainers - exact), exact), ours)  # 0.1 nats
+    assert torch.equal(in_half(ours[:1, :8], trainers[:1, :8], exact[:1, :8]), ours[:1, :8])  # too few
 
 
 def test_padding_after_a_truncated_completion_is_no_end_token():
@@ -540,7 +611,8 @@ def test_recorded_losses_of_trl_agree(kind):
     ({"weight": False}, "3 of the differing cases: the KL is .*weighted with the ratio"),
     ({"average": lambda x, mask: x.sin().sum()}, "1 of .* cases: no known mistake .*\n  loss: 1 of 1"),
 ])  # fmt: skip
-def test_a_wrong_loss_is_named(wrong, says):
+def test_a_wrong_loss_is_named(wrong, says, monkeypatch):
     """parity.check names the mistake in a loss; docs/audit.md has three more examples."""
+    monkeypatch.setattr("minivlmrl_audit.losses.SECONDS", math.inf)
     with pytest.raises(AssertionError, match=rf"(?s)of 8 cases differ from TRL\n.*\n{says}"):
         parity.check(lambda batch, options: usual(batch, options, **wrong), whole_step=True, **DAPO)
