@@ -25,9 +25,9 @@ class KTOConfig(TrainingOptions):
     """Options of KTO."""
 
     loss_type: KTOType = "kto"  # see kto_loss
-    beta: Annotated[float, "> 0"] = 0.1  # factor of the log-ratio
-    desirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is true
-    undesirable_weight: Annotated[float, ">= 0"] = 1.0  # weight of the answers whose label is false
+    beta: Annotated[float, "(0, inf)"] = 0.1  # factor of the log-ratio
+    desirable_weight: Annotated[float, "[0, inf)"] = 1.0  # weight of the answers whose label is true
+    undesirable_weight: Annotated[float, "[0, inf)"] = 1.0  # weight of the answers whose label is false
 
 
 @dataclass(kw_only=True)

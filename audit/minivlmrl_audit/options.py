@@ -12,9 +12,9 @@ class PolicyOptions:
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
-    epsilon_low: Annotated[float, ">= 0"] = 0.2
-    epsilon_high: Annotated[float, ">= 0"] = 0.2
-    beta: Annotated[float, ">= 0"] = 0.0
+    epsilon_low: Annotated[float, "[0, inf]"] = 0.2
+    epsilon_high: Annotated[float, "[0, inf]"] = 0.2
+    beta: Annotated[float, "[0, inf)"] = 0.0
     kl_estimator: str = "k3"
     use_bias_correction_kl: bool = True
     top_entropy_quantile: float = 1.0
@@ -39,7 +39,7 @@ class DPOOptions:
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
     loss_weights: list[float] | None = None
-    beta: Annotated[float, "> 0"] = 0.1
+    beta: Annotated[float, "(0, inf)"] = 0.1
     label_smoothing: float = 0.0
     f_divergence_type: Divergence = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5

@@ -41,7 +41,7 @@ class Settings:
     # maximum number of tool calls in a completion; additional calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
     # time limit of one tool call, in seconds
-    max_tool_seconds: Annotated[float, "> 0"] = 30.0
+    max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
     # maximum number of characters that one tool call may return
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
     # maximum number of pixels that one tool call may return, summed over its images

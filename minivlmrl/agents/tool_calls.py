@@ -302,7 +302,7 @@ def check_values(value, name: str):
         for item in value:
             check_values(item, name)
     elif isinstance(value, float):
-        check_field(math.isfinite(value), name, value, "a finite number")
+        check_field(math.isfinite(value), name, value, "finite")
     elif isinstance(value, str):
         try:
             value.encode()

@@ -24,6 +24,7 @@ from minivlmrl.config.types import (
 )
 
 Whole = Annotated[int, "[1, 1e15)"]
+CorrectionBound = Annotated[float, "[0, inf)"] | None  # None disables the bound
 
 # ------------------------------------------------------------------------------ model and adapters
 
@@ -286,7 +287,7 @@ class RolloutOptions:
 
     # largest allowed difference, in nats, between the log-probabilities of sampler and trainer for
     # a token. In 16 bits, the root mean square over all tokens may be at most a tenth of this value
-    max_logp_mismatch: Annotated[float, "> 0"] = 1.0
+    max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all weights before a rollout; False gathers the weights layer by layer in each forward
     gather_weights: bool = True
     # compute log-probabilities with equal bits in sampler and trainer, on a CPU; a step takes about
@@ -305,7 +306,7 @@ class OptimizerOptions:
     # learning rate, betas=, weight_decay=) and must keep its whole state in tensors
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # applied to all weights
-    max_grad_norm: Annotated[float, "> 0; .inf does not clip"] = 1.0  # largest gradient norm
+    max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # largest gradient norm
 
 
 @dataclass
@@ -430,8 +431,9 @@ class GRPOOptions(TrainingOptions):
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = (
         "token"  # sequence: GSPO
     )
-    epsilon_low: Annotated[float, ">= 0"] = 0.2  # the ratio is clipped below at 1 - epsilon_low
-    epsilon_high: Annotated[float, ">= 0"] = 0.2  # and above at 1 + epsilon_high
+    # the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]
+    epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
+    epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL; 0 needs no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL, see kl_term
     # multiply the KL by the policy ratio, which makes its gradient unbiased
@@ -443,10 +445,8 @@ class GRPOOptions(TrainingOptions):
     rollout_correction: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    rollout_correction_bounds: tuple[float | None, float | None] = (
-        None,
-        3.0,
-    )  # bounds of the ratio
+    # lower and upper bound of the ratio
+    rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
         if not 0 <= self.epsilon_low <= self.epsilon_high:  # the test also rejects NaN
@@ -476,7 +476,7 @@ class PPOOptions(TrainingOptions):
     # no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # clips the ratio to 1 +- cliprange, and a value to its old value +- cliprange
-    cliprange: Annotated[float, ">= 0"] = 0.2
+    cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the value loss
     critic: Literal["shared", "separate"] = "shared"  # value head on the policy, or own model
     # checkpoint (critic or reward model) that initialises a separate critic; None copies the policy
@@ -505,7 +505,7 @@ class RunConfig:
     num_threads: Annotated[int, "[1, 4096]"] | None = None
     # minutes between saved training states, from which `resume` continues; a state is also
     # saved after each stage
-    checkpoint_minutes: Annotated[float, ">= 0"] = 10.0
+    checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
     # also save a state every N steps; if this and checkpoint_minutes are 0, a state is saved only
     # after a signal such as SIGTERM
     checkpoint_steps: Annotated[int, ">= 0"] = 0
@@ -519,7 +519,7 @@ class RunConfig:
     # number of prompts per entry, the first ones of rank 0; null logs all prompts of all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
     # minutes between updates of report.html; 0 writes it only at the end of the run
-    report_minutes: Annotated[float, ">= 0"] = 1.0
+    report_minutes: Annotated[float, "[0, inf)"] = 1.0
     # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in
     # best/
     best_metric: str | None = None

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 import yaml
 from yaml.composer import ComposerError
 
-from minivlmrl.config.types import Code, Plain
+from minivlmrl.config.types import Code, Finite, Plain
 from minivlmrl.errors import _invalid, check_field, did_you_mean, error_context
 
 
@@ -160,7 +160,6 @@ class Reader:
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Read a value; `name` is the path of the field for error messages, such as "grpo.beta"."""
-        plain = getattr(hint, "__supertype__", hint)  # str for a NewType
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             # a caller may have built a section already, such as a subclass of its type
@@ -169,8 +168,10 @@ class Reader:
             return self._read_union(hint, value, name)
         if origin is Annotated:
             number_type, bounds = typing.get_args(hint)
-            number = self.read(number_type, value, name)
-            check_field(within_bounds(number, bounds), name, number, bounds_text(bounds))
+            number = self._read_plain(number_type, value, name)
+            check_field(
+                within_bounds(number, bounds), name, number, bounds_text(*typing.get_args(hint))
+            )
             return number
         if origin is Literal:
             valid = any(
@@ -183,6 +184,13 @@ class Reader:
             return self._read_dict(hint, value, name)
         if origin in (list, tuple):
             return self._read_sequence(hint, value, name)
+        if hint is float:  # only bounds such as "(0, inf]" allow an infinite number
+            return self.read(Finite, value, name)
+        return self._read_plain(hint, value, name)
+
+    def _read_plain(self, hint: TypeHint, value: Plain, name: str) -> Any:
+        """Read a value without bounds: a number, a bool, a text or a value of any type."""
+        plain = getattr(hint, "__supertype__", hint)  # str for a NewType
         if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
             with suppress(ValueError, OverflowError):
                 value = float(value)
@@ -348,7 +356,7 @@ def type_text(hint: TypeHint) -> str:
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:
-        return f"{type_text(inside[0])}, {bounds_text(inside[1])}"
+        return f"{type_text(inside[0])}, {bounds_text(*inside)}"
     if origin is Literal:
         *first, last = map(repr, inside)
         return f"{', '.join(first)} or {last}" if first else last
@@ -363,29 +371,34 @@ def type_text(hint: TypeHint) -> str:
 def within_bounds(number: float, bounds: str) -> bool:
     """Return True if a number is within bounds such as ">= 1", "> 0" or "(0, 1]".
 
-    Text after "; " in `bounds` is advice for error messages and is ignored here.
+    An infinite number is only within bounds that end with "inf]", such as "(0, inf]". Text after
+    "; " in `bounds` is advice for error messages and is ignored here.
     """
     interval = bounds.partition("; ")[0]
     if interval.startswith(">"):
-        low = float(interval.strip(">= "))
-        return number >= low if "=" in interval else number > low
+        interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"
     low, high = map(float, interval[1:-1].split(","))
     above_low = number >= low if interval[0] == "[" else number > low
     below_high = number <= high if interval[-1] == "]" else number < high
     return above_low and below_high
 
 
-def bounds_text(bounds: str) -> str:
+def bounds_text(number_type: type, bounds: str) -> str:
     """Describe bounds in words, such as "1 or more" or "over 0 (.inf does not clip)"."""
     interval, _, advice = bounds.partition("; ")
     number = interval.strip(">= ")
     words = f"in {interval}"
     if interval.startswith(">"):
         words = f"{number} or more" if "=" in interval else f"over {number}"
+        words += " and finite" if number_type is float else ""
     elif interval == "(0, inf)":
         words = "over 0 and finite"
     elif interval == "[0, inf)":
         words = "0 or more and finite"
     elif interval == "(-inf, inf)":
         words = "finite"
+    elif interval == "(0, inf]":
+        words = "over 0"
+    elif interval == "[0, inf]":
+        words = "0 or more"
     return f"{words} ({advice})" if advice else words

@@ -291,8 +291,8 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is "
             f"{epsilon_high}"
         )
-    if not beta >= 0:
-        raise ValueError(f"beta is {beta}, but it must be at least 0")
+    if not 0 <= beta < float("inf"):
+        raise ValueError(f"beta is {beta}, but it must be at least 0 and finite")
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):

@@ -123,14 +123,10 @@ def test_a_parameter_without_quotes_is_json_that_fits_or_else_text(hint, text, v
         ("", PARAMETERS.format("look", "left", "[1]", "place", 2), r"left is \[1\], but it must be of type float"),
         # Python's JSON parser accepts the following calls, but an environment could not compute with their arguments.
         ("", '{"name": "look", "arguments": {"left": NaN}}', "NaN is not a JSON number"),
-        ("", '{"name": "look", "arguments": {"left": 1e999}}', "look: left is inf, but it must be a finite number"),
-        ("", '{"name": "look", "arguments": {"left": "nan"}}', "look: left is nan, but it must be a finite number"),
-        ("look", "1e999", "look: left is inf, but it must be a finite number"),
-        (
-            "",
-            PARAMETERS.format("look", "left", "-Infinity", "place", 2),
-            "left is -inf, but it must be a finite number",
-        ),
+        ("", '{"name": "look", "arguments": {"left": 1e999}}', "look: left is inf, but it must be finite"),
+        ("", '{"name": "look", "arguments": {"left": "nan"}}', "look: left is nan, but it must be finite"),
+        ("look", "1e999", "look: left is inf, but it must be finite"),
+        ("", PARAMETERS.format("look", "left", "-Infinity", "place", 2), "left is -inf, but it must be finite"),
         ("", r'{"name": "name", "arguments": {"it": "a\ud800"}}', r"name: it: 'a\\ud800' is not valid Unicode"),
         ("", '{"name": ["look"]}', "a tool call must have the form"),
         ("", "[" * 99999, "nested too deep"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import typing
@@ -11,11 +12,15 @@ import pytest
 import yaml
 from links import ROOT
 
+from minivlmrl.agents.environment import Settings
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config, to_yaml
-from minivlmrl.config.options import GRPOOptions, RunConfig, SFTOptions
+from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOptions, VideoOptions
+from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.diagnostics.replay import run_config
+from recipes.distill import DistillConfig
+from recipes.kto import KTOConfig
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
@@ -128,19 +133,47 @@ def test_numbers_of_losses_and_sampling_are_finite(recipe, name, value):
         load_config(recipe, [f"--{name}={given}"])
 
 
-def test_no_option_takes_nan(recipe):
-    """Every option of a recipe that is a number, also inside of a list or an optional one."""
+def example(hint, number):
+    """Build a value of a type that contains a number wherever the type contains a float; None if it has no float."""
+    inside = [part for part in typing.get_args(hint) if part is not type(None)]
+    kind = typing.get_origin(hint)
+    if hint is float:
+        return number
+    if kind in (list, tuple):
+        values = [example(part, number) for part in inside]
+        return None if None in values else values
+    if kind is dict:
+        value = example(inside[1], number)
+        return None if value is None else {"accuracy": value}
+    values = [example(part, number) for part in inside if kind is not typing.Literal]
+    return next((value for value in values if value is not None), None)
 
-    def floats(cls=RunConfig, prefix=""):
-        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
-            parts = (hint, *typing.get_args(hint))
-            for part in parts:
-                if dataclasses.is_dataclass(part):
-                    yield from floats(part, f"{prefix}{name}.")
-            if any(part is float for part in parts if typing.get_origin(hint) is not typing.Annotated):
-                yield prefix + name
 
-    assert list(floats()) == []
+FLOATS = [  # (path, type) of every float option, also of the stages in recipes/ and of an environment
+    (option.path, option.hint)
+    for cls in (RunConfig, KTOConfig, DistillConfig, Settings, FileOptions, VideoOptions)
+    for option in options_of(cls)
+    if example(option.hint, 0.0) is not None
+]
+# options whose infinite value disables a clip or a check
+INFINITE = {
+    "optimizer.max_grad_norm", "rollout.max_logp_mismatch", "grpo.epsilon_low", "grpo.epsilon_high", "ppo.cliprange"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "hint"), FLOATS)
+def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hint):
+    for number in (math.nan, -math.inf, math.inf):
+        if number == math.inf and path in INFINITE:
+            assert read_value(hint, number, path, json=False) == number
+            continue
+        with pytest.raises(ValueError, match=rf"^{path}(\.accuracy)? is .*(nan|inf).*, but it must be "):
+            read_value(hint, example(hint, number), path, json=False)
+
+
+def test_the_list_of_float_options_is_complete():
+    names = {path for path, _ in FLOATS}
+    assert names > {*NUMBERS, *INFINITE, "beta", "desirable_weight", "rewards", "grpo.rollout_correction_bounds"}
 
 
 @pytest.mark.parametrize("content", ["seed: [1", "seed: 2024-13-45", "seed: " + "[" * 2000])

@@ -75,8 +75,12 @@ WRONG = [
     ({"means": [1, 2]}, "means is [1, 2], but it must be a list of 3 values"),
     ({"section": {"steps": 0}}, "section.steps is 0, but it must be 1 or more"),
     ({"section": {"share": float("nan")}}, "section.share is nan, but it must be in (0, 1]"),
+    ({"section": {"weights": [float("inf")]}}, "section.weights is inf, but it must be 0 or more and finite"),
+    ({"section": {"rate": float("inf")}}, "section.rate is inf, but it must be finite"),
+    ({"table": {"a": float("-inf")}}, "table.a is -inf, but it must be finite"),
+    ({"means": [1.0, 2.0, float("nan")]}, "means is nan, but it must be finite"),
     ({"section": {"kind": "k2"}}, "section.kind is 'k2', but it must be 'k1' or 'k3'"),
-    ({"section": {"weights": 1.0}}, "section.weights is 1.0, but it must be of type list[float, 0 or more]"),
+    ({"section": {"weights": 1.0}}, "section.weights is 1.0, but it must be of type list[float, 0 or more and finite]"),
     ({"section": {"low": 2}}, "section.high is 1.0, but it must be at least low (2.0)"),
     ({"section": {"stepz": 1}}, "unknown key section.stepz; did you mean section.steps or section.size or "),
 ]

@@ -71,7 +71,13 @@ def test_mistakes_are_refused():
         ValueError, match=r"epsilon_low is 0\.3, but it must be between 0 and epsilon_high, which is 0\.2"
     ):
         grpo_loss(one, one[0], one, epsilon_low=0.3, epsilon_high=0.2)
-    for name, value in (("beta", -0.1), ("beta", float("nan")), ("epsilon_low", -0.3), ("epsilon_low", float("nan"))):
+    for name, value in (
+        ("beta", -0.1),
+        ("beta", float("nan")),
+        ("beta", float("inf")),
+        ("epsilon_low", -0.3),
+        ("epsilon_low", float("nan")),
+    ):
         with pytest.raises(ValueError, match=f"{name} is {value}, but it must be "):
             grpo_loss(one, one[0], one, **{name: value})
     with pytest.raises(ValueError, match="grpo_loss got 2 advantages for 1 completions"):
