@@ -829,6 +829,18 @@ CAUSES = [
             "source": "losses/grpo.py: correct_kl",
         },
         {
+            "name": "k2 times the ratio",
+            "says": "the KL estimator is k2, and the ratio that weights it is not detached",
+            "change": {
+                "KL": lambda x, ratio, per_token_logps, ref_per_token_logps: (
+                    kl_term(per_token_logps, ref_per_token_logps, "k2") * ratio
+                )
+            },
+            "stages": ["grpo"],
+            "source": "losses/grpo.py: correct_kl",
+            "costs": "the gradient of the KL is biased",
+        },
+        {
             "name": "KL times the token's ratio",
             "says": "the KL is weighted with the ratio of its token instead of its sequence",
             "change": {

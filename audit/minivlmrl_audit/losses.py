@@ -25,17 +25,16 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
         rows[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
     mask = rows.pop("mask")
     zeros = torch.zeros_like(mask, dtype=torch.long)
-    number = torch.arange(len(mask))
     tensors = {
         **rows,
         "completion_mask": mask,
         "input_ids": zeros,
         "prompt_mask": zeros,
         "loss": value.view(1),
-        # tensors used only by DPO
-        "pair": number // 2,
-        "chosen": 1 - number % 2,
     }
+    if options["kind"] == "dpo":  # other losses have no pairs, by which a mistake could divide
+        number = torch.arange(len(mask))
+        tensors |= {"pair": number // 2, "chosen": 1 - number % 2}
     about = {
         **options,
         "loss": options_of(options["kind"], options),

@@ -607,12 +607,12 @@ def test_recorded_losses_of_trl_agree(kind):
 
 
 @pytest.mark.parametrize("wrong, says", [
-    ({"average": lambda x, mask: x.mean()}, "8 of .* cases: padding is counted as part of .*, only in the count"),
-    ({"weight": False}, "3 of the differing cases: the KL is .*weighted with the ratio"),
+    ({"average": lambda x, mask: x.mean()}, "9 of .* cases: padding is counted as part of .*, only in the count"),
+    ({"weight": False}, "6 of the differing cases: the KL is .*weighted with the ratio"),
     ({"average": lambda x, mask: x.sin().sum()}, "1 of .* cases: no known mistake .*\n  loss: 1 of 1"),
 ])  # fmt: skip
 def test_a_wrong_loss_is_named(wrong, says, monkeypatch):
     """parity.check names the mistake in a loss; docs/audit.md has three more examples."""
     monkeypatch.setattr("minivlmrl_audit.losses.SECONDS", math.inf)
-    with pytest.raises(AssertionError, match=rf"(?s)of 8 cases differ from TRL\n.*\n{says}"):
+    with pytest.raises(AssertionError, match=rf"(?s)of 14 cases differ from TRL\n.*\n{says}"):
         parity.check(lambda batch, options: usual(batch, options, **wrong), whole_step=True, **DAPO)

@@ -31,14 +31,18 @@ def my_loss(batch, options):
     return grpo_loss(**batch, **chosen(grpo_loss, options), normalizer=normalizer)[0]
 
 
-def usual(batch, options, average=lambda x, mask: x.sum() / mask.sum(), weight=True):
+def token_mean(x, mask):
+    return x.sum() / mask.sum()
+
+
+def usual(batch, options, average=token_mean, weight=True, change_log=lambda x: x, change_ratio=lambda x: x):
     """A token mean over the batch, as most people write it."""
     logps, mask, advantages = batch["per_token_logps"], batch["mask"], batch["advantages"][:, None]
-    ratio = (logps - batch["old_per_token_logps"]).exp()
+    ratio = change_ratio(change_log(logps - batch["old_per_token_logps"]).exp())
     clipped = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_high"])
     loss = -torch.min(ratio * advantages, clipped * advantages)
     d = batch["ref_per_token_logps"] - logps
-    kl = (d.exp() - d - 1) * (ratio if weight and options["use_bias_correction_kl"] else 1)
+    kl = change_log(d.exp() - d - 1) * (ratio if weight and options["use_bias_correction_kl"] else 1)
     return average((loss + options["beta"] * kl) * mask, mask)
 
 
@@ -47,8 +51,8 @@ DAPO = {"loss_type": "dapo", "importance_sampling_level": "token"}
 
 def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    assert check(my_loss) == 87 and check(my_loss, kind="dpo") == 20 and check(my_loss, kind="sft") == 4
-    assert check(my_loss, loss_type="dapo") == 26 and check(my_loss, kind="dpo", loss_type="sigmoid") == 4
+    assert check(my_loss) == 167 and check(my_loss, kind="dpo") == 35 and check(my_loss, kind="sft") == 4
+    assert check(my_loss, loss_type="dapo") == 36 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
 
 
 @pytest.mark.parametrize("only, known", [
@@ -70,7 +74,7 @@ def test_a_check_of_an_unknown_option_lists_the_options(name, hint):
 
 
 def test_the_usual_loss_passes_where_the_batch_is_the_step():
-    assert check(usual, whole_step=True, **DAPO) == 8
+    assert check(usual, whole_step=True, **DAPO) == 14
 
 
 def test_without_the_audit_a_wrong_loss_has_no_name(monkeypatch):
@@ -113,6 +117,96 @@ def test_common_mistakes_differ_in_the_recorded_steps():
         assert distance(torch.stack(gradients[one]), torch.stack(gradients[other])) > 1e-4, (one, other)
 
 
+def row_means(batch, options, empty_rows_count=True):
+    """GRPO's average: mean over the tokens of each row, then over all rows, or only over the rows with tokens."""
+
+    def average(x, mask):
+        means = x.sum(1) / mask.sum(1).clamp(min=1)
+        return means.mean() if empty_rows_count else means[mask.any(1)].mean()
+
+    return usual(batch, options, average)
+
+
+STABLE = {  # mistakes for the sake of stability, which no batch of a policy near the old one shows
+    "log-ratio clamped to 2": {"change_log": lambda x: x.clamp(-2, 2)},
+    "log-ratio of at most 2": {"change_log": lambda x: x.clamp(max=2)},
+    "log-ratio of at least -2": {"change_log": lambda x: x.clamp(min=-2)},
+    "log-ratio clamped to 10": {"change_log": lambda x: x.clamp(-10, 10)},
+    "log-ratio of at most 10": {"change_log": lambda x: x.clamp(max=10)},
+    "log-ratio of at least -10": {"change_log": lambda x: x.clamp(min=-10)},
+    "log-ratio of at most 20": {"change_log": lambda x: x.clamp(max=20)},
+    "ratio of at most 10": {"change_ratio": lambda x: x.clamp(max=10)},
+    "ratio of at least 0.1": {"change_ratio": lambda x: x.clamp(min=0.1)},
+}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("name", STABLE)
+def test_clamped_ratios_differ_in_recorded_cases_of_every_loss(name, loss_type, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    only = {"loss_type": loss_type, "importance_sampling_level": "token", "whole_step": True}
+
+    def average(x, mask):
+        if loss_type == "dapo":
+            return token_mean(x, mask)
+        return (x.sum(1) / (mask.sum(1).clamp(min=1) if loss_type == "grpo" else 9)).mean()
+
+    assert check(lambda batch, options: usual(batch, options, average), **only) > 6
+    with pytest.raises(AssertionError, match="cases differ from TRL"):
+        check(lambda batch, options: usual(batch, options, average, **STABLE[name]), **only)
+
+
+def test_a_mean_without_the_rows_without_tokens_differs_in_a_recorded_case(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    only = {"loss_type": "grpo", "importance_sampling_level": "token", "whole_step": True}
+    assert check(row_means, **only) > 6
+    with pytest.raises(AssertionError, match=r"^1 of .* cases differ from TRL"):
+        check(lambda batch, options: row_means(batch, options, empty_rows_count=False), **only)
+
+
+@pytest.mark.parametrize("loss_type", preference.DPO_LOSSES)
+def test_a_clamped_log_ratio_differs_in_a_recorded_case_of_dpo(loss_type, monkeypatch):
+    """Only the loss sft has no log-ratio."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    def clamped(batch, options):
+        drift = batch["per_token_logps"] - batch["ref_per_token_logps"]
+        return my_loss(batch | {"ref_per_token_logps": batch["per_token_logps"] - drift.clamp(-2, 2)}, options)
+
+    if loss_type == "sft":
+        assert check(clamped, kind="dpo", loss_type="sft") == 2
+        return
+    with pytest.raises(AssertionError, match=r"^1 of .* cases differ from TRL"):
+        check(clamped, kind="dpo", loss_type=loss_type)
+
+
+def test_the_audit_does_not_divide_grpo_by_pairs_and_names_an_undetached_ratio_of_k2():
+    """One case each, because a search takes seconds."""
+    pytest.importorskip("minivlmrl_audit")
+    from minivlmrl_audit.losses import mistakes
+
+    def half(batch, options):
+        return my_loss(batch, options) / 2
+
+    def k2(batch, options):
+        logps, mask, advantages = batch["per_token_logps"], batch["mask"], batch["advantages"][:, None]
+        ratio = (logps - batch["old_per_token_logps"]).exp()
+        clipped_ratio = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_high"])
+        loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
+        kl = (batch["ref_per_token_logps"] - logps).square() / 2 * ratio
+        return token_mean((loss + options["beta"] * kl) * mask, mask)
+
+    only = {"kind": "grpo", "whole_step": True, "tokens": 27, "beta": 0.1, "use_bias_correction_kl": True, **DAPO}
+    for loss in (half, k2):
+        _, options, batch, value, gradient = next(cases(**only))
+        found = compare(loss, options, batch, value, gradient)
+        [line] = mistakes([(batch, options, found.loss, found.gradient)])
+        if loss is half:
+            assert "pair" not in line
+        else:
+            assert "the KL estimator is k2, and the ratio that weights it is not detached" in line
+
+
 def test_the_recorded_micro_batches_are_parts_of_a_step():
     """Losses of the two micro-batches add up to the loss of the step, and their divisor is that of the step."""
     recorded = [(batch, value) for _, _, batch, value, _ in cases(kind="grpo", tokens=27, **DAPO)]
@@ -127,7 +221,7 @@ def test_the_recorded_micro_batches_are_parts_of_a_step():
 def test_the_audit_names_a_wrong_mask():
     """docs/audit.md shows a wrong average."""
     pytest.importorskip("minivlmrl_audit")
-    with pytest.raises(AssertionError, match=r"8 of the differing cases: .*\(mask: the previous token in its row\)$"):
+    with pytest.raises(AssertionError, match=r"9 of the differing cases: .*\(mask: the previous token in its row\)$"):
         check(
             lambda batch, options: usual(batch | {"mask": batch["mask"].roll(1, 1)}, options), whole_step=True, **DAPO
         )

@@ -4,6 +4,7 @@ PYTHONPATH=.:tests/helpers python tests/record/record_losses.py
 
 Cases of the small batches of tests/parity come first. Cases of `step` follow, in which common mistakes differ: all
 lengths differ, no completion fills the batch, no advantage is 0, and steps of dapo are also recorded as micro-batches.
+Cases of `extreme_cases` come last: a completion without tokens, and policies that moved far.
 """
 
 import json
@@ -23,6 +24,7 @@ from tests.parity.preference_cells import preference_batch
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # DPO losses that need label_smoothing > 0
 LEVELS = ("token", "sequence")
 LOGPS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps")
+LOG_RATIOS = ((0.5, 12.0), (3.0, 25.0), (-3.0, -25.0))
 Case = tuple[dict, dict[str, Tensor]]  # options and batch
 GRPO, CONSTANTS = {"kind": "grpo"}, {"max_completion_length": MAX_LENGTH, "epsilon_low": 0.2}
 
@@ -99,10 +101,57 @@ def step_cases() -> list[Case]:
     return cases
 
 
+def empty_row(seed: int) -> dict[str, Tensor]:
+    """Return a batch (3, 8) whose second completion has no token in the mask."""
+    batch = {name: tensor[:3].clone() for name, tensor in step(seed).items()}
+    batch["mask"][1] = 0
+    return batch
+
+
+def far(seed: int, first: float, last: float, name: str) -> dict[str, Tensor]:
+    """Return a batch (2, 8) with large log-ratios of the policy to the tensor `name`, and advantages of both signs.
+
+    In each row, the log-ratios go from `first` to `last`, in nats.
+    """
+    batch = {key: tensor[:2].clone() for key, tensor in step(seed).items()}
+    batch[name] = batch["per_token_logps"] - torch.linspace(first, last, 8, dtype=torch.float64)
+    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    return batch | {"advantages": advantages, "mask": torch.ones_like(batch["mask"])}
+
+
+def extreme_cases() -> list[Case]:
+    """Return cases of all losses with a row of zeros in the mask, and with large log-ratios.
+
+    The tolerance is relative to the largest number of a case. Therefore positive and negative log-ratios, and those of
+    the old policy and of the reference, are separate cases, in which none hides the others. The log-ratios from 0.5 to
+    12 come first, because the audit names a clamp best from a case with smaller and larger log-ratios than its bound.
+    """
+    cases = []
+    for seed, loss_type in enumerate(FAMILIES["policy"][0]["options"]["loss_type"], start=40):
+        batches = []
+        for level in LEVELS:
+            batches.append((level, 0.1, empty_row(seed)))
+            batches += [(level, 0.0, far(seed, *span, "old_per_token_logps")) for span in LOG_RATIOS]
+        batches += [("token", 0.1, far(seed, *span, "ref_per_token_logps")) for span in LOG_RATIOS[1:]]
+        for level, beta, batch in batches:
+            options = {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta, "epsilon_high": 0.28}
+            options |= {"use_bias_correction_kl": True, "tokens": int(batch["mask"].sum()), "whole_step": True}
+            cases.append((GRPO | options | CONSTANTS, batch))
+    for seed, loss_type in enumerate(DPO_LOSSES, start=60):
+        smoothing = 0.1 if loss_type in SMOOTHED else 0.0
+        options = {"kind": "dpo", "loss_type": [loss_type], "beta": 0.3, "label_smoothing": smoothing}
+        # the first pair prefers the chosen answer by 56 nats, and the second one the rejected answer
+        batch = {key: tensor[:4].view(2, 2, 8) for key, tensor in step(seed).items() if key in (*LOGPS[::2], "mask")}
+        signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)[:, :, None]
+        batch["ref_per_token_logps"] = batch["per_token_logps"] - 3.5 * signs
+        cases.append((options, batch | {"mask": torch.ones_like(batch["mask"])}))
+    return cases
+
+
 def main():
     """Compute all cases with TRL and write the file."""
     cases, tensors = {}, {}
-    for number, (options, batch) in enumerate(small_cases() + step_cases()):
+    for number, (options, batch) in enumerate(small_cases() + step_cases() + extreme_cases()):
         name = f"{options['kind']}{number}"
         found = trl_oracle.what_trl_says(batch, options)
         cases[name] = options
