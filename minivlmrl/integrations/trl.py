@@ -137,8 +137,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            metrics["policy_loss"] = loss.detach()
-            metrics["entropy_coef"] = loss.new_tensor(self.entropy_coef)
+            # TRL logs the loss of a micro-batch before it divides by the number of micro-batches,
+            # unless the loss is divided by the tokens of the step
+            by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
+            metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
+            if self.model.training:
+                metrics["entropy_coef"] = loss.new_tensor(self.entropy_coef)
             loss = loss - self.entropy_coef * mean_entropy(entropies, kept, normalizer)
         if self.aux_loss_enabled:
             metrics["aux_loss"] = aux_loss.detach()

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import datasets
@@ -216,6 +217,33 @@ def test_the_ratio_of_vllm_weights_the_loss_as_in_trl(folder, tmp_path, loss_typ
         losses.append((without.item(), compute(trainer.model, given).item()))
     assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1]
+
+
+def test_metrics_of_the_entropy_bonus_are_those_of_trl(folder, tmp_path):
+    """Both trainers compute each loss for the same inputs, as one of three micro-batches and in an evaluation."""
+    trainers = [
+        build(kind, folder, tmp_path, entropy_coef=0.01, max_steps=1) for kind in (trl.GRPOTrainer, GRPOTrainer)
+    ]
+    inputs, computes = [], [trainer._compute_loss for trainer in trainers]
+    trainers[0]._compute_loss = lambda model, given: inputs.append(given) or computes[0](model, given)
+    train(trainers[0])
+    train(trainers[1])
+
+    def logged(loss_type, mode, trainer, compute):
+        trainer.model.load_state_dict(model(folder).state_dict())
+        trainer.model.train(mode == "train")
+        trainer.loss_type = loss_type
+        if trainer is trainers[1]:
+            trainer.loss_options["loss_type"] = loss_type
+        trainer.current_gradient_accumulation_steps = 3
+        trainer._metrics[mode].clear()
+        compute(trainer.model, inputs[0])
+        return {name: value for name, [value] in trainer._metrics[mode].items()}
+
+    for loss_type, mode in product(sorted(grpo.AVERAGES.keys() - {"rloo"}), ("train", "eval")):
+        theirs, ours = (logged(loss_type, mode, *both) for both in zip(trainers, computes, strict=True))
+        assert abs(theirs["policy_loss"]) > 1e-3
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7), (loss_type, mode)
 
 
 def compare_on_ranks(folder, output):
