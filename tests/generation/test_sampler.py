@@ -1,5 +1,6 @@
 """Tests of the Sampler: random keys, the end of completions, decode steps, and the embeddings of a frozen tower."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,24 @@ def test_completions_longer_than_the_positions_of_the_model_are_refused(sampler)
         sample_pairs(sampler(max_new_tokens=128_000))
     with pytest.raises(ValueError, match=r"max_new_tokens is 1000000000, but it must be in \[1, 1048576\]"):
         build(SamplingOptions, {"max_new_tokens": 10**9}, "recipe")
+
+
+def test_the_longest_prompt_decides_whether_a_batch_is_too_long(sampler):
+    own = sampler()
+    lengths = [len(prompt.input_ids) for prompt in prompts(5)]
+    assert len(set(lengths)) > 1
+    own.model.config = replace(own.model.config, max_position_embeddings=max(lengths) + 12)
+    sample_pairs(own)
+    own.model.config = replace(own.model.config, max_position_embeddings=max(lengths) + 11)
+    with pytest.raises(ValueError, match=f"a prompt of {max(lengths)} tokens and sampling.max_new_tokens, which is 12"):
+        sample_pairs(own)
+
+
+def test_the_largest_stop_token_must_be_in_the_vocabulary(sampler):
+    vocab_size = tiny.model().config.vocab_size
+    sample_pairs(sampler(stop_token_ids=[0, vocab_size - 1]))
+    with pytest.raises(ValueError, match=f"stop_token_ids contains {vocab_size}, but the vocabulary"):
+        sample_pairs(sampler(stop_token_ids=[0, vocab_size]))
 
 
 @pytest.fixture

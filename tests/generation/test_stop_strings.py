@@ -57,6 +57,15 @@ def test_completions_end_where_transformers_stops(tokenizer, strings, transforme
     assert 10 < hits < 25_000 - 10
 
 
+def test_a_long_stop_string_beside_a_short_one_is_found_across_tokens(tokenizer):
+    """The text before a token is kept for the longest of the strings."""
+    bytes_in_order = [token_id for letter in "xyz!" for token_id in tokenizer.encode(letter)]
+    rule = StopStrings(["q", "xyz!"], tokenizer, [torch.tensor(tokenizer.encode("a"))])
+    ends = [rule.completed(torch.tensor([0]), torch.tensor([token_id])).item() for token_id in bytes_in_order]
+    assert ends == [False] * (len(ends) - 1) + [True]
+    assert len(ends) == 4
+
+
 def test_a_stop_string_may_begin_in_the_prompt_but_not_end_there(tokenizer):
     def ends(prompt, answer):
         [token_id] = tokenizer.encode(answer)

@@ -152,6 +152,45 @@ def test_a_wrong_policy_in_vllm_is_refused_in_the_first_rollout(stage, monkeypat
     stage("grpo", ENGINE, "--rollout.max_logp_mismatch=.inf", dtype=torch.float32).next()
 
 
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtypes", "differences", "of_other_rank", "named"), [
+    ((FLOAT, FLOAT), [[0.0, 0.002], [0.0, 0.0]], (0.0, ""), ("rows.jsonl:0", 0.002)),
+    ((FLOAT, FLOAT), [[0.0, 0.002], [0.0, 0.003]], (0.0, ""), ("rows.jsonl:1", 0.003)),
+    ((FLOAT, FLOAT), [[0.0, 0.0005], [0.0, 0.0]], (0.4, "rows.jsonl:7"), ("rows.jsonl:7", 0.4)),
+    ((FLOAT, FLOAT), [[0.0, 0.0005], [0.0, 0.0]], (0.0, ""), None),
+    ((FLOAT, HALF), [[0.0, 0.6], [0.0, 0.0]], (0.0, ""), None),
+    ((HALF, FLOAT), [[0.0, 0.8], [0.0, 0.0]], (0.0, ""), ("rows.jsonl:0", 0.566)),
+])  # fmt: skip
+def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, differences, of_other_rank, named):
+    """In float32 the largest difference counts, and in 16 bits of either side the root mean square.
+
+    The error names the worst row of all ranks.
+    """
+    module = vllm_stand_in.install(monkeypatch)
+    groups = iter(differences)
+    monkeypatch.setattr(module, "pack", lambda *_: None)
+    monkeypatch.setattr(module, "per_token_logps", lambda *_: (torch.tensor(next(groups)), None))
+    monkeypatch.setattr(module, "computed_dtype", lambda model: dtypes[0])
+    monkeypatch.setattr(module, "engine_dtype", lambda sampling, dtype: dtypes[1])
+    rank = SimpleNamespace(gather_objects=lambda worst: [of_other_rank, worst])
+    model = SimpleNamespace(config=None)
+    engine = SimpleNamespace(is_verified=False, model=model, sampling=options(), device="cpu", world=rank)
+    rows = [SimpleNamespace(where=f"rows.jsonl:{number}") for number in range(2)]
+    completions = [[SimpleNamespace(sampled_logps=torch.zeros(2))]] * 2
+
+    def verify():
+        module.VLLMSampler.verify_logps(engine, rows, [None] * 2, completions, 1.0)
+
+    if named is None:
+        verify()
+        assert engine.is_verified
+        return
+    with pytest.raises(ValueError, match="log-probabilities for {} differ from the policy's by {} nats".format(*named)):
+        verify()
+
+
 def test_unsupported_uses_of_vllm_are_refused(samplers, stage, monkeypatch):
     with pytest.raises(ValueError, match=r"sampling\.engine is 'vllm', but it must be native with an environment"):
         load_config("shapes.yaml", [ENGINE, "--sampling.environment=recipes/zoom.py:Zoom"])

@@ -1,15 +1,16 @@
 """grpo_loss by arithmetic done by hand, and what holds for each loss of the family; against TRL: tests/parity."""
 
+import math
 from math import log
 
 import pytest
 import torch
 from by_hand import near, tensor
 
-from minivlmrl.losses.grpo import grpo_loss, kl_term
+from minivlmrl.losses.grpo import AVERAGES, grpo_loss, kl_term
 from minivlmrl.losses.ppo import token_rewards
 
-from policy_by_hand import OFF_POLICY, policy
+from policy_by_hand import OFF_POLICY, loss_of, policy
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,63 @@ def test_the_docstring_example():
     examples = {"grpo": -0.5, "bnpo": -0.5, "dapo": -0.5, "dr_grpo": -0.25, "luspo": -1.0}
     for loss_type, expected in examples.items():
         assert policy([[1.0, 1.0]], [0.5], loss_type=loss_type, max_completion_length=4)[0] == expected
+
+
+@pytest.mark.parametrize("loss_type", AVERAGES)
+def test_a_batch_of_one_token_has_the_mean_of_two_such_batches(loss_type):
+    """Loss and metrics are means, so a divisor that is at least 2 would halve those of the single token.
+
+    The mean of the log-ratios of a completion with one token is the log-ratio of the token.
+    """
+    options = {"loss_type": loss_type, "max_completion_length": 3, "beta": 0.1}
+    options |= {"top_entropy_quantile": 0.5, "entropy_coef": 0.2}
+
+    def batch(rows, level="token"):
+        values = {"ref_per_token_logps": tensor(*[[-2.0]] * rows), "entropies": tensor(*[[0.7]] * rows)}
+        values["importance_sampling_level"] = level
+        return policy([[1.5]] * rows, [1.0] * rows, **options, **values)
+
+    (loss, _, metrics), (expected, _, expected_metrics) = batch(1), batch(2)
+    assert batch(1, "sequence")[0] == near(loss)
+    assert loss == near(expected)
+    assert loss != near(0)
+    assert metrics == {name: near(value) for name, value in expected_metrics.items()}
+
+
+def test_a_metric_of_a_single_token_is_its_value():
+    """The completion has two tokens, of which only the second one, whose ratio is clipped, is trained on."""
+    logps, mask = tensor([-1.0, -1.0]), tensor([0.0, 1.0])
+    _, metrics = grpo_loss(logps, tensor(1.0), mask, old_per_token_logps=logps - log(1.5))
+    assert metrics["clip_ratio/high_mean"].item() == 1
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", AVERAGES)
+def test_a_batch_without_tokens_has_the_loss_0(loss_type, level):
+    """All metrics are finite; NaN of one micro-batch would end a run."""
+    zeros = torch.zeros(2, 3, dtype=torch.float64)
+    logps = torch.full_like(zeros, -1.0).requires_grad_()
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 3, "beta": 0.1}
+    options |= {"entropies": zeros + 0.7, "top_entropy_quantile": 0.5, "entropy_coef": 0.2}
+    loss, metrics = loss_of(
+        logps, zeros[:, 0] + 1, zeros, old_per_token_logps=zeros, ref_per_token_logps=zeros, **options
+    )
+    assert loss.item() == 0
+    assert not torch.autograd.grad(loss, logps)[0].any()
+    assert all(value.isfinite() for value in metrics.values())
+
+
+def test_bounds_may_be_zero_equal_or_infinite():
+    """Ratios 1.5 and 0.5 with advantages 1 and -1: clipped at 1 without a range, not clipped at infinite bounds."""
+    ratios, advantages = [[1.5], [0.5]], [1.0, -1.0]
+    for low, high, expected in ((0.0, 0.0, 0.0), (0.0, 0.3, (-1.3 + 1.0) / 2), (0.3, 0.3, (-1.3 + 0.7) / 2)):
+        assert policy(ratios, advantages, epsilon_low=low, epsilon_high=high)[0] == near(expected)
+    metrics = policy([[1.0], [1.0]], advantages, epsilon_low=0.0, epsilon_high=0.0)[2]
+    assert not any(metrics.values())  # a ratio at the bound is not clipped
+    infinite = {"epsilon_low": math.inf, "epsilon_high": math.inf}
+    loss, gradient, metrics = policy(ratios, advantages, **infinite)
+    assert (loss, gradient) == (near((-1.5 + 0.5) / 2), near(-1.5 / 2, 0.5 / 2))
+    assert not any(metrics.values())
 
 
 def test_mistakes_are_refused():

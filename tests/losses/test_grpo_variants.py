@@ -11,7 +11,12 @@ from by_hand import near, tensor
 
 from minivlmrl.config.options import DPOOptions, GRPOOptions, PPOOptions, RewardModelOptions, SFTOptions
 from minivlmrl.losses.grpo import TERMS, grpo_loss, kl_term
-from minivlmrl.losses.grpo_variants import CORRECTION_MODES, rollout_importance_ratio, top_entropy_threshold
+from minivlmrl.losses.grpo_variants import (
+    CORRECTION_MODES,
+    off_policy_mask,
+    rollout_importance_ratio,
+    top_entropy_threshold,
+)
 from minivlmrl.losses.ppo import ppo_loss
 from minivlmrl.losses.preference import dpo_loss, reward_loss
 from minivlmrl.losses.sft import sft_loss
@@ -100,6 +105,21 @@ ENTROPIES = tensor([0.1, 0.2, 0.3, 0.4])
 def test_a_given_entropy_threshold_goes_before_the_batchs_own():
     options = {"top_entropy_quantile": 0.5, "entropies": ENTROPIES, "entropy_threshold": 0.15}
     assert policy([[1.0] * 4], [1.0], **options)[0] == -3 / 4
+
+
+def test_a_token_at_the_entropy_threshold_is_kept():
+    """The quantile 0.7 of four tokens lies between the entropies of the first and the second."""
+    assert policy([[1.0] * 4], [1.0], entropies=ENTROPIES, top_entropy_quantile=0.7)[0] == -3 / 4
+    options = {"top_entropy_quantile": 0.5, "entropies": ENTROPIES, "entropy_threshold": 0.2}
+    assert policy([[1.0] * 4], [1.0], **options)[0] == -3 / 4
+
+
+def test_a_completion_at_the_off_policy_threshold_is_kept():
+    """The policy is 0.5 nats less likely than the sampler at each token."""
+    logps, sampler = tensor([-1.0, -1.0]), tensor([-0.5, -0.5])
+    for threshold, kept in ((0.5, 1), (0.4375, 0)):
+        mask = off_policy_mask(logps, sampler, tensor(-1.0), torch.ones(1, 2), threshold)
+        assert mask.flatten().tolist() == [kept]
 
 
 def test_no_tokens_have_an_infinite_entropy_threshold():

@@ -104,6 +104,34 @@ def test_metrics_by_hand():
     })  # fmt: skip
 
 
+@pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=1)])
+def test_a_single_token_is_divided_by_one(normalizer):
+    """The example of the docstring, beside a token that is not trained on, whose return is not reached either."""
+    mask = torch.tensor([[1.0, 0.0]])
+    fixed = {"old_per_token_logps": 0 * mask, "old_values": mask, "advantages": 2 * mask, "returns": 3 * mask}
+    loss, metrics = ppo_loss(0 * mask, mask, mask, **fixed, normalizer=normalizer)
+    assert loss.item() == pytest.approx(-1.8)
+    assert {name: metrics[name].item() for name in ("policy_loss", "value_loss", "ratio")} == {
+        "policy_loss": -2.0, "value_loss": 2.0, "ratio": 1.0
+    }  # fmt: skip
+
+
+def test_two_values_are_whitened_with_one_degree_of_freedom():
+    """The values 1 and 3 have the mean 2 and the variance (1 + 1) / 1."""
+    [whitened] = whiten([torch.tensor([[1.0, 3.0]])], [torch.ones(1, 2)])
+    assert whitened.flatten().tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+@pytest.mark.parametrize("mask", [[0.0, 0.0], [1.0, 0.0]])
+def test_whitening_of_no_value_or_of_one_is_0(mask):
+    """A single value is its own mean; without shift_mean, the mean is kept."""
+    part, mask = torch.tensor([[5.0, 7.0]]), torch.tensor([mask])
+    [whitened] = whiten([part], [mask])
+    assert whitened.tolist() == [[0.0, 0.0]]
+    [kept] = whiten([part], [mask], shift_mean=False)
+    assert kept.tolist() == (5 * mask).tolist()
+
+
 @pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=0)])
 def test_no_token_is_no_loss(normalizer):
     """Of rows that are all left out, as of a step without any: loss, gradients and metrics are 0 and not NaN."""

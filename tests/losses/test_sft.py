@@ -17,6 +17,13 @@ def test_nll_with_the_tokens_of_the_step():
     assert sft_loss(logps, tensor([0.0, 0.0, 0.0])).item() == 0
 
 
+@pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=1)])
+def test_the_loss_of_a_single_token_is_divided_by_one(normalizer):
+    logps, mask = tensor([-9.0, log(0.25)]), tensor([0.0, 1.0])
+    assert sft_loss(logps, mask, normalizer=normalizer).item() == near(2 * log(2))
+    assert sft_loss(logps, mask, loss_type="dft", normalizer=normalizer).item() == near(0.5 * log(2))
+
+
 def test_docstring_examples_of_sft():
     logps, mask = torch.full((2, 3), -2.0), tensor([1.0, 0, 0], [1, 1, 1])
     assert sft_loss(logps, mask).item() == 2.0

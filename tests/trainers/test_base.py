@@ -1,11 +1,33 @@
 """Tests of the base class Trainer: selection of trained weights, and options that all stages share."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from minivlmrl.trainers.base import MicroBatch
+from minivlmrl.trainers.ppo import PPOBatch
 from minivlmrl.trainers.registry import find_trainer
 
 from stages import STAGES, Stage, snapshot
+
+ROWS = SimpleNamespace(pad=lambda flat: flat.view(2, 2))
+
+
+@pytest.mark.parametrize(("mask", "mean", "advantages"), [
+    ([[0.0, 0.0], [0.0, 0.0]], 0.0, [0.0, 0.0]),
+    ([[0.0, 1.0], [0.0, 0.0]], 2.0, [5.0, 0.0]),
+    ([[0.0, 1.0], [1.0, 1.0]], 3.0, [5.0, 6.5]),
+])  # fmt: skip
+def test_means_of_a_micro_batch_divide_by_its_tokens(mask, mean, advantages):
+    """Without tokens the means are 0, and a single token is divided by one."""
+    batch = MicroBatch(ROWS, torch.tensor(mask), None)
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert batch.mean(values).item() == mean
+    per_token = torch.tensor([[4.0, 5.0], [6.0, 7.0]])
+    tensors = dict.fromkeys(("old_per_token_logps", "old_values", "returns", "sampler_logps"), per_token)
+    ppo = PPOBatch(ROWS, torch.tensor(mask), None, samples=[], sampler_routes=None, advantages=per_token, **tensors)
+    assert ppo.completion_advantages() == advantages
 
 
 @pytest.mark.parametrize("following", STAGES)

@@ -51,6 +51,21 @@ def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen, monkeypatch
     assert found == {"eval/pair_accuracy": ((1 if rank == 0 else 0) + 1) / 3}
 
 
+@pytest.mark.parametrize("name, scale", [("dpo", 0.1), ("reward_model", 1.0)])
+def test_margins_of_the_evaluation_are_those_of_the_loss(stage, name, scale):
+    """Whose metrics tests/parity compares with TRL; some margins are positive, and others are negative."""
+    rows = Shapes(12, "other")
+    run = stage(name, held_out=rows)
+    run.go(2)
+    with torch.no_grad():
+        margins = run.trainer.margins(list(rows))
+        _, metrics = run.trainer.loss(run.trainer.micro_batch(list(rows)))
+    assert margins.min() < 0 < margins.max()
+    assert scale * margins.mean().item() == pytest.approx(metrics["rewards/margins"].item(), rel=1e-9)
+    assert run.accuracy() == pytest.approx(metrics["rewards/accuracies"].item())
+    assert run.accuracy() != 0.5  # otherwise, the opposite sign has the same accuracy
+
+
 def test_rows_without_both_answers_are_no_pairs():
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None

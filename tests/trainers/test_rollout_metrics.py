@@ -35,6 +35,14 @@ def test_rewards_by_hand():
     })  # fmt: skip
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
+def test_means_of_rewards_do_not_depend_on_the_order_of_the_ranks(order):
+    """In float32, 1e8 + 1 is 1e8, so that the sum would be 0 or 1."""
+    rewards = torch.tensor([1e8, 1.0, -1e8])[order]
+    metrics = reward_metrics(rewards[:, None], rewards, ["accuracy"])
+    assert metrics["reward"] == metrics["rewards/accuracy/mean"] == 1 / 3
+
+
 @pytest.mark.parametrize("world", [ONE, SECOND_RANK])
 def test_lengths_by_hand(world):
     assert completion_metrics(completions(1, 3, 3, 3), False, world) == pytest.approx({
@@ -43,6 +51,34 @@ def test_lengths_by_hand(world):
         "completions/min_terminated_length": 1, "completions/max_terminated_length": 1,
         "completions/clipped_ratio": 0.75,
     })  # fmt: skip
+
+
+def test_lengths_of_truncated_completions_only():
+    """Nothing terminated, so the lengths of terminated completions are 0, as in TRL."""
+    assert completion_metrics(completions(3, 3), False, ONE) == {
+        "completions/mean_length": 3, "completions/min_length": 3, "completions/max_length": 3,
+        "completions/mean_terminated_length": 0, "completions/min_terminated_length": 0,
+        "completions/max_terminated_length": 0, "completions/clipped_ratio": 1,
+    }  # fmt: skip
+
+
+def test_a_single_turn_has_a_mean_length():
+    """Two completions, of which only the first has a turn of a tool."""
+    both = completions(4, 2)
+    both[0].turns = [(0, 4)]
+    metrics = completion_metrics(both, False, ONE)
+    assert (metrics["mean_turns"], metrics["completions/mean_turn_length"]) == (0.5, 6)
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    total = torch.tensor([0.3, 0.1 + 0.2, 0.3, 0.4], dtype=torch.float64)
+    assert group_metrics(total, 2)["frac_reward_zero_std"] == 0.5
+
+
+def test_tools_without_a_call_have_no_failures():
+    names = ("call_frequency", "answered_frequency", "failure_frequency", "cut_ratio")
+    assert tool_metrics([(0, 0, False)] * 2) == dict.fromkeys([f"tools/{name}" for name in names], 0)
+    assert tool_metrics([(1, 1, False), (0, 0, False)])["tools/failure_frequency"] == 1
 
 
 def test_calls_of_tools_by_hand():
