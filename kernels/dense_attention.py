@@ -134,7 +134,7 @@ def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fal
 class FlashOutput(NamedTuple):
     """Results of flash_attention."""
 
-    out: Tensor  # (S, H, L, D), the attention outputs
+    out: Tensor  # (S, H, L, D), the attention outputs, on a CPU at least in float32
     lse: Tensor  # (S, H, L), log-sum-exp of the scores of each query, at least in float32
     state: tuple  # arguments of a GPU's backward pass: lengths and an unused random state
 
@@ -157,6 +157,9 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
     """Compute attention with the fused kernel, outside autograd, and also return log-sum-exps.
 
+    On a CPU, inputs of 16 bits are computed in float32, so that `out` is not rounded before the
+    backward pass, see flash_attention_backward.
+
     Args:
         q, k, v: as in dense_attention; has_flash_attention must be True for them.
         is_causal: if True, query i attends to the keys 0..i. L and T must then be equal.
@@ -166,8 +169,18 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         out, lse, *state, _ = results
         return FlashOutput(out, lse, tuple(state))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(q, k, v, 0.0, is_causal)
+    out, lse = kernel(*with_more_digits(q, k, v), 0.0, is_causal)
     return FlashOutput(out, lse, ())
+
+
+def with_more_digits(*inputs: Tensor) -> list[Tensor]:
+    """Convert tensors of 16 bits on a CPU to float32; all other tensors are returned unchanged.
+
+    Tensors on the meta device stand for an NVIDIA GPU, see has_flash_attention.
+    """
+    if inputs[0].device.type != "cpu":
+        return [*inputs]
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
 
 
 def flash_attention_backward(
@@ -180,9 +193,17 @@ def flash_attention_backward(
     the weights are then those of the softmax over all keys. The gradients of k and v are complete,
     and the gradients of q must be summed over the parts.
 
+    The kernel computes the gradient of a score as P (grad . v - grad . out), where P is the weight
+    of the key. If one key has nearly the whole weight, both products are nearly equal, and the
+    rounding of an `out` of 16 bits remains. In bfloat16, each rounding of `out` changes the
+    gradient of a score by up to P * 2^-9 * sum(|grad * out|). This error reaches the gradients of
+    q and k on a GPU, where JoinedAttention rounds `out` twice, and with the fused kernel in
+    dense_attention. The gradient of v does not depend on `out`.
+
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
-        result: the results of flash_attention for all keys, with the state for k and v.
+        result: the results of flash_attention for all keys, with the state for k and v. `out` has
+            the dtype in which flash_attention returned it.
     """
     out, lse, state = result
     lse = lse.contiguous()  # the kernel on a GPU does not read the strides
@@ -192,12 +213,9 @@ def flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    inputs = [grad, q, k, v, out]
-    if q.device.type == "cpu":
-        # The kernel sums the gradients of k and v over the queries in the dtype of k and v, which
-        # loses digits in bfloat16.
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        inputs = [x.to(dtype) for x in inputs]
+    # The kernel sums the gradients of k and v over the queries in the dtype of k and v, which loses
+    # digits in bfloat16.
+    inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)
     return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype)

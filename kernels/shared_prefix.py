@@ -164,11 +164,12 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        out = (out + to_own.out * (own_lse - lse).exp()).to(q.dtype)
+        # in the dtype of the kernel's outputs, which on a CPU has more digits than 16 bits
+        out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
         ctx.states = (to_prompt.state, to_own.state)
-        return out
+        return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
