@@ -5,6 +5,7 @@ import pytest
 import torch
 from interpreter import INTERPRETED
 from pretend_cuda import CUDA, PretendCuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels import window_attention as module
@@ -144,11 +145,9 @@ def varlen(monkeypatch):
     kernels.impl("_flash_attention_forward", forward, "CPU")
     kernels.impl("_flash_attention_backward", backward, "CPU")
     monkeypatch.setattr(dense_attention, "can_use_flash_attention", lambda params: True)
-    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run; torch 2.15 would call cuDNN on this card
-    with PretendCuda():
+    # without cuDNN, as in a run; torch 2.15 would call cuDNN on this card
+    with PretendCuda(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         yield calls
-    torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
     kernels._destroy()
 
 
