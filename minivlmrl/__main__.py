@@ -66,6 +66,16 @@ def main(arguments: list[str] | None = None) -> int:
     except MemoryError as error:
         print(f"python -m minivlmrl {name}: {out_of_memory(error)}", file=sys.stderr)
         return 2
+    except Exception as error:
+        # imported here, because the module imports torch, which takes a second
+        from minivlmrl.config.import_utils import describe_user_error
+
+        described = describe_user_error(error)
+        if described is None:
+            raise
+        line = shortened(" ".join(described.split()))
+        print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print()
         return 130  # as in shells

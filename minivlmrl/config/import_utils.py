@@ -2,6 +2,7 @@
 
 Options may follow a name: "name(option=1)" is the object `name` with this option bound.
 `call_user_code` calls the loaded function and reports the line at which the function fails.
+`describe_user_error` does the same for an error that has left the code of a user already.
 `unchanged_process` checks that the code of a user does not change the process.
 """
 
@@ -26,6 +27,10 @@ import torch
 from minivlmrl.config.parsing import read_value
 from minivlmrl.errors import check_field, did_you_mean, error_context
 
+PACKAGE = Path(__file__).resolve().parents[1]
+# files of code that options name, except those of this package; see user_line
+_user_files: set[str] = set()
+
 
 @functools.cache
 def load_name(target: str) -> Any:
@@ -42,16 +47,23 @@ def load_name(target: str) -> Any:
         names = vars(module)
         return getattr(module, name)
     except (Exception, SystemExit) as error:
+        line = user_line(error)
         raise ValueError(
-            f"{target} cannot be loaded ({type(error).__name__}: {error})"
-            f"{did_you_mean(name, names)}"
+            f"{target} cannot be loaded ({type(error).__name__}: {error}"
+            f"{f' in {line}' if line else ''}){did_you_mean(name, names)}"
         ) from error
 
 
 def _load_module(file: str) -> ModuleType:
     if file.endswith(".py"):
-        return run_file(_source_file(file))
-    return importlib.import_module(file)
+        path = _source_file(file)
+        _user_files.add(path)  # before the call, because the file itself may fail
+        return run_file(path)
+    module = importlib.import_module(file)
+    path = getattr(module, "__file__", None)
+    if path and not Path(path).resolve().is_relative_to(PACKAGE):
+        _user_files.add(path)
+    return module
 
 
 def _source_file(path: str) -> str:
@@ -68,9 +80,8 @@ def _source_file(path: str) -> str:
 
 def recipes_folder() -> Path:
     """Return the folder `recipes`: beside the package in a clone, inside the package in a wheel."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "recipes"
-    return inside if (inside / "shapes.yaml").is_file() else package.parent / "recipes"
+    inside = PACKAGE / "recipes"
+    return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 
 
 @functools.cache
@@ -149,10 +160,18 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     cls, options = resolve_object("stage", stage, table or {})
     with error_context(f"stages: {stage}"):
         has_options = dataclasses.is_dataclass(getattr(cls, "config_type", None))
-        check_field(has_options, "the object", cls, "a Trainer of minivlmrl.trainers.base")
+        check_field(
+            has_options,
+            f"the object{defined_in(cls)}",
+            cls,
+            "a Trainer of minivlmrl.trainers.base, with a dataclass of options as its config_type",
+        )
         name = getattr(cls, "stage", None)
         check_field(
-            str(name).isidentifier(), "stage", name, "the name of its section in the recipe"
+            isinstance(name, str) and name.isidentifier(),
+            f"the attribute stage of the class{defined_in(cls)}",
+            name,
+            "the name of its section in the recipe",
         )
         check_field(not options, "the text in brackets", options, "in the section of the stage")
     return cls
@@ -192,15 +211,53 @@ def raised(function: Callable, error: BaseException, names: Iterable[str]) -> st
     """
     file = None
     with suppress(TypeError, OSError):  # an object that is not written in Python has no file
-        file = inspect.getfile(inspect.unwrap(getattr(function, "func", function)))
+        file = inspect.getfile(_unwrapped(function))
     text = f"raised {type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    if lines:
-        text += f" in {file}:{lines[-1]}"
+    lines = [f"{file}:{frame.lineno}" for frame in frames if frame.filename == file]
+    line = user_line(error) or (lines[-1] if lines else None)
+    text += f" in {line}" if line else defined_in(function)
     if isinstance(error, KeyError):
         text += did_you_mean(str(error).strip("'"), names)
     return text
+
+
+def _unwrapped(function: Callable) -> Callable:
+    """Return the function inside of decorators and of functools.partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function)
+
+
+def defined_in(function: Any) -> str:
+    """Return " (defined in file.py:12)" for a function, method or class; "" if no file has it."""
+    with suppress(TypeError, OSError):
+        function = _unwrapped(function)
+        _, line = inspect.getsourcelines(function)
+        return f" (defined in {inspect.getfile(function)}:{line})"
+    return ""
+
+
+def user_line(error: BaseException) -> str | None:
+    """Return "file.py:12", the innermost line of an error's traceback that is in a user's file.
+
+    The result is None if no line is in the file of a user, or if code of this package that the file
+    calls raised the error.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in _user_files:
+            return f"{frame.filename}:{frame.lineno}"
+        if Path(frame.filename).is_relative_to(PACKAGE):
+            return None
+    return None
+
+
+def describe_user_error(error: BaseException) -> str | None:
+    """Describe an error that the code of a user raised; None if the code of a user did not."""
+    line = user_line(error)
+    if line is None:
+        return None
+    return f"{line}: the code of this file raised {type(error).__name__}: {error}".rstrip(": ")
 
 
 def call_user_code(name: str, function: Callable, /, *arguments, **options):
@@ -213,7 +270,27 @@ def call_user_code(name: str, function: Callable, /, *arguments, **options):
         try:
             return function(*arguments, **options)
         except (Exception, SystemExit) as error:
+            if isinstance(error, TypeError) and user_line(error) is None:
+                check_call(name, function, *arguments, **options)
             raise ValueError(f"{name} {raised(function, error, options)}") from error
+
+
+def check_call(name: str, function: Callable, /, *arguments, **options):
+    """Raise ValueError if a function or class does not accept these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function that is not written in Python has no signature
+        return
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        given = f"{len(arguments)} positional arguments"
+        if options:
+            given += f" and the keywords {', '.join(options)}"
+        raise ValueError(
+            f"{name}{defined_in(function)} cannot be called, because it is called with {given} "
+            f"({error}); change its parameters, which may end with **options to accept all keywords"
+        ) from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from minivlmrl.config.import_utils import check_call
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Environment, Prompt, Row
@@ -43,6 +44,8 @@ def make_sampler(
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
+        arguments = model, processor, sampling, world, gather_weights, keeps_vision
+        check_call(f"sampling.engine {sampling.engine}", kind, *arguments)
     else:
         kind = agents().find_sampler(sampling.environment, sampling.history)
     return kind(model, processor, sampling, world, gather_weights, keeps_vision)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import resolve_object
+from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
@@ -300,7 +300,60 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
             raise ValueError(
                 "the engine must be a subclass of minivlmrl.generation.sampler.Sampler"
             )
-    return kind
+    if sampling.engine in ENGINES:
+        return kind
+    return type(kind.__name__, (CheckedSampler, kind), {"engine": sampling.engine})
+
+
+class CheckedSampler(Sampler):
+    """First base class of a custom engine, which checks the completions that the engine returns."""
+
+    engine: str  # the option sampling.engine
+
+    def __call__(self, prompts, num_generations, keys):
+        """Sample completions, see Sampler.
+
+        Raises:
+            ValueError: the engine failed, or did not return valid completions.
+        """
+        name = f"sampling.engine {self.engine}"
+        sample = super().__call__
+        groups = call_user_code(name, sample, prompts, num_generations, keys)
+        name += defined_in(sample)
+        shape = f"one list of {num_generations} completions for each of the {len(prompts)} prompts"
+        is_nested = isinstance(groups, list | tuple) and all(
+            isinstance(group, list | tuple) for group in groups
+        )
+        lengths = [len(group) for group in groups] if is_nested else None
+        if lengths != [num_generations] * len(prompts):
+            found = f"lists of {lengths}" if is_nested else f"{groups!r:.60}"
+            raise ValueError(f"{name} returned {found}, but it must return {shape}")
+        for completion in chain(*groups):
+            fault = completion_fault(completion, self.model.config.vocab_size)
+            if fault is not None:
+                raise ValueError(
+                    f"{name} returned a completion {fault}; see Completion in minivlmrl/data/rows.py"
+                )
+        return groups
+
+
+def completion_fault(completion: Completion, vocab_size: int) -> str | None:
+    """Describe what is wrong with a sampled completion; None if the completion is valid."""
+    if not isinstance(completion, Completion):
+        return f"of type {type(completion).__name__}, but it must be a Completion"
+    ids, logps = completion.ids, completion.logps
+    is_ids = isinstance(ids, Tensor) and ids.dim() == 1 and ids.dtype == torch.int64
+    if not is_ids or len(ids) == 0:
+        return f"whose ids are {ids!r:.60}, but they must be an int64 tensor with at least one id"
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        return f"with an id outside of the vocabulary of {vocab_size} tokens"
+    if not isinstance(logps, Tensor) or logps.shape != ids.shape or not logps.is_floating_point():
+        return f"whose logps are {logps!r:.60}, but they must be a float tensor with one log-probability per id"
+    if not logps.isfinite().all():
+        return "whose logps are NaN or infinite"
+    if completion.policy_mask.shape != ids.shape:
+        return f"whose policy_mask does not have one value for each of its {len(ids)} ids"
+    return None
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from minivlmrl.config.import_utils import describe_user_error
 from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder, find_split
@@ -186,13 +187,19 @@ class CheckpointManager:
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
         """Save a checkpoint if the rollout or evaluation in the `with` block raises ValueError.
 
+        Any other error of a user's code has the same effect.
+
         A model that has diverged is not saved. With several ranks, a checkpoint is only saved after
         a RewardFailed, because all ranks must save together and only this error is raised on all
         ranks.
         """
         try:
             yield
-        except ValueError as error:
+        except (Exception, SystemExit) as error:
+            # an error of a user's code may have any type
+            described = str(error) if isinstance(error, ValueError) else describe_user_error(error)
+            if described is None:
+                raise
             all_ranks_fail = self.world.size == 1 or isinstance(error, RewardFailed)
             diverged = isinstance(error.__cause__, FloatingPointError)
             can_save = self.between_rollouts and progress.steps > 0
@@ -200,7 +207,7 @@ class CheckpointManager:
                 raise
             folder = self.ensure_saved(progress, log)
             raise ValueError(
-                f"{error}; the steps before this error are saved in {folder}: fix the cause, then "
+                f"{described}; the steps before this error are saved in {folder}: fix the cause, then "
                 "continue with --resume=auto"
             ) from error
 

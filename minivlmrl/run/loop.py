@@ -5,10 +5,11 @@ calls optimizer_step for each step.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.optim import Optimizer
 
+from minivlmrl.config.import_utils import check_call, defined_in
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset
@@ -79,7 +80,9 @@ def train_stages(
             if trainer is not None:
                 trainer.save(results.folder)
                 world.barrier()  # because the next stage may read the files that were just saved
-            trainer = trainers[stage](config, model, processor, world, state.step)
+            arguments = config, model, processor, world, state.step
+            check_call(f"the class of the stage {stage}", trainers[stage], *arguments)
+            trainer = trainers[stage](*arguments)
             batch_invariant = trainer.samples_completions and config.rollout.batch_invariant
             with batch_invariant_mode(batch_invariant):
                 train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
@@ -118,7 +121,7 @@ def train_stage(
                 # Evaluate and save the model after the first `number` steps. This happens before
                 # the next step, so that a run that is killed here repeats it after a resume.
                 results.after_step(trainer, number)
-                step = next(steps)
+                step = next_step(trainer, steps)
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
@@ -138,6 +141,22 @@ def train_stage(
     with checkpoints.saved_on_error(state, log):
         results.after_step(trainer, config.max_steps)
         results.measure(f"after_{stage}", trainer)
+
+
+def next_step(trainer: Trainer, steps: Iterator[Step]) -> Step:
+    """Return the next optimizer step of a stage.
+
+    Raises:
+        ValueError: the method `steps` of the stage did not yield another Step.
+    """
+    step = next(steps, None) if isinstance(steps, Iterator) else None
+    if isinstance(step, Step):
+        return step
+    raise ValueError(
+        f"the method steps of the stage {trainer.stage}{defined_in(trainer.steps)} did not yield a "
+        "Step of minivlmrl.trainers.base; it must be a generator that yields one Step for each of "
+        "the max_steps optimizer steps"
+    )
 
 
 def optimizer_step(

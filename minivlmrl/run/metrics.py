@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
+from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
@@ -69,9 +69,13 @@ class MetricsLog(ExitStack):
             self.files[name] = self.enter_context(path.open("ab"))
         for name in dict.fromkeys(config.report_to):
             tracker = find_tracker(name)
-            self.trackers.append(
-                call_user_code(f"report_to {name}", tracker, config, self.steps, self)
-            )
+            log = call_user_code(f"report_to {name}", tracker, config, self.steps, self)
+            if not callable(log):
+                raise ValueError(
+                    f"report_to {name}{defined_in(tracker)} returned an object of type "
+                    f"{type(log).__name__}, but it must return a function (values, step)"
+                )
+            self.trackers.append((name, log))
 
     def write(self, name: str, line: dict):
         """Append one JSON line to the log file called `name`."""
@@ -81,8 +85,8 @@ class MetricsLog(ExitStack):
 
     def track(self, values: dict[str, float]):
         """Send values to the trackers, with the total number of optimizer steps as the x-axis."""
-        for log in self.trackers:
-            log(values, self.steps)
+        for name, log in self.trackers:
+            call_user_code(f"report_to {name}", log, values, self.steps)
 
     def stage(self, trainer: Trainer, steps_done: int, seconds: float):
         """Start a stage with a new progress bar.

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
+from minivlmrl.config.import_utils import (
+    call_user_code,
+    check_call,
+    defined_in,
+    resolve_object,
+    with_options,
+)
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, reshard
@@ -51,7 +57,7 @@ def make_optimizer(
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
         return call_user_code(
-            "building the optimizer",
+            "the optimizer",
             factory,
             parameters,
             config.learning_rate,
@@ -81,7 +87,14 @@ def check_optimizer(section: OptimizerOptions):
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = make_optimizer([weight], TrainingOptions(), section)
     with error_context(f"optimizer.name {section.name}"):
-        call_user_code("an optimizer step", begin_state, optimizer, [weight])
+        factory, _ = resolve_object("optimizer", section.name, OPTIMIZERS)
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"the function{defined_in(factory)} returned an object of type "
+                f"{type(optimizer).__name__}, but it must return a torch.optim.Optimizer"
+            )
+        check_call("the method step", optimizer.step)
+        call_user_code(f"a step{defined_in(factory)}", begin_state, optimizer, [weight])
         for group in optimizer.param_groups:
             check_field(
                 "lr" in group,

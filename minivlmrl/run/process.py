@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from minivlmrl.config.import_utils import recipes_folder
+from minivlmrl.config.import_utils import describe_user_error, recipes_folder
 from minivlmrl.distributed.process_group import find_lost_ranks
 from minivlmrl.errors import out_of_memory, shortened
 from minivlmrl.json_files import write_json
@@ -24,28 +24,30 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def show_mistake(error: Exception) -> bool:
+def show_mistake(error: Exception | SystemExit) -> bool:
     """Print a user's mistake or a disk error as one line, without a traceback.
 
     An error counts as a user's mistake if a `raise` statement in this package or in a file of
-    recipes/ raised it.
+    recipes/ raised it, or if it was raised in a file of the user, such as my_stage.py.
 
     Returns:
         True if the error was printed. False means that the error is a bug, which needs a traceback.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     our_folders = (str(Path(__file__).parents[1]), str(recipes_folder()))
-    is_ours = last.filename.startswith(our_folders)
-    message = shortened(" ".join(str(error).split()))
+    is_ours = isinstance(error, ValueError | OSError) and last.filename.startswith(our_folders)
+    message = str(error)
     code = getattr(error, "errno", None)
-    names_a_file = getattr(error, "filename", None) is not None
     if code in (errno.ENOSPC, errno.EDQUOT):
         message += ": the disk is full; free some space and continue with --resume=auto"
     elif code == errno.EFBIG:
         message += ": raise the limit of file sizes (ulimit -f) and continue with --resume=auto"
-    elif not names_a_file and not (is_ours and (last.line or "").startswith("raise ")):
-        return False
-    report_mistake(message)
+    elif not (is_ours and (last.line or "").startswith("raise ")):
+        described = describe_user_error(error)
+        if described is None and getattr(error, "filename", None) is None:
+            return False
+        message = described or message
+    report_mistake(shortened(" ".join(message.split())))
     return True
 
 
@@ -88,15 +90,14 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except (ValueError, OSError) as error:
-            if not show_mistake(error):
-                raise
-            return 2
         except MemoryError as error:
             report_mistake(out_of_memory(error))
             return 2
-        except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        except (Exception, SystemExit) as error:  # the code of a user may raise any error
+            if show_mistake(error):
+                return 2
+            is_runtime = isinstance(error, RuntimeError)
+            if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             # torchrun sends SIGTERM once a rank has ended; this rank ends in a few seconds anyway
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

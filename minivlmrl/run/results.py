@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from minivlmrl.config.import_utils import defined_in
 from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
@@ -123,7 +124,13 @@ class Results:
         stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
             stage = trainer.stage
-            values |= trainer.evaluate(held_out)
+            metrics = trainer.evaluate(held_out)
+            if not isinstance(metrics, dict):
+                raise ValueError(
+                    f"the method evaluate of the stage {stage}{defined_in(trainer.evaluate)} "
+                    f"returned {metrics!r:.60}, but it must return a dictionary of metrics"
+                )
+            values |= metrics
         seconds = time.perf_counter() - begin
         self.log.evaluation(stage, steps_done, values, seconds)
         for callback in self.callbacks:

@@ -5,8 +5,9 @@ recipes/dots.py is an example to copy.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from minivlmrl.data.rows import Dataset
+from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import check_field, error_context
 
@@ -49,4 +50,36 @@ def get_task(name: str) -> Task:
         check_field(
             isinstance(task, Task), "the object", task, "a Task of minivlmrl.tasks.registry"
         )
-        return replace(task, datasets=with_options(task.datasets, options))
+        datasets = with_options(task.datasets, options)
+    if ":" not in name.partition("(")[0]:
+        return replace(task, datasets=datasets)
+    where = f"data.task {name}: the function"
+    return Task(
+        partial(_call, f"{where} datasets", datasets, "a dict of training rows, and held-out rows"),
+        partial(_call, f"{where} tokenizer", task.tokenizer, "a Tokenizer"),
+        partial(_call, f"{where} chance", task.chance, "a float"),
+        task.chance_name,
+    )
+
+
+def _call(name: str, function: Callable, expected: str, *arguments):
+    """Call a function of a custom task, and raise ValueError if it returns no `expected` value."""
+    from minivlmrl.config.import_utils import call_user_code, defined_in
+
+    result = call_user_code(name, function, *arguments)
+    if expected == "a float":
+        valid = isinstance(result, int | float)
+    elif expected == "a Tokenizer":
+        valid = isinstance(result, Tokenizer)
+    else:
+        valid = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], dict)
+        held_out = [result[1]] if valid else []
+        for rows in [*result[0].values(), *held_out] if valid else []:
+            valid = valid and hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+            valid = valid and (len(rows) == 0 or isinstance(rows[0], Row))
+    if not valid:
+        raise ValueError(
+            f"{name}{defined_in(function)} returned {result!r:.60}, but it must return {expected}; "
+            "see Task in minivlmrl/tasks/registry.py"
+        )
+    return result

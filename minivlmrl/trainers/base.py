@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minivlmrl.config.import_utils import defined_in
 from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
@@ -129,6 +130,67 @@ class Step:
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
     groups: Sequence[list[Sample]] = ()  # groups of the rollout that this step trains on
+
+
+def check_loss(name: str, function: Callable, result: Any):
+    """Raise ValueError unless a loss function returned a scalar with a gradient, and its metrics.
+
+    The values are not read, because reading them would wait for the GPU.
+
+    Args:
+        name: what the function is, for the error message.
+        function: the function, whose file and line the error message contains.
+        result: the value that the function returned.
+    """
+
+    def check(valid: bool, found: str, expected: str):
+        if not valid:
+            raise ValueError(
+                f"{name}{defined_in(function)} returned {found}, but it must return {expected}"
+            )
+
+    pair = "two values, the loss and a dictionary of metrics: return loss, {}"
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    found = describe_value(result)
+    if isinstance(result, tuple | list):
+        found = f"a {type(result).__name__} of {len(result)} values"
+    check(is_pair, found, pair)
+    loss, metrics = result
+    check(isinstance(metrics, dict), f"{describe_value(metrics)} as its metrics", pair)
+    is_scalar = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
+    check(
+        is_scalar,
+        f"{describe_value(loss)} as its loss",
+        "a float tensor without dimensions, such as (per_token_loss * mask).sum() / "
+        "normalizer.tokens",
+    )
+    check(
+        loss.requires_grad,
+        "a loss without gradient",
+        "a loss that is computed from the log-probabilities, without detach(), item() and no_grad()",
+    )
+    for key, value in metrics.items():
+        valid = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
+        check(
+            valid and isinstance(key, str),
+            f"the metric {key!r:.40} with {describe_value(value)}",
+            "metrics as {name: tensor without dimensions}",
+        )
+        check(
+            key not in ("stage", "step", "loss"),
+            f"a metric with the name {key!r}",
+            "metrics with other names, because each line of the log has this field already",
+        )
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value for an error message, such as "a tensor of shape (3,) and dtype ..."."""
+    if isinstance(value, Tensor):
+        place = "" if value.device.type != "meta" else " on the meta device"
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}{place}"
+    if isinstance(value, bool | int | float | str | None):
+        return f"{value!r:.60}"
+    return f"an object of type {type(value).__name__}"
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
@@ -248,9 +310,9 @@ class Trainer:
         completions.
         """
         if self.router_log is None:
-            return self.loss(batch)
+            return self.checked_loss(batch)
         with self.router_log.watch(self.policy if self.trains_policy else self.trained) as chosen:
-            loss, metrics = self.loss(batch)
+            loss, metrics = self.checked_loss(batch)
         by_layer = chosen()
         if by_layer:
             metrics = metrics | self.router_log.add(batch.group, by_layer)
@@ -263,6 +325,12 @@ class Trainer:
             fraction = len(batch.loss_mask) / batch.normalizer.sequences
             loss = loss + self.config.router_aux_loss_coef * fraction * metrics["aux_loss"]
         return loss, metrics
+
+    def checked_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute `loss`, and raise ValueError if it does not return a loss and metrics."""
+        result = self.loss(batch)
+        check_loss(f"the method loss of the stage {self.stage}", self.loss, result)
+        return result
 
     def modules(self) -> dict[str, nn.Module]:
         """Return a dictionary of the modules whose weights must be saved in a checkpoint."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import call_user_code, resolve_object, with_options
+from minivlmrl.config.import_utils import call_user_code, defined_in, resolve_object, with_options
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.config.validation import is_set
 from minivlmrl.data.processor import Processor
@@ -35,7 +35,14 @@ from minivlmrl.losses.grpo_variants import (
     top_entropy_threshold,
 )
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, loss_arguments
+from minivlmrl.trainers.base import (
+    Rollout,
+    Sample,
+    SampledBatch,
+    check_loss,
+    describe_value,
+    loss_arguments,
+)
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import group_metrics
 
@@ -71,7 +78,7 @@ class GRPOTrainer(RolloutTrainer):
         config = getattr(run, cls.stage)
         loss = find_loss(config)
         if loss is not grpo_loss:
-            call_user_code(f"{cls.stage}.loss_type {config.loss_type}", try_loss, loss, config)
+            try_loss(loss, config)
         if ":" in config.advantages_name:
             try_advantages(find_advantages(config), config, num_rewards=len(run.rewards))
 
@@ -180,8 +187,11 @@ class GRPOTrainer(RolloutTrainer):
         """
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
-        advantages = function(totals, **loss_arguments(self.config, function, **tensors))
-        check_advantages(f"grpo.advantages {self.config.advantages_name}", advantages, totals)
+        arguments = loss_arguments(self.config, function, **tensors)
+        if ":" in self.config.advantages_name:
+            advantages = call_advantages(function, self.config, totals, **arguments)
+        else:
+            advantages = function(totals, **arguments)
         return self.world.local(advantages)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
@@ -313,16 +323,18 @@ class GRPOTrainer(RolloutTrainer):
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
         # a custom loss function is called without token weights and without an entropy bonus
         is_builtin = self.loss_function is grpo_loss
-        loss, metrics = self.loss_function(
-            padded_logps,
-            batch.advantages,
-            batch.loss_mask,
+        arguments = {
             **options,
-            old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
-            ref_per_token_logps=batch.ref_per_token_logps,
-            normalizer=batch.normalizer,
-            **(self.weights(batch, padded_entropies) if is_builtin else {}),
-        )
+            "old_per_token_logps": batch.old_per_token_logps if self.policy_moves else None,
+            "ref_per_token_logps": batch.ref_per_token_logps,
+            "normalizer": batch.normalizer,
+        }
+        inputs = padded_logps, batch.advantages, batch.loss_mask
+        if is_builtin:
+            weights = self.weights(batch, padded_entropies)
+            loss, metrics = grpo_loss(*inputs, **arguments, **weights)
+        else:
+            loss, metrics = call_loss(self.loss_function, self.config, *inputs, **arguments)
         if self.config.entropy_coef and is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             token_mask = self.kept_tokens(batch, padded_entropies)
@@ -390,30 +402,72 @@ def load_function(kind: str, text: str, table: dict[str, Any], config: GRPOOptio
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss function on a completion of two tokens, to find its errors early.
+    """Call a custom loss function on two completions of two tokens, to find its errors early.
 
     Raises:
-        ValueError: the loss does not depend on the log-probabilities.
-        Exception: any exception that the loss function raises.
+        ValueError: the function failed, or its loss is not a scalar with a finite gradient.
     """
-    logps = torch.zeros(1, 2, requires_grad=True)
-    value, metrics = loss(
+    logps = torch.full((2, 2), -1.0, requires_grad=True)
+    value, _ = call_loss(
+        loss,
+        config,
         logps,
-        torch.ones(1),
-        torch.ones(1, 2),
+        torch.tensor([1.0, -1.0]),
+        torch.ones(2, 2),
         **loss_arguments(config, grpo_loss, loss),
         old_per_token_logps=None,
-        ref_per_token_logps=torch.zeros(1, 2),
-        normalizer=LossNormalizer(1, 2, 2),
+        ref_per_token_logps=torch.full((2, 2), -1.0),
+        normalizer=LossNormalizer(2, 4, 2),
     )
-    value.backward()
-    for metric in metrics.values():
-        metric.item()
+    name = f"grpo.loss_type {config.loss_type}"
+    try:
+        value.backward()
+    except RuntimeError as error:  # for example, a tensor was changed in place
+        raise ValueError(
+            f"{name}: the gradient of the loss{defined_in(loss)} cannot be computed ({error})"
+        ) from error
     if logps.grad is None:
         raise ValueError(
-            "the loss does not depend on its first argument, the log-probabilities, so it has no "
-            "gradient; compute the loss from them without detach()"
+            f"{name}: the loss{defined_in(loss)} does not depend on its first argument, the "
+            "log-probabilities, so it has no gradient; compute the loss from them without detach()"
         )
+
+
+def call_loss(
+    loss: Callable, config: GRPOOptions, logps: Tensor, *arguments, **options
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Call a custom loss function, and check the loss, its metrics and, later, its gradient.
+
+    Args:
+        logps: (B, T) log-probabilities, the first argument of the function.
+        arguments, options: the other arguments of the function.
+    Raises:
+        ValueError: the function failed, or returned values that cannot be trained on.
+    """
+    name = f"grpo.loss_type {config.loss_type}"
+    # a view, so that the hook below gets the gradient of this loss only
+    logps = logps.view_as(logps)
+    result = call_user_code(name, loss, logps, *arguments, **options)
+    check_loss(name, loss, result)
+    value, metrics = result
+    text = f"{name}{defined_in(loss)}"
+    if value.device != logps.device:
+        raise ValueError(f"{text} returned a loss on {value.device}, not on {logps.device}")
+    reason = (
+        "although the log-probabilities are finite; it may divide by 0, or compute the logarithm "
+        "or the root of 0"
+    )
+    if logps.isfinite().all():
+        if not value.isfinite():
+            raise ValueError(f"{text} returned the loss {value.item()}, {reason}")
+
+        def check_gradient(gradient: Tensor):
+            if not gradient.isfinite().all():
+                raise ValueError(f"{text} has a gradient that is NaN or infinite, {reason}")
+
+        if logps.requires_grad:
+            logps.register_hook(check_gradient)
+    return value, metrics
 
 
 def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rewards: int):
@@ -433,21 +487,29 @@ def try_advantages(function: Callable[..., Tensor], config: GRPOOptions, num_rew
             f"grpo.scale_rewards is {config.scale_rewards!r} and has no effect: {name} has no "
             "argument scale_rewards"
         )
-    check_advantages(name, call_user_code(name, function, totals, **arguments), totals)
+    call_advantages(function, config, totals, **arguments)
 
 
-def check_advantages(name: str, advantages: Tensor, rewards: Tensor):
-    """Raise ValueError unless a function returned one finite advantage for each reward, (n,)."""
-    found = type(advantages).__name__
+def call_advantages(
+    function: Callable[..., Tensor], config: GRPOOptions, rewards: Tensor, **arguments
+) -> Tensor:
+    """Call a custom function that computes advantages, and check the advantages.
+
+    Raises:
+        ValueError: the function failed, or did not return one finite advantage for each reward.
+    """
+    name = f"grpo.advantages {config.advantages_name}"
+    advantages = call_user_code(name, function, rewards, **arguments)
+    found = describe_value(advantages)
     if isinstance(advantages, Tensor):
-        found = f"a tensor of shape {tuple(advantages.shape)} and dtype {advantages.dtype}"
-        if advantages.shape == rewards.shape and advantages.is_floating_point():
+        is_dense = advantages.layout == torch.strided and advantages.device == rewards.device
+        if is_dense and advantages.shape == rewards.shape and advantages.is_floating_point():
             if advantages.isfinite().all():
-                return
+                return advantages
             found = "NaN or inf"
     raise ValueError(
-        f"{name} returned {found}, but it must return a float tensor of shape ({len(rewards)},) "
-        "with one finite advantage for each completion"
+        f"{name}{defined_in(function)} returned {found}, but it must return a float tensor of "
+        f"shape ({len(rewards)},) with one finite advantage for each completion"
     )
 
 

@@ -312,6 +312,16 @@ def read(row, key="turns"):
 
 def nothing(row):
     print(row)
+
+
+def tensor(row):
+    import numpy
+
+    return {"problem": "?", "point": numpy.zeros(2)}
+
+
+def narrow():
+    return {}
 """
 NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which colour?", "red"]}}
 
@@ -337,9 +347,11 @@ def test_a_format_may_have_options(write_rows, own_format):
 
 
 @pytest.mark.parametrize(("name", "says"), [
+    ("tensor", r"rows\.jsonl:1: data\.format .*:tensor \(defined in .*my_format\.py:\d+\) returned an array"),
+    ("narrow", r"rows\.jsonl:1: data\.format .*my_format\.py:narrow \(defined in .*\) cannot be called"),
     ("read(kee=1)", r"^data\.format .*my_format\.py:read\(kee=1\): there is no option 'kee'; the options are: key"),
     ("gone", r"^data\.format .*my_format\.py:gone.* cannot be loaded"),
-    ("nothing", r"rows\.jsonl:1: the result of data\.format .*my_format\.py:nothing is None, but it must be a dict"),
+    ("nothing", r"rows\.jsonl:1: data\.format .*my_format\.py:nothing \(defined in .*my_format\.py:7\) returned None"),
     ("read(key='said')", r"rows\.jsonl:1: data\.format .*:read\(.*\) raised KeyError: 'said' in .*my_format\.py:3"),
 ])  # fmt: skip
 def test_invalid_formats_are_refused(write_rows, own_format, name, says):

@@ -175,6 +175,55 @@ class Counting(Sampler):
 
 class NoSampler:
     pass
+
+
+class Failing(Sampler):
+    def __call__(self, prompts, num_generations, keys):
+        return self.gone
+
+
+class Changing(Sampler):
+    def __call__(self, prompts, num_generations, keys):
+        groups = super().__call__(prompts, num_generations, keys)
+        return self.change(groups)
+
+
+class Short(Changing):
+    def change(self, groups):
+        return [group[1:] for group in groups]
+
+
+class Nothing(Changing):
+    def change(self, groups):
+        return None
+
+
+class Texts(Changing):
+    def change(self, groups):
+        return [["text" for _ in group] for group in groups]
+
+
+class Strange(Changing):
+    def change(self, groups):
+        groups[0][0].ids += 10**6
+        return groups
+
+
+class NoLogps(Changing):
+    def change(self, groups):
+        groups[0][0].logps = None
+        return groups
+
+
+class NotFinite(Changing):
+    def change(self, groups):
+        groups[0][0].logps /= 0
+        return groups
+
+
+class Narrow(Sampler):
+    def __init__(self, model):
+        pass
 """
 
 
@@ -191,5 +240,15 @@ def test_a_custom_engine_samples_rollouts(stage, tmp_path):
     for name in ("NoSampler", "Counting(a=1)", "Sampler(a=1)"):
         with pytest.raises(ValueError, match=r"^sampling\.engine .*: the engine must be a subclass of minivlmrl\.gene"):
             stage("grpo", f"--sampling.engine={file}:{name}")
+    for name, says in (
+        ("Failing", r"raised AttributeError: .* in .*my_engine\.py:26"),
+        ("Short", r"\(defined in .*my_engine\.py:30\) returned lists of \[2, 2, 2, 2\], but it must return one"),
+        ("Nothing", "returned None, but"), ("Texts", "returned a completion of type str, but"),
+        ("Strange", "returned a completion with an id outside of the vocabulary"),
+        ("NoLogps", "whose logps are None, but"), ("NotFinite", "whose logps are NaN or infinite"),
+        ("Narrow", "cannot be called, because it is called with 6 positional arguments"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^sampling\.engine .*my_engine\.py:{name} .*{says}"):
+            stage("grpo", f"--sampling.engine={file}:{name}").go(1)
     with pytest.raises(ValueError, match=r"sampling\.engine is '.*, but it must be native with an environment"):
         stage("grpo", option, "--sampling.environment=recipes/zoom.py:Zoom")

@@ -82,6 +82,27 @@ def nameless(parameters, learning_rate, betas, weight_decay):
     del optimizer.param_groups[0]["lr"]
     optimizer.step = lambda: None
     return optimizer
+
+
+def nothing(parameters, learning_rate, betas, weight_decay):
+    torch.optim.SGD(parameters, learning_rate)
+
+
+def narrow(parameters, learning_rate):
+    return torch.optim.SGD(parameters, learning_rate)
+
+
+class Failing(torch.optim.SGD):
+    def __init__(self, parameters, learning_rate, betas, weight_decay):
+        super().__init__(parameters, learning_rate)
+
+    def step(self):
+        return {}["gone"]
+
+
+class Closure(Failing):
+    def step(self, closure):
+        return closure()
 """
 
 
@@ -111,6 +132,10 @@ def test_a_custom_optimizer_is_called_like_torch_optimizers(file):
     ("gone", r"cannot be loaded"), ("Counting", "the optimizer state 'steps' is 1, but it must be a tensor, because"),
     ("nameless", r'the list of keys of a parameter group is .*, but it must be a list with "lr"'),
     ("sgd(decay=1)", "there is no option 'decay'; the options are: "),
+    ("nothing", r"the function \(defined in .*my_opt\.py:29\) returned an object of type NoneType, but it must return"),
+    ("narrow", r"the optimizer \(defined in .*\) cannot be called, .* the keywords betas, weight_decay"),
+    ("Failing", r"raised KeyError: 'gone' in .*my_opt\.py:42"),
+    ("Closure", r"the method step \(defined in .*my_opt\.py:46\) cannot be called"),
     ("torch", "expected a function or a class, but found <module .*"),
 ])  # fmt: skip
 def test_invalid_custom_optimizers_are_refused(file, name, says):

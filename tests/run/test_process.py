@@ -4,6 +4,7 @@ A user's mistake is one line, a bug is a traceback, and torchrun's summary conta
 """
 
 import errno
+import re
 from functools import partial
 
 import pytest
@@ -52,6 +53,74 @@ def test_a_bug_keeps_its_traceback(ended):
         code, printed, summary = ended(main)
         assert code == 1 and printed.startswith("Traceback") and "test_process.py" in printed
         assert "Traceback" in summary and "test_process.py" in summary
+
+
+OWN_STAGE = """
+from minivlmrl.trainers.base import Trainer
+from minivlmrl.trainers.grpo import GRPOTrainer
+
+
+class Nameless(Trainer):
+    pass
+
+
+class Stepless(Trainer):
+    stage = "own"
+
+
+class Base(GRPOTrainer):
+    stage = "own"
+
+
+class Narrow(Base):
+    def __init__(self, run):
+        pass
+
+
+class Gone(Base):
+    def prepare(self, rollout, parts):
+        return {}["gone"]
+
+
+class Exit(Base):
+    def loss(self, batch):
+        raise SystemExit(0)
+
+
+class Scalar(Base):
+    def loss(self, batch):
+        return super().loss(batch)[0]
+
+
+class Ends(Base):
+    def steps(self, batches):
+        return iter([])
+
+
+class NoMetrics(Base):
+    def evaluate(self, rows):
+        pass
+"""
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("Nameless", r"stages: .*: the attribute stage of the class \(defined in .*my_stage\.py:6\) is None, but it"),
+    ("Stepless", r"stages: .*: the class Stepless \(defined in .*my_stage\.py:10\) has no method steps; define"),
+    ("Narrow", r"the class of the stage own \(defined in .*my_stage\.py:18\) cannot be called"),
+    ("Gone", r".*my_stage\.py:25: the code of this file raised KeyError: 'gone'"),
+    ("Exit", r".*my_stage\.py:30: the code of this file raised SystemExit: 0"),
+    ("Scalar", r"the method loss of the stage own \(defined in .*my_stage\.py:34\) returned a tensor of shape \(\)"),
+    ("Ends", r"the method steps of the stage own \(defined in .*my_stage\.py:39\) did not yield a Step"),
+    ("NoMetrics", r"the method evaluate of the stage own \(defined in .*my_stage\.py:44\) returned None, but it must"),
+])  # fmt: skip
+def test_a_mistake_in_an_own_stage_names_its_line(ended, home, tmp_path, name, sentence):
+    (tmp_path / "my_stage.py").write_text(OWN_STAGE)
+    arguments = [f"--stages=[{tmp_path}/my_stage.py:{name}]", f"--output_dir={tmp_path}/run"]
+    if name not in ("Nameless", "Stepless"):
+        arguments += ["--own.prompts_per_step=4", "--own.micro_batch_size=4", "--own.max_steps=1"]
+    code, printed, _ = ended(train_recipe, str(home / "recipe.yaml"), *arguments)
+    assert code == 2 and "Traceback" not in printed
+    assert re.match(sentence, printed.splitlines()[-1]), printed
 
 
 def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):

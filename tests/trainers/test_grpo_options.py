@@ -241,6 +241,62 @@ def flat(logps, advantages, mask, **others):
 
 def narrow(logps, advantages, mask):
     return logps.sum(), {}
+
+
+def scalar(logps, advantages, mask, **others):
+    return logps.sum()
+
+
+def per_row(logps, advantages, mask, **others):
+    return logps.sum(1), {}
+
+
+def one_element(logps, advantages, mask, **others):
+    return logps.sum()[None], {}
+
+
+def detached(logps, advantages, mask, **others):
+    return logps.detach().sum(), {}
+
+
+def whole_number(logps, advantages, mask, **others):
+    return logps.sum().long(), {}
+
+
+def number_as_metric(logps, advantages, mask, **others):
+    return logps.sum(), {"seen": 1.0}
+
+
+def second_loss(logps, advantages, mask, **others):
+    return logps.sum(), {"loss": mask.sum()}
+
+
+def not_a_number(logps, advantages, mask, **others):
+    return logps.sum() / 0 * 0, {}
+
+
+def gradient_of_root(logps, advantages, mask, **others):
+    return (logps * 0).sqrt().sum(), {}
+
+
+def in_place(logps, advantages, mask, **others):
+    values = logps.exp()
+    values += 1
+    return values.sum(), {}
+
+
+def key(logps, advantages, mask, **others):
+    return others["epsilon_lwo"], {}
+
+
+def later(logps, advantages, mask, **others):
+    if len(mask) != 2:
+        return {}["gone"]
+    return logps.sum(), {}
+
+
+def later_nan(logps, advantages, mask, **others):
+    return logps.sum() * (1 if len(mask) == 2 else float("nan")), {}
 """
 
 
@@ -276,8 +332,17 @@ def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
 
 @pytest.mark.parametrize(("name", "says"), [
     ("options_as_metrics(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_rate"),
-    ("gone", "cannot be loaded"), ("flat", "raised ValueError: the loss does not depend on its first argument"),
-    ("narrow", r"raised TypeError: narrow\(\) "),
+    ("gone", "cannot be loaded"), ("flat", "does not depend on its first argument"),
+    ("narrow", "3 positional arguments and the keywords loss_type, .*; change its parameters, which may end with"),
+    ("scalar", r"returned a tensor of shape \(\) and dtype torch.float32, but it must return two values"),
+    ("per_row", r"returned a tensor of shape \(2,\) and dtype .* as its loss, but it must return a float tensor"),
+    ("one_element", r"returned a tensor of shape \(1,\) and"), ("detached", "returned a loss without gradient"),
+    ("whole_number", "and dtype torch.int64 as its loss"),
+    ("number_as_metric", "returned the metric 'seen' with 1.0, but it must return metrics as {name: tensor"),
+    ("second_loss", "returned a metric with the name 'loss'"), ("not_a_number", "returned the loss nan, although"),
+    ("gradient_of_root", "has a gradient that is NaN or infinite"),
+    ("in_place", r"the gradient of the loss \(defined in .*\) cannot be computed \(one of the variables"),
+    ("key", r"raised KeyError: 'epsilon_lwo' in .*my_loss\.py:85; did you mean epsilon_low"),
     ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
 ])  # fmt: skip
 def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
@@ -287,6 +352,15 @@ def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
         ValueError, match=r"grpo\.loss_type is 'dap', but it must be of type 'grpo', .* or file\.py:name"
     ):
         stage("grpo", "--grpo.loss_type=dap")
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("later", r"raised KeyError: 'gone' in .*my_loss\.py:\d+$"),
+    ("later_nan", r"\(defined in .*:\d+\) returned the loss nan"),
+])  # fmt: skip
+def test_errors_of_a_custom_loss_in_a_step_name_the_line(stage, own_loss, name, says):
+    with pytest.raises(ValueError, match=rf"^grpo\.loss_type .*my_loss\.py:{name} {says}"):
+        stage("grpo", f"{own_loss}:{name}").go(1)
 
 
 ADVANTAGES_FILE = """
@@ -391,7 +465,7 @@ def test_own_advantages_compare_rewards_minus_the_kl_with_rloo(stage, own_advant
     ("gone", "cannot be loaded"),
     ("one_per_group", r"returned a tensor of shape \(2,\) and dtype torch.float32, but it must return a float tensor "
      r"of shape \(6,\) with one finite advantage for each completion"),
-    ("a_list", "returned list, but it must return"),
+    ("a_list", "returned an object of type list, but it must return"),
     ("not_finite", "returned NaN or inf, but it must return"),
     ("whole", "dtype torch.int64, but it must return a float tensor"),
     ("breaks", "raised KeyError: 'gone' in .*my_advantages.py:37"),
@@ -412,7 +486,7 @@ def test_advantages_with_an_unknown_name_or_an_unused_option_are_refused(stage, 
 def test_advantages_of_a_later_rollout_are_checked(stage, own_advantages, script):
     """A function may return NaN only for some rewards, here where no reward could score a completion."""
     script([1.0, None, 0.0] * 4)
-    with pytest.raises(ValueError, match=r"my_advantages\.py:max_rl returned NaN or inf, but"):
+    with pytest.raises(ValueError, match=r"my_advantages\.py:max_rl \(defined in .*:5\) returned NaN or inf, but"):
         stage("grpo", f"{own_advantages}:max_rl").next()
 
 
