@@ -1,12 +1,14 @@
 """Read and write JSON and JSON lines."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import error_context
 
+LFS = b"version https://git-lfs"  # beginning of a pointer file
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
@@ -25,9 +27,33 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         text = text.decode() if isinstance(text, bytes) else text
         return decode(text, *arguments)
     except ValueError as error:
-        raise ValueError(f"the text is not valid JSON ({error})") from error
+        raise ValueError(f"the text is not valid JSON ({error}){_comma_hint(error)}") from error
     except RecursionError as error:
         raise ValueError("the JSON text cannot be read, because it is nested too deep") from error
+
+
+def _comma_hint(error: ValueError) -> str:
+    """Return "; remove the comma ..." if a comma is the reason why a text is not JSON, else ""."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].strip()
+    if after == ",":
+        return "; remove the comma at the end"
+    bracket = re.match(r",?\s*([}\]])", after)
+    if bracket and (after[0] == "," or before.endswith(",")):
+        return f"; remove the comma before {bracket[1]}"
+    return ""
+
+
+def check_downloaded(path: Path):
+    """Raise ValueError if a file is a pointer of Git LFS instead of its content."""
+    with path.open("rb") as file:
+        is_pointer = file.read(len(LFS)) == LFS
+    if is_pointer:
+        raise ValueError(
+            f"{path} is a pointer of Git LFS, not the file itself. Run `git lfs pull` in the "
+            "folder, or download the file again."
+        )
 
 
 def read_json(path: Path) -> dict:
@@ -40,6 +66,7 @@ def read_json(path: Path) -> dict:
         raise ValueError(
             f"{path}: this file is missing; every folder of a model, run or state must have it"
         )
+    check_downloaded(path)
     with error_context(path):
         content = parse_json(path.read_bytes())
         if not isinstance(content, dict):

@@ -40,9 +40,13 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         parser.error(f"{file}: {error.strerror}")
     folder = file.with_suffix(".files")
-    folder.mkdir(exist_ok=True)
     written = file.with_suffix(".local.jsonl")
     num_lost = 0
+    try:
+        folder.mkdir(exist_ok=True)
+        written.touch()
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be written ({error.strerror}); move the rows to another folder")
     with written.open("wb") as out:
         for number, line in enumerate(tqdm(lines), start=1):
             if not line.strip():

@@ -13,29 +13,49 @@ model sees nothing before they are trained. docs/from_parts.md is the page about
 import argparse
 import json
 import re
+import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO
 
 import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from torch import Tensor
 
+from minivlmrl.config.parsing import build as build_checked
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer, qwen2_backend
+from minivlmrl.errors import out_of_memory
 from minivlmrl.files import weight_files
 from minivlmrl.json_files import read_json
-from minivlmrl.model.build import random_model
+from minivlmrl.model import config_json
+from minivlmrl.model.build import model_from_config, random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors, save_model
 
 FAMILIES = {"qwen2": ("qwen2_5_vl", "qwen2_vl"), "qwen3": ("qwen3_vl",)}  # model_type of text -> families
-# keys of a text model's config.json that describe its decoder
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings",
-)  # fmt: skip
+Count = Annotated[int, ">= 1"]
+Positive = Annotated[float, "(0, inf)"]
+
+
+@dataclass
+class Sizes:
+    """Keys of a text model's config.json that describe its decoder; other keys are ignored."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    rope_theta: Positive
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: Positive | None = None
+    max_position_embeddings: Count | None = None
+    tie_word_embeddings: bool | None = None
+
+
 # GGUF's names of tensors -> ours; {} is the number of the layer
 GGUF_TENSORS = {
     "token_embd.weight": EMBEDDING,
@@ -53,7 +73,7 @@ GGUF_TENSORS = {
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
-# keys of SIZES -> GGUF's names, after "qwen2." or "qwen3."
+# fields of Sizes -> GGUF's names, after "qwen2." or "qwen3."
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -66,6 +86,10 @@ GGUF_SIZES = {
     "max_position_embeddings": "context_length",
 }
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens in a GGUF file
+# types of values in the header of a GGUF file: bytes of each number, and two types without a fixed size
+NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+TEXT, LIST = 8, 9
+MOST_DIMENSIONS = 4  # of a tensor in a GGUF file
 
 
 @dataclass
@@ -74,7 +98,7 @@ class TextModel:
 
     source: Path
     model_type: str  # qwen2 or qwen3
-    sizes: dict[str, Any]  # values of SIZES
+    sizes: dict[str, Any]  # the fields of Sizes that are set
     weights: dict[str, Tensor]  # by the names of our decoder
     tokenizer: Tokenizer
 
@@ -103,7 +127,7 @@ def read_text_model(source: Path) -> TextModel:
 
 
 def check_model_type(model_type: object, source: Path):
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{source}: the text model is {model_type!r}, but it must be {' or '.join(FAMILIES)}")
 
 
@@ -114,54 +138,120 @@ def read_folder(folder: Path) -> TextModel:
     if config.get("use_sliding_window"):
         raise ValueError(f"{folder / 'config.json'}: use_sliding_window is true, which is not supported")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{folder / 'config.json'}: rope_parameters is {rope!r:.60}, but it must be an object")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"{folder / 'config.json'}: the rotary embedding is scaled ({rope}), which is not supported")
-    sizes = {"rope_theta": rope.get("rope_theta")} | config
-    sizes = {name: sizes[name] for name in SIZES if sizes.get(name) is not None}
+    sizes = check_sizes({"rope_theta": rope.get("rope_theta")} | config, folder / "config.json")
     weights = {name: tensor.clone() for file in weight_files(folder) for name, tensor in read_tensors(file)}
     if sizes.get("tie_word_embeddings"):
         weights.pop(HEAD, None)
+    check_embedding(weights, folder)
     tokenizer = load_tokenizer_with_images(folder / "tokenizer.json")
     return TextModel(folder, config["model_type"], sizes, weights, tokenizer)
 
 
+def check_sizes(values: dict, where: Path) -> dict[str, Any]:
+    """Select the fields of Sizes, and raise ValueError if one is missing or has a wrong type."""
+    values = {name: values[name] for name in Sizes.__dataclass_fields__ if values.get(name) is not None}
+    sizes = build_checked(Sizes, values, str(where), json=True)
+    return {name: value for name, value in vars(sizes).items() if value is not None}
+
+
 def load_tokenizer_with_images(file: Path) -> Tokenizer:
     """Load a tokenizer.json, and add the control tokens that it lacks, such as <|image_pad|> in Qwen2."""
-    if not file.is_file():
-        raise ValueError(f"{file}: the file does not exist")
-    backend = Backend.from_file(str(file))
-    known = backend.get_vocab()
-    missing = [token for token in SPECIAL_TOKENS if token not in known]
-    if not missing:
-        tokenizer = load_tokenizer(file)
+    tokenizer = load_tokenizer(file, add_control_tokens=True)
+    known = Backend.from_file(str(file)).get_vocab()
+    if all(token in known for token in SPECIAL_TOKENS):
         tokenizer.files["tokenizer.json"] = file.read_bytes()
-        return tokenizer
-    backend.add_special_tokens(missing)
-    return Tokenizer(backend)
+    return tokenizer
 
 
 def read_gguf(file: Path) -> TextModel:
     """Read a GGUF file, whose quantised tensors are converted to float32."""
     try:
-        from gguf import GGUFReader, dequantize
+        import gguf
     except ImportError as error:
         raise ValueError(f"{file}: reading a GGUF file needs the package gguf; run pip install gguf") from error
+    weights = {}
     try:
-        reader = GGUFReader(file)
-    except (ValueError, IndexError, OSError) as error:
-        raise ValueError(f"{file} is not a complete GGUF file ({error}); download it again") from error
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+        check_gguf_counts(file)
+        reader = gguf.GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        for tensor in reader.tensors:
+            values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            weights[tensor.name] = values.view(*reversed(tensor.shape.tolist()))
+    except MemoryError:
+        raise
+    except Exception as error:  # the package has no errors of its own for damaged files
+        raise ValueError(
+            f"{file} is not a complete GGUF file ({type(error).__name__}: {error}); download it again"
+        ) from error
     model_type = fields.get("general.architecture")
     check_model_type(model_type, file)
+    weights = {gguf_name(name, file): tensor for name, tensor in weights.items()}
+    check_embedding(weights, file)
     sizes = {name: fields.get(f"{model_type}.{key}") for name, key in GGUF_SIZES.items()}
-    sizes = {name: value for name, value in sizes.items() if value is not None}
-    weights = {}
-    for tensor in reader.tensors:
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        weights[gguf_name(tensor.name, file)] = values.view(*reversed(tensor.shape.tolist()))
-    sizes["vocab_size"] = len(weights[EMBEDDING])
-    sizes["tie_word_embeddings"] = HEAD not in weights
-    return TextModel(file, str(model_type), sizes, weights, gguf_tokenizer(fields))
+    sizes |= {"vocab_size": len(weights[EMBEDDING]), "tie_word_embeddings": HEAD not in weights}
+    try:
+        tokenizer = gguf_tokenizer(fields)
+    except Exception as error:  # the library tokenizers raises only the class Exception
+        raise ValueError(
+            f"{file}: the tokenizer in the file is damaged ({type(error).__name__}: {error}); download the file again"
+        ) from error
+    return TextModel(file, str(model_type), check_sizes(sizes, file), weights, tokenizer)
+
+
+def check_gguf_counts(file: Path):
+    """Raise ValueError if the header of a GGUF file counts more values than the file can hold.
+
+    The package gguf reads such a file in a loop that would take years.
+    """
+    with file.open("rb") as stream:
+        _, _, num_tensors, num_values = read_numbers(stream, "<IIQQ")
+        for _ in range(num_values):
+            skip_bytes(stream, *read_numbers(stream, "<Q"))
+            [kind] = read_numbers(stream, "<I")
+            count = 1
+            if kind == LIST:
+                kind, count = read_numbers(stream, "<IQ")
+            if kind == TEXT:
+                for _ in range(count):
+                    skip_bytes(stream, *read_numbers(stream, "<Q"))
+            elif kind in NUMBERS:
+                skip_bytes(stream, NUMBERS[kind] * count)
+            else:
+                raise ValueError(f"the header has a value of the unknown type {kind}")
+        for _ in range(num_tensors):
+            skip_bytes(stream, *read_numbers(stream, "<Q"))
+            [num_dimensions] = read_numbers(stream, "<I")
+            if num_dimensions > MOST_DIMENSIONS:
+                raise ValueError(f"a tensor has {num_dimensions} dimensions")
+            skip_bytes(stream, 8 * num_dimensions + 12)
+
+
+def read_numbers(stream: BinaryIO, layout: str) -> tuple[int, ...]:
+    """Read numbers with a layout of struct; raise ValueError if the file ends before."""
+    content = stream.read(struct.calcsize(layout))
+    if len(content) < struct.calcsize(layout):
+        raise ValueError("the file ends inside of its header")
+    return struct.unpack(layout, content)
+
+
+def skip_bytes(stream: BinaryIO, count: int):
+    """Skip bytes; raise ValueError if the file ends before."""
+    start = stream.tell()
+    if count > stream.seek(0, 2) - start:
+        raise ValueError("the file ends inside of its header")
+    stream.seek(start + count)
+
+
+def check_embedding(weights: dict[str, Tensor], source: Path):
+    """Raise ValueError unless the weights have an embedding, a float matrix."""
+    embedding = weights.get(EMBEDDING)
+    if embedding is None or embedding.dim() != 2:
+        found = "is missing" if embedding is None else f"has shape {tuple(embedding.shape)}"
+        raise ValueError(f"{source}: the tensor {EMBEDDING} {found}; download the model again")
 
 
 def gguf_name(name: str, file: Path) -> str:
@@ -244,28 +334,44 @@ def build(text: TextModel, out: Path, family: str, tower: Tower, seed: int = 0):
             f"{text.source}: with the image tokens, the tokenizer has {len(text.tokenizer)} tokens, but the "
             f"head has only {text.sizes['vocab_size']} rows; use a model with more rows, such as Qwen2.5"
         )
+    layers = {name.split(".")[2] for name in text.weights if name.startswith("model.layers.")}
+    if text.sizes["num_hidden_layers"] > len(layers):
+        raise ValueError(
+            f"{text.source}: num_hidden_layers is {text.sizes['num_hidden_layers']}, but the weights have only "
+            f"{len(layers)} layers; download the model again"
+        )
+    values = make_config(text, family, tower) | {"vocab_size": text.sizes["vocab_size"]}
+    config = config_json.from_dict(values, str(text.source))
+    with torch.device("meta"):  # before memory is used, because the sizes may be wrong
+        check_shapes(text, model_from_config(config, text.source))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(make_config(text, family, tower)))
         model, processor = random_model(file, text.tokenizer, seed)
     model.to(text.weights[EMBEDDING].dtype)
-    weights = dict(text.weights)
     for name, parameter in decoder_parameters(model):
-        if name not in weights:
+        parameter.copy_(text.weights[name])
+    save_model(out, model, processor)
+    new = sum(p.numel() for p in model.visual.parameters())
+    old = sum(p.numel() for _, p in decoder_parameters(model))
+    print(f"wrote {out}: {family} with {old:,} parameters of {text.source} and {new:,} new ones")
+
+
+def check_shapes(text: TextModel, model: torch.nn.Module):
+    """Raise ValueError unless the weights of a text model are those of a model's decoder."""
+    unused = set(text.weights)
+    for name, parameter in decoder_parameters(model):
+        if name not in text.weights:
             raise ValueError(f"{text.source}: the tensor {name} is missing; download the model again")
-        weight = weights.pop(name)
+        unused.discard(name)
+        weight = text.weights[name]
         if weight.shape != parameter.shape:
             raise ValueError(
                 f"{text.source}: the tensor {name} has shape {tuple(weight.shape)}, but the config requires "
                 f"{tuple(parameter.shape)}"
             )
-        parameter.copy_(weight)
-    if weights:
-        raise ValueError(f"{text.source}: the decoder has no parameter {min(weights)}")
-    save_model(out, model, processor)
-    new = sum(p.numel() for p in model.visual.parameters())
-    old = sum(p.numel() for _, p in decoder_parameters(model))
-    print(f"wrote {out}: {family} with {old:,} parameters of {text.source} and {new:,} new ones")
+    if unused:
+        raise ValueError(f"{text.source}: the decoder has no parameter {min(unused)}")
 
 
 def main(arguments: list[str] | None = None):
@@ -287,8 +393,10 @@ def main(arguments: list[str] | None = None):
             raise ValueError(f"--family is {family}, but a decoder of {text.model_type} fits {' or '.join(families)}")
         tower = Tower(options.depth, options.width, options.heads, options.patch_size)
         build(text, options.out, family, tower, options.seed)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
+    except MemoryError as error:
+        raise SystemExit(out_of_memory(error)) from error
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from minivlmrl.json_files import parse_json
 
 # JSON constants for the Python constants that Qwen3.5 writes in its tool calls
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
 
 
 # the name of the tool ("" for a call in Qwen's format), and the text between the tags
@@ -121,7 +122,7 @@ def answer_call(
             pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
             return parts, pictures, True
         except FAILURES as error:  # the error message becomes the result, which the model reads
-            text = f"error: {str(error) or type(error).__name__}"
+            text = f"error: {without_addresses(str(error)) or type(error).__name__}"
             return [part(text[: settings.max_tool_characters])], [], False
         except BaseException as error:
             raise ValueError(
@@ -143,7 +144,16 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 
 def shown_error(error: BaseException) -> str:
     """Return the type of an exception and its message, if it has one."""
-    return ": ".join(filter(None, (type(error).__name__, str(error))))
+    return ": ".join(filter(None, (type(error).__name__, without_addresses(str(error)))))
+
+
+def without_addresses(text: str) -> str:
+    """Replace addresses of memory, such as 0x7f3a91c0, by 0x.
+
+    Addresses differ between runs, for example in the stack trace of selenium's errors. The model
+    reads the errors of tools, so a run with addresses could not be repeated.
+    """
+    return ADDRESS.sub("0x", text)
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:

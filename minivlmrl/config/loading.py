@@ -83,16 +83,27 @@ def load_config(
     if asked_for is None:
         # built without overrides first, so that an error in the recipe is reported with its name
         _build_run(config_class, values, recipe)
-    hints = {option.path: option.hint for option in options_of(config_class)}
-    for override in overrides:
-        values = _apply(override, values, hints)
-    config = _build_run(config_class, values, "command line", resolver)
+    try:
+        config = _build_overridden(config_class, values, overrides, resolver)
+    except ValueError:
+        _build_run(config_class, values, recipe)  # raises if the fault is in the recipe itself
+        raise
     if asked_for is not None:
         check_named_code(recipe, resolver.code, asked_for)
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
     return config
+
+
+def _build_overridden(
+    config_class: type[RunConfig], values: dict, overrides: Sequence[str], resolver: ChangeText
+) -> RunConfig:
+    """Apply the overrides to the values of a recipe, and build its config."""
+    hints = {option.path: option.hint for option in options_of(config_class)}
+    for override in overrides:
+        values = _apply(override, values, hints)
+    return _build_run(config_class, values, "command line", resolver)
 
 
 def _build_run(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import product
-from os.path import isdir
+from os.path import isdir, isfile
 from pathlib import Path, PurePosixPath
 
 from minivlmrl.data.image_settings import image_settings
@@ -42,6 +42,16 @@ def find_folder(name: str | Path) -> Path:
     folder = Path(name)
     if isdir(folder):
         return folder
+    if isfile(folder):  # os.path, because pathlib raises OSError for a name that is too long
+        raise ValueError(
+            f"{name} is a file, but a model is a folder in the Hugging Face format. "
+            + (
+                "A GGUF file of llama.cpp cannot be trained; download the folder of the original "
+                "model, with config.json and safetensors files."
+                if folder.suffix == ".gguf"
+                else f"Use the folder that contains the file, {folder.parent}."
+            )
+        )
     replaced = Path(f"{folder.resolve()}.replaced")
     if isdir(replaced):
         warnings.warn(

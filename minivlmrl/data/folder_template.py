@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
@@ -442,6 +442,21 @@ def _template_in(path: Path) -> str | None:
     return text
 
 
+def _to_json(
+    value,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Convert a value to JSON, with the arguments of transformers' filter tojson and no others."""
+    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
+        raise jinja2.TemplateError(f"tojson: indent is {indent!r:.40}, but it must be 0 to 16")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
@@ -457,6 +472,6 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
     )
     # The filter tojson is replaced, because jinja2's filter escapes <, > and & for HTML.
-    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = fail
     return sandbox

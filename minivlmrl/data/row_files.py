@@ -18,7 +18,7 @@ from pathlib import Path
 from minivlmrl.data.download import find_split, split_of
 from minivlmrl.data.formats import map_nested
 from minivlmrl.errors import check_field, error_context, optional_dependency
-from minivlmrl.json_files import parse_json
+from minivlmrl.json_files import check_downloaded, parse_json
 
 IMAGE_NAME = re.compile(r".+\.(png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 # Parquet values of these types are converted to text, because JSON does not support the types.
@@ -97,6 +97,7 @@ class Lines:
     def __init__(self, path: Path):
         self.path = path
         self.folder = path.parent
+        check_downloaded(path)
         content = path.read_bytes()
         try:
             self.texts = self.split(content.decode("utf-8-sig"))

@@ -97,9 +97,11 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=False)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokenizer:
     """Load a tokenizer.json.
 
+    Args:
+        add_control_tokens: True adds the members of SPECIAL_TOKENS that the file lacks.
     Raises:
         ValueError: the file is missing or unreadable, or decoding does not restore an encoded text.
     """
@@ -113,7 +115,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         content = read_json(Path(path))
         for part, allowed in COMPONENTS.items():
             check_components(part, list_components(content.get(part)), allowed)
-        tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        if add_control_tokens:
+            known = backend.get_vocab()
+            backend.add_special_tokens([token for token in SPECIAL_TOKENS if token not in known])
+        tokenizer = Tokenizer(backend)
         vocabulary = tokenizer.backend.get_vocab()
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:

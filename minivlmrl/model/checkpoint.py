@@ -24,8 +24,15 @@ from minivlmrl.data.image_settings import (
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
 from minivlmrl.errors import check_field, error_context
-from minivlmrl.files import INDEX, INFERENCE_CONFIG, replacing, save_tensors, weight_files
-from minivlmrl.json_files import read_json, write_json
+from minivlmrl.files import (
+    INDEX,
+    INFERENCE_CONFIG,
+    check_model_folder,
+    replacing,
+    save_tensors,
+    weight_files,
+)
+from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
 from minivlmrl.model.config import ModelConfig
@@ -102,6 +109,7 @@ def load_model(
 
 def read_config(folder: Path) -> ModelConfig:
     """Read the config.json of a folder; raise ValueError if it is missing or invalid."""
+    check_model_folder(folder)
     return config_json.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
@@ -193,6 +201,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
     The tensors are views of the file, so callers must copy them.
     """
+    check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())

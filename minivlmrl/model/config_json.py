@@ -38,12 +38,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
         ValueError: a value is invalid or not supported.
     """
     model_type = config.get("model_type")
-    check_field(
-        model_type in list(FAMILIES),
-        f"{where}: model_type",
-        model_type,
-        f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported",
-    )
+    _check_model_type(config, where)
     family = FAMILIES[config["model_type"]]
     text = _section(config, where, "text_config")
     vision = _section(config, where, "vision_config")
@@ -81,6 +76,19 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     with error_context(where):
         _check(built, family, "head_dim" in flat)
     return built
+
+
+def _check_model_type(config: dict, where: str):
+    """Raise ValueError unless the model is of a supported family."""
+    model_type = config.get("model_type")
+    expected = f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported"
+    if model_type in ("qwen2", "qwen3"):
+        expected += (
+            ". This is a text model: python recipes/from_parts.py adds a vision tower to the model"
+        )
+    elif isinstance(model_type, str) and not config.get("vision_config"):
+        expected += ". This is a text model; choose a vision-language model"
+    check_field(model_type in list(FAMILIES), f"{where}: model_type", model_type, expected)
 
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:

@@ -30,11 +30,23 @@ def locked(folder: str | Path, world) -> Iterator[None]:
         except OSError as error:
             # a file system without locks is accepted, although other runs are not detected there
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                failure = f"{error}. Check whether another run uses this folder."
+                failure = (
+                    f"{folder} cannot be written ({error}). {_remedy(error)}, or choose another "
+                    "folder with --output_dir."
+                )
         failure = world.gather_objects(failure)[0]
         if failure:
             raise ValueError(f"output_dir: {failure}")
         yield
+
+
+def _remedy(error: OSError) -> str:
+    """Return the beginning of a sentence about what to do if a folder cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free some space on the disk"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return "A file has the name of a folder of this path; move the file"
+    return "Change the permissions of the folder"
 
 
 def _lock(file: IO):

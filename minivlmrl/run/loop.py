@@ -58,14 +58,14 @@ def train_stages(
     """Train all stages of a recipe, starting with the first step or from a checkpoint."""
     world = signals.world
     check_outputs(config)
-    if world.is_main:
-        print(f"output: {config.output_dir}; open report.html there in a browser", flush=True)
     for callback in callbacks:
         callback.on_setup(config, world)
     model, processor, datasets = prepare(config, trainers, world)
     check_output_dir(config)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
     state = checkpoints.to_resume()
+    if world.is_main:  # only now, because a run that fails before writes no report
+        print(f"output: {config.output_dir}; open report.html there in a browser", flush=True)
     with MetricsLog(config, world, state, checkpoints.resumed) as log:
         held_out = datasets.get("eval")
         results = Results(config, model, processor, log, held_out, state, callbacks)

@@ -81,10 +81,11 @@ class CompletionsLog:
         num_bytes = 0  # size in bytes of the lines that are kept
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
-        elif self.path.is_file():
-            lines = self.path.read_bytes().splitlines(keepends=True)
-            num_past = sum(is_past(line, progress) for line in read_lines(self.path, LogLine))
-            num_bytes = sum(len(line) for line in lines[:num_past])
+        else:
+            if self.path.is_file():
+                lines = self.path.read_bytes().splitlines(keepends=True)
+                num_past = sum(is_past(line, progress) for line in read_lines(self.path, LogLine))
+                num_bytes = sum(len(line) for line in lines[:num_past])
             self.report_lost_lines(progress)
         self.path.touch()
         # The file is truncated instead of written again, so that the lines that are kept cannot be
@@ -108,7 +109,7 @@ class CompletionsLog:
             stage, step = lost[0]
             print(
                 f"{self.path} has no completions of {len(lost)} earlier steps, the first is step "
-                f"{step} of {stage}: the file was cut, or log_completions was different; the run "
+                f"{step} of {stage}: the file was removed or cut, or log_completions was different; the run "
                 "goes on without them",
                 flush=True,
             )

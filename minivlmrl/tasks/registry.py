@@ -62,11 +62,11 @@ def get_task(name: str) -> Task:
     )
 
 
-def _call(name: str, function: Callable, expected: str, *arguments):
+def _call(name: str, function: Callable, expected: str, /, *arguments, **options):
     """Call a function of a custom task, and raise ValueError if it returns no `expected` value."""
     from minivlmrl.config.import_utils import call_user_code, defined_in
 
-    result = call_user_code(name, function, *arguments)
+    result = call_user_code(name, function, *arguments, **options)
     if expected == "a float":
         valid = isinstance(result, int | float)
     elif expected == "a Tokenizer":

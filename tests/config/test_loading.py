@@ -264,6 +264,16 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     assert not list(tmp_path.rglob("ran"))
 
 
+def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
+    """The name is that of the file, unless an override replaces the wrong value or is wrong itself."""
+    recipe = write({"sampling": {"top_k": "many"}}, "minivlmrl.yaml")
+    with pytest.raises(ValueError, match=r"^.*minivlmrl\.yaml: sampling\.top_k is 'many', but it must be of type int"):
+        load_config(recipe, ["--seed=1"], asked_for=[])
+    assert load_config(recipe, ["--sampling.top_k=3"], asked_for=[]).sampling.top_k == 3
+    with pytest.raises(ValueError, match=r"^command line: sampling\.top_k is 'few'"):
+        load_config(write({}, "minivlmrl.yaml"), ["--sampling.top_k=few"], asked_for=[])
+
+
 def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
     """By an override, or with the recipe; names of tables, and numbers for their options, always may."""
     monkeypatch.chdir(tmp_path)
@@ -334,7 +344,7 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     ("--again.share=2", r"again.share is 2.0, but it must be in \[0, 1\]"),
     ("--stages=3", "command line: stages is 3, but it must be of type list"),
     ("--stages=again.py:Nameless", "stages: Nameless.stage is 'sft', but a section of this name exists"),
-    ("--stages=again.py:Other", "the object is <class .*, but it must be a Trainer of minivlmrl.trainers.base"),
+    ("--stages=again.py:Other", "the object .*is <class .*, but it must be a Trainer of minivlmrl.trainers.base"),
     ("--stages=[again.py:Again(share=1)]", "the text in brackets is {'share': 1}, but it must be in the section"),
     ("--stages=[gone.py:Again]", r"gone\.py:Again cannot be loaded \(FileNotFoundError"),
 ])  # fmt: skip

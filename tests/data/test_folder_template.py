@@ -4,11 +4,12 @@ import copy
 import itertools
 import json
 
+import jinja2
 import pytest
 from talk import CHATML, assistant, bracketed, renders_as_transformers
 
 from minivlmrl.data.chat_template import Control, render
-from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, with_values
+from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, environment, with_values
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS
 
 HI = [{"role": "user", "content": "hi"}]
@@ -26,6 +27,14 @@ def load(published):
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "<b> é"}}}]}
 TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"role": "user", "content": "And?"}]
+
+
+def test_tojson_takes_no_other_arguments():
+    """A template cannot choose a class for json.dumps, or an indentation that fills the memory."""
+    assert environment().from_string("{{ x | tojson(indent=1) }}").render(x=["ä"]) == '[\n "ä"\n]'
+    for argument in ("default=x", "cls=x", "skipkeys=true", "indent=10**9", "indent='x'"):
+        with pytest.raises((TypeError, jinja2.TemplateError), match="tojson|unexpected keyword|_to_json"):
+            environment().from_string("{{ x | tojson(" + argument + ") }}").render(x=["ä"])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507", "qwen3_8"])

@@ -241,8 +241,8 @@ def test_a_custom_engine_samples_rollouts(stage, tmp_path):
         with pytest.raises(ValueError, match=r"^sampling\.engine .*: the engine must be a subclass of minivlmrl\.gene"):
             stage("grpo", f"--sampling.engine={file}:{name}")
     for name, says in (
-        ("Failing", r"raised AttributeError: .* in .*my_engine\.py:26"),
-        ("Short", r"\(defined in .*my_engine\.py:30\) returned lists of \[2, 2, 2, 2\], but it must return one"),
+        ("Failing", r"raised AttributeError: .* in .*my_engine\.py:24"),
+        ("Short", r"\(defined in .*my_engine\.py:\d+\) returned lists of \[2, 2, 2, 2\], but it must return one"),
         ("Nothing", "returned None, but"), ("Texts", "returned a completion of type str, but"),
         ("Strange", "returned a completion with an id outside of the vocabulary"),
         ("NoLogps", "whose logps are None, but"), ("NotFinite", "whose logps are NaN or infinite"),

@@ -1,6 +1,7 @@
 """recipes/from_parts.py keeps the decoder and the tokenizer of a text model, and transformers loads the result."""
 
 import json
+import struct
 import sys
 
 import PIL.Image
@@ -244,6 +245,98 @@ def test_other_sources_are_refused(tmp_path, change, options, message):
         from_parts.main([str(tmp_path), str(tmp_path / "vlm"), *SMALL, *options])
     assert message in str(error.value)
     assert not (tmp_path / "vlm").exists()
+
+
+WRONG = (-1, 0, 10**9, 10**30, 1.5, "x", None, [1], {"a": 1})
+KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rope_parameters")
+
+
+def refused(source, out):
+    """Return the sentence with which the script refuses a model; any other error fails the test."""
+    with pytest.raises(SystemExit) as error:
+        from_parts.main([str(source), str(out), *SMALL])
+    return str(error.value)
+
+
+def test_wrong_values_in_config_json_are_sentences(tmp_path):
+    """Each value is refused before memory is used: 54 of them, and six missing keys."""
+    make_text_model(tmp_path, dtype=torch.float32)
+    original = (tmp_path / "config.json").read_text()
+    for key in KEYS:
+        for value in WRONG:
+            edit(tmp_path, **{key: value})
+            assert refused(tmp_path, tmp_path / "vlm").startswith(str(tmp_path)), (key, value)
+        (tmp_path / "config.json").write_text(original)
+        content = json.loads(original)
+        del content[key]
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert "is missing" in refused(tmp_path, tmp_path / "vlm"), key
+        (tmp_path / "config.json").write_text(original)
+    edit(tmp_path, model_type=[1])
+    assert "the text model is [1]" in refused(tmp_path, tmp_path / "vlm")
+
+
+DAMAGED = (b"", b"[1]", b"{}", b"[" * 10**5, b"<html>", bytes(100), b"\xff\xfe", b"version https://git-lfs.github.com/")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_damaged_files_are_sentences(tmp_path, name):
+    make_text_model(tmp_path, dtype=torch.float32)
+    for content in (*DAMAGED, (tmp_path / name).read_bytes()[:-100]):
+        (tmp_path / name).write_bytes(content)
+        assert name in refused(tmp_path, tmp_path / "vlm"), content[:20]
+
+
+@pytest.mark.parametrize("change", [
+    {"model": None}, {"model": {"type": "WordPiece"}}, {"added_tokens": 3}, {"version": "x"}, {"decoder": [1]},
+    {"pre_tokenizer": {"type": "Sequence", "pretokenizers": 3}}, {"post_processor": "x"},
+    {"added_tokens": [], "normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}},
+], ids=str)  # fmt: skip
+def test_damaged_tokenizers_are_sentences(tmp_path, change):
+    make_text_model(tmp_path, dtype=torch.float32)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | change))
+    assert "tokenizer.json: the file is not a usable tokenizer.json" in refused(tmp_path, tmp_path / "vlm")
+
+
+def test_weights_without_an_embedding_are_sentences(tmp_path):
+    make_text_model(tmp_path, dtype=torch.float32)
+    name = "model.embed_tokens.weight"
+    for tensor in (None, torch.ones(3), torch.tensor(1.0)):
+        tensors = load_file(tmp_path / "model.safetensors") | {name: tensor}
+        save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "model.safetensors", {"format": "pt"})
+        assert f"the tensor {name} " in refused(tmp_path, tmp_path / "vlm")
+
+
+def test_damaged_gguf_files_are_sentences(tmp_path):
+    """Files are cut, counts are huge, and types and names of values are wrong. No file is read in an endless loop."""
+    model = make_text_model(tmp_path, dtype=torch.float32)
+    file = tmp_path / "text.gguf"
+    write_gguf(file, model, tmp_path, "F32")
+    good = file.read_bytes()
+    damaged = [good[:size] for size in (*range(0, 1200, 61), len(good) // 2, len(good) - 1)]
+
+    def put(position, layout, value):
+        content = bytearray(good)
+        struct.pack_into(layout, content, position, value)
+        damaged.append(bytes(content))
+
+    for position in (8, 16, 24):  # numbers of tensors and values, and length of the first name
+        for value in (0, 2**31, 2**63, 2**64 - 1):
+            put(position, "<Q", value)
+    tokens = good.find(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")
+    for value in (2**32 + 9, 2**40, 2**63):
+        put(tokens + 8, "<Q", value)
+    put(tokens + 4, "<I", 9)  # a list of lists
+    for key in (b"general.architecture", b"qwen2.block_count", b"qwen2.attention.head_count", b"tokenizer.ggml.merges"):
+        start = good.find(key)
+        put(start, "<B", ord("Z"))
+        for kind in (0, 7, 12, 99):
+            put(start + len(key), "<I", kind)
+    for number, content in enumerate(damaged):
+        file.write_bytes(content)
+        assert str(tmp_path) in refused(file, tmp_path / "vlm"), number
+    assert len(damaged) > 50  # all were refused
 
 
 def test_a_missing_source_is_named(tmp_path):

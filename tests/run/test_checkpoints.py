@@ -465,10 +465,17 @@ def test_completions_that_were_cut_are_reported(recipe, copy, capsys):
     whole, log = shutil.copytree(copy, copy.parent / "whole"), copy / "completions.jsonl"
     log.write_bytes(log.read_bytes()[:100])
     resume(recipe, copy, "--resume=auto")
-    said = f"{log} has no completions of 1 earlier steps, the first is step 0 of grpo: the file was cut, or"
+    said = f"{log} has no completions of 1 earlier steps, the first is step 0 of grpo: the file was removed or cut, or"
     assert said in capsys.readouterr().out
     resume(recipe, whole, "--resume=auto")
     assert "has no completions" not in capsys.readouterr().out
+
+
+def test_completions_that_were_removed_are_reported(recipe, copy, capsys):
+    shutil.rmtree(copy / "states" / "000003")
+    (copy / "completions.jsonl").unlink()
+    resume(recipe, copy, "--resume=auto")
+    assert "completions.jsonl has no completions of 1 earlier steps, the first is step 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--resume=never", "--resume=null"])

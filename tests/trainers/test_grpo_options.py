@@ -342,7 +342,7 @@ def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
     ("second_loss", "returned a metric with the name 'loss'"), ("not_a_number", "returned the loss nan, although"),
     ("gradient_of_root", "has a gradient that is NaN or infinite"),
     ("in_place", r"the gradient of the loss \(defined in .*\) cannot be computed \(one of the variables"),
-    ("key", r"raised KeyError: 'epsilon_lwo' in .*my_loss\.py:85; did you mean epsilon_low"),
+    ("key", r"raised KeyError: 'epsilon_lwo' in .*my_loss\.py:72; did you mean epsilon_low"),
     ("all_rows(scle=1)", "there is no option 'scle'; the options are: scale"),
 ])  # fmt: skip
 def test_invalid_custom_losses_are_refused_early(stage, own_loss, name, says):
