@@ -152,6 +152,10 @@ def endless() -> str:
             continue
 
 
+def with_addresses() -> str:
+    raise ValueError("stale <object at 0x7f3a91c04d90>\n#0 0x55d0c8a1b2f3 <unknown>, but code 0xff")
+
+
 def stubborn() -> str:
     for _ in range(3):  # bounded, so that a broken timeout fails this test
         try:
@@ -167,6 +171,7 @@ SAID = {
     "nothing": (lambda: None, "None"),
     "an exit": (lambda: sys.exit(3), "error: 3"),
     "an error without words": (lambda: next(iter(())), "error: StopIteration"),
+    "addresses": (with_addresses, "error: stale <object at 0x>\n#0 0x <unknown>, but code 0xff"),
     "no end": (endless, "error: the call took more than 0.05 seconds"),
     "no end, whatever is raised": (stubborn, "error: the call took more than 0.05 seconds"),
     "much": (

@@ -33,7 +33,7 @@ def test_tojson_takes_no_other_arguments():
     """A template cannot choose a class for json.dumps, or an indentation that fills the memory."""
     assert environment().from_string("{{ x | tojson(indent=1) }}").render(x=["ä"]) == '[\n "ä"\n]'
     for argument in ("default=x", "cls=x", "skipkeys=true", "indent=10**9", "indent='x'"):
-        with pytest.raises((TypeError, jinja2.TemplateError), match="tojson|unexpected keyword|_to_json"):
+        with pytest.raises((TypeError, jinja2.TemplateError), match=r"tojson: indent|unexpected keyword"):
             environment().from_string("{{ x | tojson(" + argument + ") }}").render(x=["ä"])
 
 

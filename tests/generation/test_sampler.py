@@ -205,7 +205,7 @@ class Texts(Changing):
 
 class Strange(Changing):
     def change(self, groups):
-        groups[0][0].ids += 10**6
+        groups[0][0].ids = groups[0][0].ids + 10**6
         return groups
 
 
@@ -217,7 +217,7 @@ class NoLogps(Changing):
 
 class NotFinite(Changing):
     def change(self, groups):
-        groups[0][0].logps /= 0
+        groups[0][0].logps = groups[0][0].logps / 0
         return groups
 
 
