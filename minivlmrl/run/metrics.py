@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class MetricsLog(ExitStack):
                     f"report_to {name}{defined_in(tracker)} returned an object of type "
                     f"{type(log).__name__}, but it must return a function (values, step)"
                 )
-            self.trackers.append((name, log))
+            self.trackers.append(partial(call_user_code, f"report_to {name}", log))
 
     def write(self, name: str, line: dict):
         """Append one JSON line to the log file called `name`."""
@@ -85,8 +86,8 @@ class MetricsLog(ExitStack):
 
     def track(self, values: dict[str, float]):
         """Send values to the trackers, with the total number of optimizer steps as the x-axis."""
-        for name, log in self.trackers:
-            call_user_code(f"report_to {name}", log, values, self.steps)
+        for log in self.trackers:
+            log(values, self.steps)
 
     def stage(self, trainer: Trainer, steps_done: int, seconds: float):
         """Start a stage with a new progress bar.

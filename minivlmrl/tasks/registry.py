@@ -6,6 +6,7 @@ recipes/dots.py is an example to copy.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ def get_task(name: str) -> Task:
     )
 
 
-def _call(name: str, function: Callable, expected: str, /, *arguments, **options):
+def _call(name: str, function: Callable, expected: str, /, *arguments, **options) -> Any:
     """Call a function of a custom task, and raise ValueError if it returns no `expected` value."""
     from minivlmrl.config.import_utils import call_user_code, defined_in
 

@@ -323,7 +323,7 @@ class GRPOTrainer(RolloutTrainer):
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
         # a custom loss function is called without token weights and without an entropy bonus
         is_builtin = self.loss_function is grpo_loss
-        arguments = {
+        arguments: dict[str, Any] = {
             **options,
             "old_per_token_logps": batch.old_per_token_logps if self.policy_moves else None,
             "ref_per_token_logps": batch.ref_per_token_logps,
@@ -331,8 +331,8 @@ class GRPOTrainer(RolloutTrainer):
         }
         inputs = padded_logps, batch.advantages, batch.loss_mask
         if is_builtin:
-            weights = self.weights(batch, padded_entropies)
-            loss, metrics = grpo_loss(*inputs, **arguments, **weights)
+            arguments |= self.weights(batch, padded_entropies)
+            loss, metrics = grpo_loss(*inputs, **arguments)
         else:
             loss, metrics = call_loss(self.loss_function, self.config, *inputs, **arguments)
         if self.config.entropy_coef and is_builtin:
