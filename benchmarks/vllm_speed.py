@@ -8,7 +8,8 @@ from functools import partial
 from importlib.util import find_spec
 
 from minivlmrl.config.options import SamplingOptions
-from minivlmrl.distributed.process_group import World, find_device
+from minivlmrl.distributed.device import find_device
+from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.model.build import random_model
 from minivlmrl.tasks import shapes

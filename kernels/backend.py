@@ -88,7 +88,8 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
     obstacle = _obstacle(tensor.device, tensor.dtype)
     if choice == "triton" and obstacle:
         raise ValueError(
-            f"MINIVLMRL_KERNELS is triton, but the Triton kernels cannot run: {obstacle}"
+            f"MINIVLMRL_KERNELS is triton, but the Triton kernels cannot run: {obstacle}; or set "
+            "MINIVLMRL_KERNELS=auto, which uses torch where Triton cannot run"
         )
     if obstacle:
         if tensor.dtype in DTYPES:
@@ -135,11 +136,12 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     ROCm devices also have the device type "cuda".
     """
     if not INSTALLED:
-        return "Triton is not installed; run pip install triton"
+        package = "triton-windows" if sys.platform == "win32" else "triton"
+        return f"Triton is not installed; run pip install {package}"
     if dtype not in DTYPES:
         return (
             f"the tensor has the dtype {dtype}, but the kernels support only float32, float16 and "
-            "bfloat16; set MINIVLMRL_KERNELS=auto"
+            "bfloat16"
         )
     if device.type == "cpu" and INTERPRETED:
         return None
@@ -150,7 +152,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         )
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        return f"the GPU {name} has a compute capability below 8.0; set MINIVLMRL_KERNELS=auto"
+        return f"the GPU {name} has a compute capability below 8.0"
     return _compiler_obstacle()
 
 

@@ -35,7 +35,7 @@ from minivlmrl.distributed import process_group
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.callbacks import default_callbacks
-from minivlmrl.run.preflight import find_mistakes
+from minivlmrl.run.preflight import describe_hardware, find_mistakes
 from minivlmrl.run.setup import prepare
 from minivlmrl.trainers.registry import find_trainers
 
@@ -64,6 +64,7 @@ def check(config: RunConfig) -> Iterator[str]:
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     for callback in default_callbacks(config):
         callback.on_setup(config, world)
+    describe_hardware(config, world)
     model, processor, datasets = prepare(config, stages, world)
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+
+from minivlmrl.distributed.device import find_device
 
 Value = TypeVar("Value")
 
@@ -190,35 +191,6 @@ def default_num_threads(local_size: int) -> int:
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     return max(1, num_cores // local_size)
-
-
-def find_device(local_rank: int = 0) -> torch.device:
-    """Return the GPU of a rank, or the CPU if the machine has no GPU.
-
-    Raises:
-        ValueError: there are fewer GPUs than ranks, or CUDA cannot use the GPU.
-    """
-    if torch.cuda.is_available():
-        num_gpus = torch.cuda.device_count()
-        if local_rank >= num_gpus:
-            raise ValueError(
-                f"local rank {local_rank} has no GPU, because only {num_gpus} are visible; start "
-                f"at most {num_gpus} processes (--nproc_per_node), or make more GPUs visible "
-                "(CUDA_VISIBLE_DEVICES)"
-            )
-        return torch.device("cuda", local_rank)
-    if torch.backends.cuda.is_built() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:
-            # With these errors there is no GPU that the user could miss. A forked subprocess cannot
-            # initialise CUDA, but its parent process found no GPU.
-            if not re.search("no NVIDIA driver|No CUDA GPUs|in forked subprocess", str(error)):
-                raise ValueError(
-                    f"CUDA cannot use this machine's GPU ({str(error).splitlines()[0]}): "
-                    "fix the driver, or train on the CPU with CUDA_VISIBLE_DEVICES=-1"
-                ) from error
-    return torch.device("cpu")
 
 
 def attempt_store(limit: timedelta) -> Store:

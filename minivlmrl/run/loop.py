@@ -20,6 +20,7 @@ from minivlmrl.run.checkpoints import CheckpointManager
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
+from minivlmrl.run.preflight import describe_hardware
 from minivlmrl.run.results import Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
@@ -58,6 +59,8 @@ def train_stages(
     """Train all stages of a recipe, starting with the first step or from a checkpoint."""
     world = signals.world
     check_outputs(config)
+    if world.is_main:
+        describe_hardware(config, world)
     for callback in callbacks:
         callback.on_setup(config, world)
     model, processor, datasets = prepare(config, trainers, world)

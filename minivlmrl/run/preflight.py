@@ -13,6 +13,7 @@ from minivlmrl.config.validation import is_set, unnamed_stages
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import check_lengths
 from minivlmrl.data.rows import Dataset
+from minivlmrl.distributed.device import bfloat16_cost, describe_device, unused_gpu
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.environments import begin_environment
 from minivlmrl.generation.sampler import find_engine
@@ -132,34 +133,39 @@ def check_positions(
         check_lengths(rows, processor, limit, reason, skips)
 
 
-def describe_run(config: RunConfig, model: VisionLanguageModel, world: World):
-    """Print the device, the number of ranks, the kernels, and the size and dtypes of the model."""
-    dtype = config.model.dtype
-    compute_dtype = config.model.compute_dtype or dtype
+def describe_hardware(config: RunConfig, world: World):
+    """Print the device, the number of ranks and the kernels, and notes about a slow device.
+
+    On a GPU, this checks the kernels (see kernels/verdicts.py), while most memory is still free.
+    """
+    compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
-    # On a GPU, this checks the kernels (see kernels/verdicts.py), while most GPU memory is still free.
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
     kernels = "torch"
     if len(on_torch) < len(KERNELS):
         kernels = f"triton (torch for {', '.join(on_torch)})" if on_torch else "triton"
-    device = f"CPU (threads: {torch.get_num_threads()})"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
+    device = describe_device(world.device)
+    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}", flush=True)
+    notes = []
+    if world.device.type == "cpu":
+        notes.append(unused_gpu())
+    if compute_dtype == "bfloat16":
+        notes.append(bfloat16_cost(world.device))
+    for note in filter(None, notes):
+        print(note, flush=True)
+
+
+def describe_model(config: RunConfig, model: VisionLanguageModel):
+    """Print the number of parameters, their dtypes, and which of them are trained."""
+    dtype = config.model.dtype
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"device: {device}; ranks: {world.size}; kernels: {kernels}")
     print(
-        f"model: {num_parameters:,} parameters in {dtype}, computed in {compute_dtype}", flush=True
+        f"model: {num_parameters:,} parameters in {dtype}, computed in "
+        f"{config.model.compute_dtype or dtype}",
+        flush=True,
     )
     if not all(parameter.requires_grad for parameter in model.parameters()):
         print(trainable_summary(model))
-    # Measured on a Zen 3: products of 600 rows took 8 times as long in bfloat16 as in float32.
-    has_avx512 = torch.backends.cpu.get_cpu_capability() != "AVX2"
-    if compute_dtype == "bfloat16" and world.device.type == "cpu" and not has_avx512:
-        print(
-            "this processor has no AVX-512, so it computes several times slower in bfloat16 than "
-            "in float32; use --model.compute_dtype=float32",
-            flush=True,
-        )
 
 
 def describe_thought(processor: Processor):

@@ -36,7 +36,7 @@ from minivlmrl.run.preflight import (
     check_experts,
     check_positions,
     collect_notes,
-    describe_run,
+    describe_model,
     describe_thought,
     try_rewards,
 )
@@ -67,7 +67,7 @@ def prepare(
     check_experts(config, model)
     check_batch_invariant(config, model, world)
     if world.is_main:
-        describe_run(config, model, world)
+        describe_model(config, model)
         describe_thought(processor)
         for note in collect_notes(config, trainers, datasets):
             print(note, flush=True)

@@ -211,7 +211,9 @@ def test_the_page_is_updated_until_the_run_ends(watched, tmp_path, capsys):
     watched(lambda: loaded_pages.extend(shown(report)))
     assert loaded_pages == [(60, 0), (60, 1), (60, 2)] and shown(report) == [(0, 3)]
     assert data_of(report)[0]["summary"] == json.loads((report.parent / "summary.json").read_text())
-    assert f"\noutput: {report.parent}; open report.html there in a browser\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("device: CPU (threads: ")
+    assert f"output: {report.parent}; open report.html there in a browser" in printed
     with pytest.raises(ZeroDivisionError):  # the page of a failed run does not reload either
         watched(lambda: len(shown(report)) / (shown(report)[0][1] < 2))
     assert shown(report) == [(0, 2)]

@@ -15,7 +15,7 @@ from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed import process_group
-from minivlmrl.distributed.process_group import World, find_device
+from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.process_group import setup as join  # pytest 8.0 runs a module's `setup` before its tests
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.model.build import random_model
@@ -336,40 +336,6 @@ def test_shares_of_ranks_differ_by_at_most_one():
     assert shares([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
     assert shares([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]]
     assert shares(range(2), 4) == [range(0), range(1), range(1, 1), range(1, 2)]
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    """Return gpus(count, error), which sets the number of GPUs or the error that torch reports."""
-
-    def gpus(count, error=None):
-        def init():
-            raise RuntimeError(error)
-
-        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-        for name, value in {"is_available": lambda: count > 0, "device_count": lambda: count, "init": init}.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return gpus
-
-
-def test_each_rank_has_its_own_gpu(gpus):
-    gpus(2)
-    assert [str(find_device(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ValueError, match=r"local rank 2 has no GPU, because only 2 are visible; start at most 2"):
-        find_device(2)
-
-
-def test_the_cpu_is_used_only_if_there_is_no_gpu(gpus, monkeypatch):
-    for error in ("Found no NVIDIA driver on your system. Please", "No CUDA GPUs are available"):
-        gpus(0, error)
-        assert str(find_device()) == "cpu"
-    gpus(0, "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
-    with pytest.raises(ValueError, match=r"\(The NVIDIA driver .* too old \(found version 11040\).\): fix"):
-        find_device()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert str(find_device()) == "cpu"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there it is called lo")

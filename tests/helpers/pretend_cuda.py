@@ -22,6 +22,7 @@ CPU, so a test that needs flash attention must replace can_use_flash_attention.
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import sys
 from unittest import mock
@@ -321,21 +322,36 @@ class Stream:
     __exit__ = lambda self, *_: None  # noqa: E731
 
 
+class Event(Stream):
+    """An event whose clock advances by one second each time that any event is recorded."""
+
+    seconds = itertools.count()
+
+    def record(self, *_):
+        self.time = next(Event.seconds)
+        return self
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return milliseconds, like torch.cuda.Event."""
+        return 1000.0 * (end.time - self.time)
+
+
 def environment():
     """Yield the patches that make torch.cuda report one GPU."""
     stream = Stream()
     answers = {
         "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
-        "set_device": None, "get_device_capability": (9, 0), "get_device_name": "no GPU", "_exchange_device": -1,
+        "set_device": None, "get_device_capability": (9, 0), "get_device_name": "no GPU",
+        "get_arch_list": ["sm_90"], "_exchange_device": -1,
         "_maybe_exchange_device": -1, "synchronize": None, "empty_cache": None, "set_rng_state": None,
         "is_bf16_supported": True, "stream": stream, "current_stream": stream, "default_stream": stream,
-        "memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
+        "memory_allocated": 0, "memory_reserved": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
         "mem_get_info": (2**37, 2**37), "is_current_stream_capturing": False,  # torch with CUDA asks the driver
     }  # fmt: skip
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     yield mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream)  # for optimizers since torch 2.15
-    classes = {"Stream": Stream, "Event": Stream, "CUDAGraph": Graph}
+    classes = {"Stream": Stream, "Event": Event, "CUDAGraph": Graph}
     for name, value in (classes | {"get_rng_state": lambda *_: torch.get_rng_state()}).items():
         yield mock.patch.object(torch.cuda, name, value)
     yield mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "torch"})

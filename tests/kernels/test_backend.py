@@ -48,12 +48,28 @@ def test_the_device_decides():
 
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
+    """Auto mode does not advise auto mode, which is already set; only the error of the mode triton does."""
+    reasons = "slower torch path, because the Triton kernels cannot run: "
+
+    def warning_and_error():
+        monkeypatch.setenv("MINIVLMRL_KERNELS", "auto")
+        with pytest.warns(UserWarning, match=reasons) as warned:
+            assert backend_for(OnGPU()) == "torch"
+        monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
+        with pytest.raises(ValueError, match="; or set MINIVLMRL_KERNELS=auto, which uses torch where") as error:
+            backend_for(OnGPU())
+        backend._warn.cache_clear()
+        [warning] = warned
+        obstacle = str(warning.message).partition(reasons)[2]
+        assert obstacle in str(error.value)
+        return obstacle
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.warns(UserWarning, match="slower torch path, .*: the GPU a card has a compute capability below"):
-        assert backend_for(OnGPU()) == "torch"
+    assert warning_and_error() == "the GPU a card has a compute capability below 8.0"
     monkeypatch.setattr(backend, "INSTALLED", False)
-    with pytest.warns(UserWarning, match="Triton kernels cannot run: Triton is not installed"):
-        assert backend_for(OnGPU(device="cuda:1")) == "torch"
+    for platform, package in (("linux", "triton"), ("win32", "triton-windows")):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert warning_and_error() == f"Triton is not installed; run pip install {package}"
 
 
 def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn):

@@ -19,7 +19,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import preflight, setup
-from minivlmrl.run.preflight import collect_notes, describe_run, try_rewards
+from minivlmrl.run.preflight import collect_notes, describe_hardware, describe_model, try_rewards
 from minivlmrl.run.setup import fit_rows, stage_lengths
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
@@ -61,34 +61,34 @@ def test_a_run_prints_its_device_and_model_size(home, capsys, monkeypatch, capab
     config = load_config(home / "recipe.yaml", [])
     policy, _ = setup.build_model(config, ONE)
     config.model.compute_dtype = "bfloat16"
-    describe_run(config, policy, World(0, 2, torch.device("cpu")))
-    device, size, *slow = capsys.readouterr().out.splitlines()
+    describe_hardware(config, World(0, 2, torch.device("cpu")))
+    device, *slow = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0] for line in slow] == ["this processor has no AVX-512"] * (capability == "AVX2")
     assert re.fullmatch(r"device: CPU \(threads: \d+\); ranks: 2; kernels: torch", device)
-    assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16", size)
+    describe_model(config, policy)
+    size = capsys.readouterr().out
+    assert re.fullmatch(r"model: [\d,]+ parameters in float32, computed in bfloat16\n", size)
 
 
-def test_a_run_prints_its_gpu(home, capsys, monkeypatch):
+def test_a_run_prints_its_gpu(capsys, monkeypatch):
     """On a GPU, bfloat16 needs no AVX-512."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    config = load_config(home / "recipe.yaml", [])
-    policy, _ = setup.build_model(config, ONE)
+    config = RunConfig()
     config.model.compute_dtype = "bfloat16"
     with PretendCuda():
-        describe_run(config, policy, World(device=CUDA))
-    device, size = capsys.readouterr().out.splitlines()
-    assert device == "device: no GPU; ranks: 1; kernels: torch" and size.endswith("computed in bfloat16")
+        describe_hardware(config, World(device=CUDA))
+    [device] = capsys.readouterr().out.splitlines()
+    assert device.startswith("device: no GPU (compute capability 9.0, driver ")
+    assert device.endswith(", 137.4 of 137.4 GB free); ranks: 1; kernels: torch")
 
 
 @pytest.mark.parametrize(
     ("on_torch", "says"),
     [((), "triton"), (("nf4_unpack", "sample_blocks"), "triton (torch for nf4_unpack, sample_blocks)")],
 )
-def test_a_run_prints_which_kernels_run_in_torch(home, capsys, monkeypatch, on_torch, says):
+def test_a_run_prints_which_kernels_run_in_torch(capsys, monkeypatch, on_torch, says):
     monkeypatch.setattr(preflight, "backend_for", lambda tensor, kernel: "torch" if kernel in on_torch else "triton")
-    config = load_config(home / "recipe.yaml", [])
-    policy, _ = setup.build_model(config, ONE)
-    describe_run(config, policy, ONE)
+    describe_hardware(RunConfig(), ONE)
     assert capsys.readouterr().out.splitlines()[0].endswith(f"; ranks: 1; kernels: {says}")
 
 
