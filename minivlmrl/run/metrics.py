@@ -280,7 +280,7 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
         )
     name = "rollout/logp_mismatch"
     bound = run.rollout.max_logp_mismatch
-    if (run.model.compute_dtype or run.model.dtype) in ("bfloat16", "float16"):
+    if (run.model.compute_dtype or run.model.dtype) == "bfloat16":
         name = "rollout/logp_mismatch_rms"
         bound = bound / 10
     mismatch = metrics.get(name, 0.0)

@@ -117,10 +117,14 @@ class Results:
         try:
             values = evaluate(self.model, self.processor, held_out, config, self.world)
         except FloatingPointError as error:
-            raise ValueError(
-                f"evaluation {name}: {error}. The training has probably diverged; try a lower "
-                "learning rate"
-            ) from error
+            cause = "The training has probably diverged; try a lower learning rate"
+            if trainer is None:
+                dtype = config.model.compute_dtype or config.model.dtype
+                cause = (
+                    "Nothing was trained yet, so the weights are damaged or the activations are too "
+                    f"large for {dtype}; try --model.compute_dtype=float32"
+                )
+            raise ValueError(f"evaluation {name}: {error}. {cause}") from error
         stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
             stage = trainer.stage

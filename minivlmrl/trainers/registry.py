@@ -1,7 +1,7 @@
 """Registry of the training stages that a recipe can name, and their trainer classes."""
 
 from minivlmrl.config.import_utils import defined_in, find_stage
-from minivlmrl.config.validation import check_effects
+from minivlmrl.config.validation import check_dtypes, check_effects
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
 
@@ -58,6 +58,7 @@ def find_trainers(config) -> dict[str, type[Trainer]]:
     # A recipe without stages may still need a reference model, so its reference options are not
     # reported as unused.
     references = [cls.has_reference(getattr(config, name)) for name, cls in trainers.items()]
+    check_dtypes(config)
     check_effects(config, has_reference=any(references) or not trainers)
     for trainer in trainers.values():
         trainer.check(config)

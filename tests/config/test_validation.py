@@ -17,7 +17,7 @@ from minivlmrl.config.options import RunConfig, SFTOptions
 from minivlmrl.config.parsing import options_of
 from minivlmrl.config.validation import check_effects, options_without_effect
 from minivlmrl.diagnostics.check import main as check_main
-from minivlmrl.trainers.registry import find_trainer
+from minivlmrl.trainers.registry import find_trainer, find_trainers
 
 TWICE = {"grpo.num_iterations": 2}
 OWN_LOSS = {"grpo.loss_type": "policy_by_hand:reinforce"}
@@ -115,6 +115,20 @@ def check(run):
 def empty(tmp_path):
     (tmp_path / "recipe.yaml").touch()
     return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize("option", ["dtype", "compute_dtype"])
+def test_float16_is_refused_for_training_only(option):
+    config = RunConfig()
+    setattr(config.model, option, "float16")
+    with pytest.raises(ValueError, match=rf"model.{option} is 'float16', .* train in bfloat16, or in float32"):
+        find_trainers(config)
+    config.stages = []
+    assert find_trainers(config) == {}
+    for dtype in ("float32", "bfloat16", "float64"):
+        config = RunConfig()
+        setattr(config.model, option, dtype)
+        assert find_trainers(config)
 
 
 @pytest.mark.parametrize(("name", "value", "without", "with_it"), CASES, ids=[name for name, *_ in CASES])

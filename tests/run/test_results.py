@@ -45,6 +45,27 @@ def trained(stage, max_steps=3, saved=None, **says):
     return SimpleNamespace(stage=stage, trains_policy=mine, config=config, evaluate=lambda rows: says, save=saved)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        (
+            None,
+            r"evaluation start: logits. Nothing was trained yet, .* too large for float16; try --model.compute_dtype",
+        ),
+        (trained("sft"), r"evaluation start: logits. The training has probably diverged; try a lower learning rate"),
+    ],
+    ids=["before training", "after training"],
+)
+def test_logits_that_are_not_finite_have_another_cure_before_training(results, monkeypatch, trainer, says):
+    def fail(*_):
+        raise FloatingPointError("logits")
+
+    monkeypatch.setattr(file, "evaluate", fail)
+    found = results("--model.dtype=float16", held_out=Shapes(4, "x"))
+    with pytest.raises(ValueError, match=says):
+        found.measure("start", trainer)
+
+
 def test_evaluations_and_weights_are_written(results, monkeypatch, capsys):
     plain = {"eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, "eval/format_sampled": 1.0}
     monkeypatch.setattr(file, "evaluate", lambda *_: dict(plain))
