@@ -8,6 +8,10 @@ start from the same random weights (recipes/shapes_model.json) and use the same 
 and 8 completions of exactly 14, 128 or 512 tokens for each prompt. Steps of TRL and of minivlmrl alternate in one
 process, so that other load on the machine slows both. Before timing, both sides score the same completions, and the
 log-probabilities must agree.
+
+The last lines tell how far the ratios can be trusted. They print how many cores other programs used meanwhile, and a
+control: the time of minivlmrl's step in one process, divided by the time of the same step in another process. A ratio
+is only meaningful if it differs from 1 by more than the control does.
 """
 
 import argparse
@@ -17,6 +21,8 @@ import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -117,10 +123,15 @@ def main():
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each side and case")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--alone", type=int, nargs=3, help="time one case of minivlmrl: size, prompts, new tokens")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.alone:
+        print(measure_alone(*options.alone, options.steps))
+        return
     import transformers
 
-    torch.set_num_threads(options.threads)
+    load = OtherLoad()
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses old names of transformers' options
     transformers.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
@@ -133,15 +144,68 @@ def main():
         cases.append(case)
         numbers = f"{case['ours_ms']:8.0f} {case['trl_ms']:8.0f} {case['ratio']:6.2f} {case['logps_difference']:12.1e}"
         print(f"{case['prompt_tokens']:13} {prompts:8} {new_tokens:10} {numbers}", flush=True)
+    other_cores = load.cores()
+    ratio = control(CASES[0], options.steps, options.threads)
+    shown = "unknown, because there is no /proc/stat" if other_cores is None else f"{other_cores:.1f}"
+    print(f"cores used by other programs: {shown} of {os.cpu_count()}")
+    print(f"control: the same step in two processes has the ratio {ratio:.2f}")
     if options.json:
         found = {
             "cases": cases,
+            "control": round(ratio, 3),
+            "other_cores": other_cores,
             "versions": versions,
             "threads": options.threads,
             "steps": options.steps,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+class OtherLoad:
+    """Measure the CPU time that other programs use from now on."""
+
+    def __init__(self):
+        self.begin = self.now()
+
+    def now(self) -> tuple[float, float] | None:
+        """Return the time, and the CPU seconds of all other programs; None without /proc/stat."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return None
+        user, nice, system, _idle, _wait, irq, softirq = map(int, stat.read_text().split()[1:8])
+        busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy - time.process_time()
+
+    def cores(self) -> float | None:
+        """Return the mean number of cores that other programs have used; None if it is unknown."""
+        end = self.now()
+        if self.begin is None or end is None:
+            return None
+        return max(0.0, (end[1] - self.begin[1]) / (end[0] - self.begin[0]))
+
+
+def control(case: tuple[int, int, int], steps: int, threads: int) -> float:
+    """Time minivlmrl's step in two processes, one after the other, and return the ratio of their times."""
+    command = [sys.executable, __file__, "--alone", *case, "--steps", steps, "--threads", threads]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    first, second = (
+        float(subprocess.run([*map(str, command)], env=environment, check=True, capture_output=True, text=True).stdout)
+        for _ in range(2)
+    )
+    return second / first
+
+
+def measure_alone(size: int, prompts: int, new_tokens: int, steps: int) -> float:
+    """Return the median milliseconds of minivlmrl's step."""
+    model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
+    ours = our_side(model, processor, make_rows(size, prompts), new_tokens)
+    seconds = []
+    for _ in range(WARMUP + steps):
+        begin = time.perf_counter()
+        ours.step()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[WARMUP:]) * 1e3
 
 
 def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens=NEW_TOKENS, warmup=WARMUP) -> dict:

@@ -61,6 +61,16 @@ def test_grpo_step(call):
     assert "TRL ms" in table
     assert [case["prompt_tokens"] for case in numbers["cases"]] == [48, 288]
     assert all(case["ours_ms"] > 0 and case["trl_ms"] > 0 and case["ratio"] > 0 for case in numbers["cases"])
+    assert f"control: the same step in two processes has the ratio {numbers['control']:.2f}" in table
+    assert numbers["control"] > 0 and numbers["other_cores"] >= 0
+
+
+def test_the_load_of_other_programs_leaves_out_our_own(monkeypatch, call):
+    """In ten seconds, the machine was busy for 8 s, of which this process used 5."""
+    load = importlib.import_module("grpo_step").OtherLoad
+    times = iter([(0.0, 100.0), (10.0, 103.0)])
+    monkeypatch.setattr(load, "now", lambda self: next(times))
+    assert load().cores() == pytest.approx(0.3)
 
 
 @pytest.mark.slow
