@@ -38,7 +38,9 @@ OPTIONS = {
     "checkpoint_minutes",
     "report_minutes",
 }
-MEASURED = {"seconds", "step_time", "tokens_per_second", "peak_memory_gib"}  # times and memory
+# times and memory
+MEASURED = {"seconds", "step_time", "phases", "tokens_per_second", "mfu"}
+MEASURED |= {f"{kind}_memory_gib" for kind in ("peak", "allocated", "reserved", "free")}
 PATHS = {"where", "recipe"}  # fields of completions.jsonl and of a saved state that hold file paths
 # files whose bytes differ even between two correct runs, because they contain times or paths
 UNEQUAL = {"config.yaml", TIMINGS, "summary.json", RUN, COMPLETIONS}

@@ -11,7 +11,15 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.json_files import json_text, read_json, read_lines
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog
+from minivlmrl.run.metrics import (
+    EVALUATIONS,
+    METRICS,
+    SPEED_EVERY,
+    TIMINGS,
+    WARNINGS,
+    MetricsLog,
+    describe_speed,
+)
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -121,13 +129,18 @@ def collect_run(folder: Path) -> dict:
         tables = line.pop("experts/tokens", None)
         if tables and number >= len(metrics) - EXPERT_STEPS:
             experts.append(tables)
-    last_timings = {line["stage"]: line for line in timings}
+    timings_of_stage = {}
+    for line in timings:
+        timings_of_stage.setdefault(line["stage"], []).append(line)
+    last_timings = []
+    for lines in timings_of_stage.values():
+        last_timings.append(lines[-1] | {"speed": describe_speed(lines[-SPEED_EVERY:])})
     return {
         "name": folder.resolve().name,
         "config": config_file.read_text(encoding="utf-8") if config_file.is_file() else None,
         **thin_out(metrics),
         "experts": experts,
-        "timings": list(last_timings.values()),
+        "timings": last_timings,
         "warnings": warnings,
         "evaluations": evaluations,
         "summary": read_json(summary_file) if summary_file.is_file() else None,

@@ -124,6 +124,7 @@ def train_stage(
                 # Evaluate and save the model after the first `number` steps. This happens before
                 # the next step, so that a run that is killed here repeats it after a resume.
                 results.after_step(trainer, number)
+                trainer.timer.start("preparation")
                 step = next_step(trainer, steps)
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
@@ -177,10 +178,13 @@ def optimizer_step(
     for index, batch in enumerate(step.micro_batches):
         world.stop_if_preempted()
         with trainer.dropout(number, index):
+            trainer.timer.start("forward")
             loss, metrics = trainer.training_loss(batch)
+            trainer.timer.start("backward")
             loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
+    trainer.timer.start("update")
     metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
     max_grad_norm = trainer.run.optimizer.max_grad_norm
     grad_norm = finish_gradients(trainer.trained, world, max_grad_norm)

@@ -12,7 +12,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +29,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import json_text
+from minivlmrl.model.flops import batch_flops, flops_by_input, peak_flops
 from minivlmrl.run.rollout_log import CompletionsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -35,6 +37,7 @@ from minivlmrl.trainers.base import Step, Trainer
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
+SPEED_EVERY = 10  # number of steps after which a line about speed and memory is printed
 # Functions that merge the values of a step's micro-batches; all other metrics are averaged.
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 # metrics by name, and the number of tokens or pairs that they are means over
@@ -103,6 +106,12 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
+        trainer.timer.take()  # evaluations and other work before the first step
+        self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
+        model = trainer.run.model
+        self.peak = peak_flops(self.world.device, model.compute_dtype or model.dtype)
+        if self.peak is not None:
+            self.flops = flops_by_input(trainer.trained, trainer.policy.config)
         self.mark()
 
     def mark(self):
@@ -129,6 +138,7 @@ class MetricsLog(ExitStack):
         self.steps += 1
         routers = self.trainer.router_log  # None if the model has no experts
         values = metrics | (routers.take() if routers else {})
+        phases = self.trainer.timer.take()
         if not self.files:
             self.completions.step(self.trainer, step, number)  # rank 0 gathers completions
             return values
@@ -136,18 +146,33 @@ class MetricsLog(ExitStack):
         seconds = self.seconds
         self.write(METRICS, line | values)
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
-        num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
         step_time = seconds - self.last_seconds
-        timing = {
-            "seconds": seconds,
-            "step_time": step_time,
-            "tokens_per_second": num_tokens / step_time,
-        }
-        self.write(TIMINGS, line | timing | peak_memory())
+        timing = {"seconds": seconds} | self.speed(step, step_time, phases) | memory_use()
+        self.write(TIMINGS, line | timing)
         self.last_seconds = seconds
         self.show(number, metrics, step_time)
+        self.timings.append(timing)
+        if (number + 1) % SPEED_EVERY == 0:
+            with stopping_if_stdout_closes():
+                tqdm.write(f"speed, {self.name} {number + 1}: {describe_speed(self.timings)}")
         self.completions.step(self.trainer, step, number)
         return values
+
+    def speed(self, step: Step, step_time: float, phases: dict[str, float]) -> dict:
+        """Return the times of a step, and the share of the GPU's peak that training reaches.
+
+        The share is the model FLOPs utilisation (MFU) of the forward and backward passes.
+        """
+        num_tokens = sum(len(batch.group.input_ids) for batch in step.micro_batches)
+        speed = {
+            "step_time": step_time,
+            "phases": phases,
+            "tokens_per_second": num_tokens / step_time,
+        }
+        if self.peak is not None:
+            flops = sum(batch_flops(self.flops, batch.group) for batch in step.micro_batches)
+            speed["mfu"] = flops / ((phases["forward"] + phases["backward"]) * self.peak)
+        return speed
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
         """Append a warning to warnings.jsonl, and print it with the number of steps done."""
@@ -293,21 +318,55 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
         )
 
 
-def peak_memory() -> dict[str, float]:
+def memory_use() -> dict[str, float]:
     """Return the peak memory of this process in GiB: GPU memory, or host memory without a GPU.
 
-    On Windows, which does not report host memory, the result is an empty dict.
+    On a GPU, the result also has the memory that tensors use now, the memory that PyTorch reserves
+    for them, and the memory that no process uses. On Windows, which does not report host memory,
+    the result is an empty dict.
     """
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
+        use = {
+            "peak_memory_gib": torch.cuda.max_memory_allocated(),
+            "allocated_memory_gib": torch.cuda.memory_allocated(),
+            "reserved_memory_gib": torch.cuda.memory_reserved(),
+            "free_memory_gib": torch.cuda.mem_get_info()[0],
+        }
     elif importlib.util.find_spec("resource"):
         from resource import RUSAGE_SELF, getrusage
 
         unit = 1 if sys.platform == "darwin" else 1024
-        peak = getrusage(RUSAGE_SELF).ru_maxrss * unit
+        use = {"peak_memory_gib": getrusage(RUSAGE_SELF).ru_maxrss * unit}
     else:  # Windows
         return {}
-    return {"peak_memory_gib": round(peak / 2**30, 3)}
+    return {name: round(value / 2**30, 3) for name, value in use.items()}
+
+
+def describe_speed(timings: Sequence[dict]) -> str:
+    """Describe the mean times of some steps, and the memory after the last of these steps.
+
+    Args:
+        timings: lines of timings.jsonl. Lines of minivlmrl 0.4 have no phases.
+    """
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(timings)
+
+    last = timings[-1]
+    text = f"{mean(timing['step_time'] for timing in timings):.2f} s a step"
+    names = dict.fromkeys(name for timing in timings for name in timing.get("phases", ()))
+    phases = {name: mean(t.get("phases", {}).get(name, 0.0) for t in timings) for name in names}
+    if phases:
+        text += f" ({', '.join(f'{name} {value:.2f}' for name, value in phases.items())})"
+    text += f", {mean(timing['tokens_per_second'] for timing in timings):,.0f} tokens/s"
+    if all("mfu" in timing for timing in timings):
+        text += f", MFU {mean(timing['mfu'] for timing in timings):.0%}"
+    if "free_memory_gib" in last:
+        text += (
+            f"; GPU memory: {last['allocated_memory_gib']:.1f} GiB allocated, "
+            f"{last['reserved_memory_gib']:.1f} reserved, {last['free_memory_gib']:.1f} free"
+        )
+    return text
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:

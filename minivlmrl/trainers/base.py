@@ -25,6 +25,7 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
+from minivlmrl.trainers.phase_timer import PhaseTimer
 from minivlmrl.trainers.reference import Reference
 
 
@@ -247,6 +248,7 @@ class Trainer:
         self.policy = model
         self.trained = model
         self.processor = processor
+        self.timer = PhaseTimer(world.device)
         # this also unfreezes parameters that an earlier stage has frozen
         select_trained(model, run.model.freeze)
         routing = family_of(model).routing

@@ -171,10 +171,13 @@ class RolloutTrainer(Trainer):
         """Sample G completions for each row and compute their rewards."""
         prompts = [row.prompt(self.processor) for row in rows]
         keys = [row.key for row in rows]
+        self.timer.start("sampling")
         completions = self.sampler(prompts, self.config.num_generations, keys)
         max_mismatch = self.run.rollout.max_logp_mismatch
         self.sampler.verify_logps(rows, prompts, completions, max_mismatch)
+        self.timer.start("rewards")
         rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
+        self.timer.start("preparation")
         return Rollout.join(rows, prompts, completions, rewards)
 
     def reward_columns(

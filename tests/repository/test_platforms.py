@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minivlmrl.run.metrics import peak_memory
+from minivlmrl.run.metrics import memory_use
 
 RUN = """
 import sys
@@ -95,8 +95,8 @@ def test_windows_trains_resumes_and_saves_the_same_bytes(tmp_path):
 
 
 def test_peak_memory_has_another_unit_on_macos_and_is_missing_on_windows(monkeypatch):
-    [here] = peak_memory().values()
+    [here] = memory_use().values()
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert peak_memory() == {"peak_memory_gib": pytest.approx(here / 1024, abs=1e-3)}
+    assert memory_use() == {"peak_memory_gib": pytest.approx(here / 1024, abs=1e-3)}
     monkeypatch.setitem(sys.modules, "resource", None)
-    assert peak_memory() == {}
+    assert memory_use() == {}

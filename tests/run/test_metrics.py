@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretend_cuda import PretendCuda
+from pretend_cuda import CUDA, PretendCuda
 from runs import LETTERS, metrics
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.distributed.process_group import World
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.run import metrics as metrics_file
-from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, merge, peak_memory
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, TIMINGS, WARNINGS, MetricsLog, describe_speed, memory_use, merge
 from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.trainers.phase_timer import PhaseTimer
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -33,11 +35,18 @@ GROUPS = [SimpleNamespace(input_ids=range(n), prompts=(), completion_ids=IDS) fo
 STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in GROUPS], rollout=None)
 
 
-def test_the_peak_memory_is_that_of_the_gpu(monkeypatch):
+def test_the_memory_is_that_of_the_gpu(monkeypatch):
     """test_platforms.py tests the memory of the host."""
     with PretendCuda():
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-        assert peak_memory() == {"peak_memory_gib": 3.0}
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4 * 2**30)
+        assert memory_use() == {
+            "peak_memory_gib": 3.0,
+            "allocated_memory_gib": 1.0,
+            "reserved_memory_gib": 4.0,
+            "free_memory_gib": 128.0,
+        }
 
 
 def begin(log, stage, steps, done=0, seconds=0.0):
@@ -50,6 +59,7 @@ def begin(log, stage, steps, done=0, seconds=0.0):
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trainer = SimpleNamespace(stage=stage, config=config, run=run, policy=policy, trained=torch.nn.Module())
     trainer.router_log = RouterLog(None, ONE)
+    trainer.timer = PhaseTimer(log.world.device)
     log.stage(trainer, done, seconds)
     return log
 
@@ -70,6 +80,46 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     [timing] = metrics(tmp_path, "timings.jsonl")
     said = f"grpo 4/7 reward=0.250 accuracy=0.500 kl=2.000 {timing['step_time']:.2f} s\n"
     assert capsys.readouterr().out == said
+
+
+def test_a_line_about_speed_is_printed_every_ten_steps(tmp_path, capsys):
+    log = begin(open_log(tmp_path), "sft", 20)
+    for number in range(20):
+        for phase in ("preparation", "forward", "backward", "forward", "backward", "update"):
+            log.trainer.timer.start(phase)
+        log.step(number, {"loss": 1.0}, STEP)
+    lines = metrics(tmp_path, "timings.jsonl")
+    assert all([*line["phases"]] == ["preparation", "forward", "backward", "update"] for line in lines)
+    assert all(0 < sum(line["phases"].values()) <= line["step_time"] for line in lines)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("speed")]
+    assert said == [f"speed, sft {n}: {describe_speed(lines[n - 10 : n])}" for n in (10, 20)]
+
+
+def test_the_speed_on_a_gpu_has_the_share_of_the_peak(tmp_path, monkeypatch):
+    """Each phase takes a second of the simulated clock. A step has 50 tokens in 2 forward and 2 backward passes."""
+    monkeypatch.setattr(metrics_file, "peak_flops", lambda device, dtype: 1e6)
+    monkeypatch.setattr(metrics_file, "flops_by_input", lambda model, config: 2e4)
+    monkeypatch.setattr(metrics_file, "batch_flops", lambda flops, batch: flops * len(batch.input_ids))
+    with PretendCuda():
+        log = begin(open_log(tmp_path, World(device=CUDA)), "sft", 20)
+        for phase in ("preparation", "forward", "backward", "forward", "backward", "update"):
+            log.trainer.timer.start(phase)
+        log.step(0, {"loss": 1.0}, STEP)
+    [line] = metrics(tmp_path, "timings.jsonl")
+    assert line["phases"] == {"preparation": 1.0, "forward": 2.0, "backward": 2.0, "update": 1.0}
+    assert line["mfu"] == 50 * 2e4 / (4.0 * 1e6) == 0.25
+
+
+def test_speed_is_a_mean_of_steps_and_memory_is_that_of_the_last():
+    first = {"step_time": 1.0, "tokens_per_second": 1000.0, "mfu": 0.2, "phases": {"sampling": 0.5, "forward": 0.25}}
+    last = {"step_time": 2.0, "tokens_per_second": 3000.0, "mfu": 0.4, "phases": {"forward": 0.75}}
+    last |= {"allocated_memory_gib": 1.0, "reserved_memory_gib": 2.0, "free_memory_gib": 3.0}
+    assert describe_speed([first, last]) == (
+        "1.50 s a step (sampling 0.25, forward 0.50), 2,000 tokens/s, MFU 30%; "
+        "GPU memory: 1.0 GiB allocated, 2.0 reserved, 3.0 free"
+    )
+    old = {"step_time": 1.0, "tokens_per_second": 1000.0}  # written by minivlmrl 0.4
+    assert describe_speed([old]) == "1.00 s a step, 1,000 tokens/s"
 
 
 @pytest.mark.parametrize("kind", ["the same folder", "another folder"])

@@ -1,0 +1,41 @@
+"""Measure how many seconds of an optimizer step each of its phases takes."""
+
+import time
+from itertools import pairwise
+
+import torch
+
+
+class PhaseTimer:
+    """Measure consecutive phases, without waiting for the GPU when a phase ends.
+
+    On a GPU, which runs behind the host, the beginning of a phase is marked by a CUDA event.
+    """
+
+    def __init__(self, device: torch.device):
+        self.is_gpu = device.type == "cuda"
+        self.marks = []  # name and beginning of each phase since the last call of `take`
+
+    def start(self, phase: str):
+        """End the current phase, and start another one."""
+        if self.is_gpu:
+            begin = torch.cuda.Event(enable_timing=True)
+            begin.record()
+        else:
+            begin = time.perf_counter()
+        self.marks.append((phase, begin))
+
+    def take(self) -> dict[str, float]:
+        """End the current phase, and return the seconds of each phase since the last call.
+
+        On a GPU, this waits until all work is done.
+        """
+        self.start("end")
+        if self.is_gpu:
+            self.marks[-1][1].synchronize()
+        seconds = {}
+        for (phase, begin), (_, end) in pairwise(self.marks):
+            duration = begin.elapsed_time(end) / 1000 if self.is_gpu else end - begin
+            seconds[phase] = seconds.get(phase, 0.0) + duration
+        self.marks.clear()
+        return seconds
