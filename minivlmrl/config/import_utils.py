@@ -293,69 +293,72 @@ def check_call(name: str, function: Callable, /, *arguments, **options):
         ) from error
 
 
+def working_folder() -> str:
+    """Return the working directory, which another process may have deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "a deleted folder"
+
+
+# Settings of the process that change the results of a run without an error, and functions that read
+# them. Random seeds are not in the table, because a run computes its random numbers from keys.
+PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
+    "the number of threads": torch.get_num_threads,
+    "the default dtype": torch.get_default_dtype,
+    "the default device": torch.get_default_device,
+    "the grad mode": torch.is_grad_enabled,
+    "the inference mode": torch.is_inference_mode_enabled,
+    "autocast on the CPU": lambda: torch.is_autocast_enabled("cpu"),
+    "autocast on the GPU": lambda: torch.is_autocast_enabled("cuda"),
+    # these also change with torch.set_float32_matmul_precision and allow_tf32
+    "the precision of products on the CPU": lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    "the precision of products on the GPU": lambda: torch.backends.cuda.matmul.fp32_precision,
+    "the precision of convolutions on the GPU": lambda: torch.backends.cudnn.conv.fp32_precision,
+    "the deterministic mode": torch.get_deterministic_debug_mode,
+    "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
+    "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled,
+    "the working directory": working_folder,
+    "sys.stdout.closed": lambda: getattr(sys.stdout, "closed", None),
+    "sys.stderr.closed": lambda: getattr(sys.stderr, "closed", None),
+    "the process id": os.getpid,
+}
+
+
 @contextmanager
 def unchanged_process(name: str) -> Iterator[None]:
-    """Check that the `with` block leaves the process unchanged, and undo its changes.
+    """Check that the code in a `with` block has not changed the PROCESS_SETTINGS.
 
-    A child process that the block has forked ends with the block, because two processes must not
-    train the same run.
+    The check runs after the block, unless the block raises an error.
 
     Args:
         name: what the block calls, for the error.
 
     Raises:
-        ValueError: the block changed torch's default dtype, or closed stdout or stderr.
+        ValueError: the block changed a setting. The message names all changed settings.
     """
-    process = os.getpid()
-    dtype = torch.get_default_dtype()
-    streams = [stream for stream in ("stdout", "stderr") if _is_open(stream)]
-    try:
-        yield
-    finally:
-        if os.getpid() != process:
-            with suppress(OSError):  # the block may have closed stderr
-                text = f"{name} forked, so its child process {os.getpid()} ends here\n"
-                os.write(2, text.encode())
-            os._exit(1)
+    before = {setting: read() for setting, read in PROCESS_SETTINGS.items()}
+    yield
     changes = []
-    if torch.get_default_dtype() != dtype:
-        changes.append(f"changed torch's default dtype from {dtype} to {torch.get_default_dtype()}")
-        torch.set_default_dtype(dtype)
-    for stream in streams:
-        if not _is_open(stream):
-            changes.append(f"closed {stream}")
-            _reopen(stream)
+    for setting, read in PROCESS_SETTINGS.items():
+        value = read()
+        if value != before[setting]:
+            changes.append(f"{setting} from {before[setting]} to {value}")
     if changes:
-        raise ValueError(
-            f"{name} {' and '.join(changes)}, which affects the rest of the run; remove the code "
-            "that does this"
+        message = (
+            f"{name} changed {' and '.join(changes)}, which affects the rest of the run; restore "
+            "this before the code returns"
         )
-
-
-def _is_open(name: str) -> bool:
-    """Return True if sys.stdout or sys.stderr is open, and its file descriptor as well."""
-    stream = getattr(sys, name)
-    if stream is None or getattr(stream, "closed", False):
-        return False
-    try:
-        os.fstat(1 if name == "stdout" else 2)
-    except OSError:
-        return False
-    return True
-
-
-def _reopen(name: str):
-    """Open sys.stdout or sys.stderr again; if its file descriptor is closed, discard the output."""
-    descriptor = 1 if name == "stdout" else 2
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != descriptor:
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
-    stream = os.fdopen(descriptor, "w", buffering=1, errors="replace", closefd=False)
-    setattr(sys, name, stream)
+        if os.getpid() != before["the process id"]:
+            end_process(message)  # a forked child must not train the run a second time
+        # The end of the run needs these settings to save a checkpoint and to report the error.
+        if working_folder() != before["the working directory"]:
+            os.chdir(before["the working directory"])  # because output_dir may be a relative path
+        for number, stream in ((1, "stdout"), (2, "stderr")):
+            if getattr(sys, stream).closed:
+                setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))
+        raise ValueError(message)
 
 
 def end_process(message: str):

@@ -170,10 +170,11 @@ class Reward:
         columns["completions"] = [Text(text) for text in texts]
         if columns.get("prompts"):
             columns["prompts"] = [last_turn(prompt) for prompt in columns["prompts"]]
-        try:
-            values = _call(self.function, columns | callbacks)
-        except (Exception, SystemExit) as error:
-            raise self._failure(texts, prefixes, columns, callbacks, error) from error
+        with unchanged_process(f"reward {self.name}"):
+            try:
+                values = _call(self.function, columns | callbacks)
+            except (Exception, SystemExit) as error:
+                raise self._failure(texts, prefixes, columns, callbacks, error) from error
         values = iter(checked_values(self.name, values, texts, prefixes))
         return [next(values) if scored else math.nan for scored in is_scored]
 
@@ -328,10 +329,9 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
 
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
-    with unchanged_process("the function"):
-        values = function(**columns)
-        if inspect.iscoroutine(values):
-            # in a separate thread, because a notebook already runs an event loop in this one
-            with ThreadPoolExecutor(1) as pool:
-                values = pool.submit(asyncio.run, values).result()
-        return values
+    values = function(**columns)
+    if inspect.iscoroutine(values):
+        # in a separate thread, because a notebook already runs an event loop in this one
+        with ThreadPoolExecutor(1) as pool:
+            values = pool.submit(asyncio.run, values).result()
+    return values

@@ -1,7 +1,6 @@
 """Tests of parsing tool calls and of tool results as text; test_tool_sampler.py tests results as tokens."""
 
 import json
-import os
 import random
 import signal
 import sys
@@ -248,55 +247,22 @@ def test_a_tool_that_cannot_be_stopped_ends_the_process(monkeypatch, capfd):
     assert capfd.readouterr().err == sentence
 
 
-def change_dtype():
-    torch.set_default_dtype(torch.float64)
-
-
-CHANGES = {
-    "changed torch's default dtype from torch.float32 to torch.float64": change_dtype,
-    "closed stdout": lambda: sys.stdout.close(),
-    "closed stderr": lambda: os.close(2),
-    "closed stdout and closed stderr": lambda: (os.close(1), os.close(2)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("called", ["the tool call f", "reset"])
-def test_a_tool_that_changes_the_process_is_refused_and_its_change_undone(change, called):
+def test_a_tool_that_changes_the_process_ends_the_run(called):
+    """test_import_utils.py tests all settings."""
+
     def work():
-        sys.stdout = os.fdopen(1, "w", closefd=False)  # as in a process without pytest
-        with pytest.raises(ValueError, match=f"^{called} {change}, which affects the rest of the run; remove the"):
+        with pytest.raises(ValueError, match=f"^{called} changed the default dtype from torch.float32 to"):
             if called == "reset":
-                begin(lambda: SimpleNamespace(reset=CHANGES[change]), {})
+                begin(lambda: SimpleNamespace(reset=change_dtype), {})
             else:
-                answer_call({"f": CHANGES[change]}, "f", "", PROCESSOR, Settings())
-        assert torch.get_default_dtype() == torch.float32
-        with open(os.devnull) as file:
-            assert file.fileno() > 2  # a file must not get the number of stdout or stderr
-        print("still open", flush=True)
-        print("still open", file=sys.stderr, flush=True)
+                answer_call({"f": change_dtype}, "f", "", PROCESSOR, Settings())
 
     assert exit_code(fork(work)) == 0
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_child_process_of_a_tool_does_not_go_on(capfd, fails):
-    """Otherwise two processes would train and write the same run."""
-    children = []
-
-    def split():
-        children.append(os.fork())
-        if not children[0] and fails:
-            raise ValueError
-
-    main = os.getpid()
-    try:
-        answer_call({"f": split}, "f", "", PROCESSOR, Settings())
-    finally:
-        if os.getpid() != main:
-            os._exit(77)
-    assert exit_code(children[0]) == 1
-    assert capfd.readouterr().err == f"the tool call f forked, so its child process {children[0]} ends here\n"
+def change_dtype():
+    torch.set_default_dtype(torch.float64)
 
 
 def test_image_results_are_not_yet_split_into_patches():

@@ -134,6 +134,23 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         ask(monkeypatch, fickle, ["two", "five"])
 
 
+def test_a_reward_that_changes_the_process_is_reported(monkeypatch):
+    """test_import_utils.py tests all settings. The function is not called again to find the row."""
+    calls = []
+
+    def fast(completions, **columns):
+        calls.append(completions)
+        torch.set_default_dtype(torch.float64)
+        return [0.0] * len(completions)
+
+    try:
+        with pytest.raises(ValueError, match=r"^reward own changed the default dtype from torch.float32 to"):
+            ask(monkeypatch, fast, ["two", "five"])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(calls) == 1
+
+
 def test_invalid_values_and_solutions_are_reported_with_their_row(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^a:7: reward own returned nan for the completion 'five', but it must return"
