@@ -7,12 +7,9 @@ Qwen's <tool_call> format.
 import json
 import math
 import re
-import signal
-import threading
-import time
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -25,9 +22,9 @@ from minivlmrl.agents.environment import (
     get_environment,
     settings_of,
 )
-from minivlmrl.config import import_utils
-from minivlmrl.config.import_utils import call_user_code, unchanged_process
+from minivlmrl.config.import_utils import call_user_code, shown_error, unchanged_process
 from minivlmrl.config.parsing import build, read_value
+from minivlmrl.config.time_limit import Overtime, is_interrupt, time_limit
 from minivlmrl.data.chat_template import END, join_text, layout_turn, render
 from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
 from minivlmrl.data.messages import part_kind
@@ -47,17 +44,6 @@ Call = tuple[str, str]
 Picture = tuple[Image, tuple[int, int, int]]
 
 
-class Overtime(BaseException):
-    """Raised inside a tool that exceeds its time limit.
-
-    The base class is BaseException, because a tool may catch every `Exception`.
-    """
-
-
-# interval in seconds at which Overtime is raised again in a tool that catches it
-REPEATED = 0.01
-# number of times that a tool may catch Overtime before the process ends
-MAX_CAUGHT = 200
 # exceptions in a tool that are turned into an error message for the model
 FAILURES = Exception, SystemExit, Overtime
 
@@ -125,6 +111,8 @@ def answer_call(
             text = f"error: {without_addresses(str(error)) or type(error).__name__}"
             return [part(text[: settings.max_tool_characters])], [], False
         except BaseException as error:
+            if is_interrupt(error):
+                raise
             raise ValueError(
                 f"{called} raised {shown_error(error)}, so the run ends; raise an Exception, whose "
                 "message the model reads"
@@ -140,11 +128,6 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
     for unit, size in sizes.items():
         limit = getattr(settings, f"max_tool_{unit}")
         check_field(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
-
-
-def shown_error(error: BaseException) -> str:
-    """Return the type of an exception and its message, if it has one."""
-    return ": ".join(filter(None, (type(error).__name__, without_addresses(str(error)))))
 
 
 def without_addresses(text: str) -> str:
@@ -170,56 +153,6 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
         image_processor.max_pixels,
     )
     return 1, height // image_processor.patch_size, width // image_processor.patch_size
-
-
-@contextmanager
-def time_limit(seconds: float, called: str = "the call") -> Iterator[None]:
-    """Raise Overtime inside a `with` block that runs longer than `seconds`.
-
-    Overtime is raised repeatedly, because the block may catch it. After MAX_CAUGHT times the
-    process ends, because no exception can stop the block, see import_utils.on_hang. The limit has
-    no effect outside the main thread, on Windows, or while C code runs. If a SIGALRM timer was set
-    before, it is restored afterwards.
-
-    Args:
-        seconds: time limit.
-        called: what the block calls, for the message at the end of the process.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-
-    num_raised = 0
-
-    def stop(*_):
-        nonlocal num_raised
-        num_raised += 1
-        if num_raised > MAX_CAUGHT:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            import_utils.on_hang(
-                f"{called} took more than {seconds:g} seconds and cannot be stopped, because it "
-                f"caught the exception for this {MAX_CAUGHT} times; catch Exception instead of "
-                "BaseException"
-            )
-        raise Overtime(f"the call took more than {seconds:g} seconds")
-
-    start = time.monotonic()
-    former_handler = signal.signal(signal.SIGALRM, stop)
-    former_seconds, former_interval = signal.setitimer(signal.ITIMER_REAL, seconds, REPEATED)
-    try:
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        # The alarm may have interrupted the line above, so the timer is cleared again.
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        # signal.signal returns None if the former handler was not installed from Python.
-        signal.signal(signal.SIGALRM, former_handler or signal.SIG_DFL)
-        if former_seconds:
-            remaining = max(former_seconds - (time.monotonic() - start), 0.001)
-            signal.setitimer(signal.ITIMER_REAL, remaining, former_interval)
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
@@ -258,11 +191,8 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
     try:
         with time_limit(settings_of(environment).max_tool_seconds, name):
             return call_user_code(name, getattr(environment, name), *arguments, **columns)
-    except Exception:
-        raise
-    except BaseException as error:
-        text = str(error) if isinstance(error, Overtime) else shown_error(error)
-        raise ValueError(f"{name}: {text}") from error
+    except Overtime as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):

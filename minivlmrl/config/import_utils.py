@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import operator
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from typing import Annotated, Any
 import torch
 
 from minivlmrl.config.parsing import read_value
+from minivlmrl.config.time_limit import end_process, is_interrupt
 from minivlmrl.errors import check_field, did_you_mean, error_context
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -209,17 +211,29 @@ def raised(function: Callable, error: BaseException, names: Iterable[str]) -> st
         error: the error, with its traceback.
         names: names of the arguments, from which a similar name is suggested for a KeyError.
     """
-    file = None
-    with suppress(TypeError, OSError):  # an object that is not written in Python has no file
-        file = inspect.getfile(_unwrapped(function))
-    text = f"raised {type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{file}:{frame.lineno}" for frame in frames if frame.filename == file]
-    line = user_line(error) or (lines[-1] if lines else None)
-    text += f" in {line}" if line else defined_in(function)
+    text = f"raised {shown_error(error)}{place(function, error)}"
     if isinstance(error, KeyError):
         text += did_you_mean(str(error).strip("'"), names)
     return text
+
+
+def shown_error(error: BaseException) -> str:
+    """Return the type of an exception and its message, if it has one."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
+
+
+def place(function: Callable, error: BaseException) -> str:
+    """Return the user's line at which an error was raised, such as " in file.py:12".
+
+    If no line of a user's file was called, the result is where the function is defined.
+    """
+    file = None
+    with suppress(TypeError, OSError):  # an object that is not written in Python has no file
+        file = inspect.getfile(_unwrapped(function))
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{file}:{frame.lineno}" for frame in frames if frame.filename == file]
+    line = user_line(error) or (lines[-1] if lines else None)
+    return f" in {line}" if line else defined_in(function)
 
 
 def _unwrapped(function: Callable) -> Callable:
@@ -257,7 +271,7 @@ def describe_user_error(error: BaseException) -> str | None:
     line = user_line(error)
     if line is None:
         return None
-    return f"{line}: the code of this file raised {type(error).__name__}: {error}".rstrip(": ")
+    return f"{line}: the code of this file raised {shown_error(error)}"
 
 
 def call_user_code(name: str, function: Callable, /, *arguments, **options):
@@ -269,7 +283,9 @@ def call_user_code(name: str, function: Callable, /, *arguments, **options):
     with unchanged_process(name):
         try:
             return function(*arguments, **options)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             if isinstance(error, TypeError) and user_line(error) is None:
                 check_call(name, function, *arguments, **options)
             raise ValueError(f"{name} {raised(function, error, options)}") from error
@@ -301,6 +317,11 @@ def working_folder() -> str:
         return "a deleted folder"
 
 
+def backend(attribute: str) -> Callable[[], Any]:
+    """Return a function that reads an attribute of torch.backends."""
+    return functools.partial(operator.attrgetter(attribute), torch.backends)
+
+
 # Settings of the process that change the results of a run without an error, and functions that read
 # them. Random seeds are not in the table, because a run computes its random numbers from keys.
 PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
@@ -312,12 +333,12 @@ PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
     "autocast on the CPU": lambda: torch.is_autocast_enabled("cpu"),
     "autocast on the GPU": lambda: torch.is_autocast_enabled("cuda"),
     # these also change with torch.set_float32_matmul_precision and allow_tf32
-    "the precision of products on the CPU": lambda: torch.backends.mkldnn.matmul.fp32_precision,
-    "the precision of products on the GPU": lambda: torch.backends.cuda.matmul.fp32_precision,
-    "the precision of convolutions on the GPU": lambda: torch.backends.cudnn.conv.fp32_precision,
+    "the precision of products on the CPU": backend("mkldnn.matmul.fp32_precision"),
+    "the precision of products on the GPU": backend("cuda.matmul.fp32_precision"),
+    "the precision of convolutions on the GPU": backend("cudnn.conv.fp32_precision"),
     "the deterministic mode": torch.get_deterministic_debug_mode,
-    "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
-    "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cudnn.deterministic": backend("cudnn.deterministic"),
+    "cudnn.benchmark": backend("cudnn.benchmark"),
     "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled,
     "the working directory": working_folder,
     "sys.stdout.closed": lambda: getattr(sys.stdout, "closed", None),
@@ -359,14 +380,3 @@ def unchanged_process(name: str) -> Iterator[None]:
             if getattr(sys, stream).closed:
                 setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))
         raise ValueError(message)
-
-
-def end_process(message: str):
-    """Print a message and end the process without leaving the code of a user."""
-    print(message, file=sys.stderr, flush=True)
-    os._exit(2)
-
-
-# The function that is called if the code of a user can neither continue nor be interrupted. During
-# a run, StopSignals replaces it with a function that also saves a checkpoint.
-on_hang: Callable[[str], None] = end_process

@@ -529,6 +529,8 @@ class RunConfig:
     # do not start if the model does not fit the memory of the GPUs, according to `minivlmrl memory`
     check_memory: bool = True
     timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for other ranks
+    # seconds that one call of a reward may take for all completions of a batch
+    max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
     data: DataOptions = field(default_factory=DataOptions)

@@ -10,15 +10,25 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
+from threading import Thread
 from typing import Protocol, runtime_checkable
 
-from minivlmrl.config.import_utils import raised, resolve_object, unchanged_process, with_options
+import torch
+
+from minivlmrl.config.import_utils import (
+    place,
+    raised,
+    resolve_object,
+    unchanged_process,
+    with_options,
+)
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.time_limit import Overtime, is_interrupt, time_limit
 from minivlmrl.data.boxes import box_columns
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import REWARD_ARGUMENTS
@@ -116,6 +126,9 @@ class Reward:
     # World.run_on_all_ranks, which raises an error of one rank on all ranks
     run_on_all_ranks: Callable = operator.call
     log: RewardLog | None = None  # log of the stage; None in evaluations and commands
+    max_seconds: float | None = (
+        None  # time limit of a call; None for a reward that another one calls
+    )
 
     @property
     def columns(self) -> set[str]:
@@ -134,12 +147,26 @@ class Reward:
         Raises:
             RewardFailed: the function failed. The message names the row.
         """
+        columns = {"completions": completions} | columns
+        score = self._score if self.max_seconds is None else self._score_in_time
         try:
-            return self.run_on_all_ranks(
-                lambda: self._score({"completions": completions} | columns)
-            )
+            return self.run_on_all_ranks(lambda: score(columns))
         except ValueError as error:
             raise RewardFailed(*error.args) from error
+
+    def _score_in_time(self, columns: dict[str, list]) -> list[float]:
+        """Call `_score` with the time limit max_seconds."""
+        seconds = self.max_seconds
+        name = f"{rows_prefix(columns.get('row_names', ()))}reward {self.name}"
+        num_completions = len(columns["completions"])
+        try:
+            with time_limit(seconds, name):
+                return self._score(columns)
+        except Overtime as error:
+            raise ValueError(
+                f"{name} took more than {seconds:g} seconds for {num_completions} completions"
+                f"{place(self.function, error)}; make it faster, or increase max_reward_seconds"
+            ) from error
 
     def _score(self, columns: dict[str, list]) -> list[float]:
         """Call the function on the rows that use this reward; the values of other rows are NaN.
@@ -173,7 +200,9 @@ class Reward:
         with unchanged_process(f"reward {self.name}"):
             try:
                 values = _call(self.function, columns | callbacks)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 raise self._failure(texts, prefixes, columns, callbacks, error) from error
         values = iter(checked_values(self.name, values, texts, prefixes))
         return [next(values) if scored else math.nan for scored in is_scored]
@@ -192,7 +221,9 @@ class Reward:
             try:
                 row = {name: [values[i]] for name, values in columns.items()}
                 _call(self.function, row | callbacks)
-            except (Exception, SystemExit) as row_error:
+            except BaseException as row_error:
+                if is_interrupt(row_error):
+                    raise
                 prefix = prefixes[i]
                 failed_with = f"the completion {text!r:.80}"
                 error = row_error
@@ -201,6 +232,12 @@ class Reward:
             return ValueError(f"{prefix}{error}")  # rewards of minivlmrl raise complete messages
         reason = raised(self.function, error, columns)
         return ValueError(f"{prefix}reward {self.name}, for {failed_with}, {reason}")
+
+
+def rows_prefix(names: Iterable[str]) -> str:
+    """Return the beginning of an error message about rows, "a:1: " or "a:1 and 2 other rows: "."""
+    first, *others = [*dict.fromkeys(names)] or [""]
+    return f"{first}{f' and {len(others)} other rows' if others else ''}: " if first else ""
 
 
 def get_reward(name: str) -> Reward:
@@ -223,12 +260,13 @@ def get_reward(name: str) -> Reward:
 
 def training_rewards(run: RunConfig) -> list[Reward]:
     """Return the rewards in a recipe's section `rewards`."""
-    return [get_reward(name) for name in run.rewards]
+    return [replace(get_reward(name), max_seconds=run.max_reward_seconds) for name in run.rewards]
 
 
 def held_out_rewards(run: RunConfig) -> list[Reward]:
     """Return the rewards with which a recipe evaluates, see RunConfig.eval_rewards."""
-    return [get_reward(name) for name in run.eval_rewards]
+    seconds = run.max_reward_seconds
+    return [replace(get_reward(name), max_seconds=seconds) for name in run.eval_rewards]
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:
@@ -330,8 +368,25 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
 
 def _call(function: Callable, columns: dict[str, list]) -> list:
     values = function(**columns)
-    if inspect.iscoroutine(values):
-        # in a separate thread, because a notebook already runs an event loop in this one
-        with ThreadPoolExecutor(1) as pool:
-            values = pool.submit(asyncio.run, values).result()
-    return values
+    return _run_in_thread(values) if inspect.iscoroutine(values) else values
+
+
+def _run_in_thread(coroutine: Coroutine) -> list:
+    """Run a coroutine in a thread, because a notebook already runs an event loop in this thread.
+
+    A daemon thread does not keep the process alive if the coroutine never ends.
+    """
+    future = Future()
+    # a new thread would use the first GPU of the machine on every rank
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run():
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            future.set_result(asyncio.run(coroutine))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future.result()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from minivlmrl.config import import_utils
+from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run.process import report_mistake
 
@@ -41,7 +41,7 @@ class StopSignals:
         self.save: Callable[[], object] = lambda: "the last checkpoint, if there is one"
 
     def __enter__(self) -> "StopSignals":
-        import_utils.on_hang = self.end_process
+        time_limit.on_hang = self.end_process
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.handlers = {}  # signal -> previous handler, which __exit__ restores
         # Python only allows the main thread to set signal handlers.
@@ -53,7 +53,7 @@ class StopSignals:
 
     def __exit__(self, _type, error, _traceback) -> bool:
         """Restore the signal handlers, and print the message of Preempted instead of raising it."""
-        import_utils.on_hang = import_utils.end_process
+        time_limit.on_hang = time_limit.end_process
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):

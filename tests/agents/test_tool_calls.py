@@ -5,7 +5,6 @@ import random
 import signal
 import sys
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Literal
 
@@ -14,12 +13,13 @@ import pytest
 import torch
 from children import exit_code, fork
 
-from minivlmrl.agents import tool_calls
 from minivlmrl.agents.environment import Settings
 from minivlmrl.agents.tool_calls import answer_call, begin, call, find_calls, part, render_answers, turn_opening
 from minivlmrl.data.chat_template import IMAGE
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
+from minivlmrl.distributed.process_group import World
+from minivlmrl.run.signals import StopSignals
 from minivlmrl.tasks import shapes
 
 TOOLS = {"zoom": lambda: 0, "zoom_out": lambda: 0}
@@ -221,30 +221,22 @@ def test_a_tool_may_not_end_the_process(error, text):
     def end():
         raise error
 
-    with pytest.raises(ValueError, match=rf"^the tool call f raised {text}, so the run ends; raise an Exception"):
-        answer_call({"f": end}, "f", "", PROCESSOR, Settings())
-    with pytest.raises(ValueError, match=rf"^reset: {text}$"):
-        begin(lambda: SimpleNamespace(reset=end), {})
+    with StopSignals(World()):  # as in a run, in which Ctrl-C does not raise KeyboardInterrupt
+        with pytest.raises(ValueError, match=rf"^the tool call f raised {text}, so the run ends; raise an Exception"):
+            answer_call({"f": end}, "f", "", PROCESSOR, Settings())
+        with pytest.raises(ValueError, match=rf"^reset raised {text} in .*test_tool_calls.py:\d+$"):
+            begin(lambda: SimpleNamespace(reset=end), {})
 
 
-def catch_everything():
-    for _ in range(50):  # so that the test fails, instead of hanging, if the process does not end
-        try:
-            time.sleep(2)
-        except:  # noqa: E722
-            continue
+@pytest.mark.usefixtures("default_signals")
+def test_ctrl_c_in_a_tool_ends_a_command():
+    def pressed():
+        signal.raise_signal(signal.SIGINT)
 
-
-def test_a_tool_that_cannot_be_stopped_ends_the_process(monkeypatch, capfd):
-    monkeypatch.setattr(tool_calls, "MAX_CAUGHT", 5)
-    limits = Settings(max_tool_seconds=0.05)
-    called = partial(answer_call, {"f": catch_everything}, "f", "", PROCESSOR, limits)
-    assert exit_code(fork(lambda: called() and 0)) == 2
-    sentence = (
-        "the tool call f took more than 0.05 seconds and cannot be stopped, because it caught the exception for this 5 "
-        "times; catch Exception instead of BaseException\n"
-    )
-    assert capfd.readouterr().err == sentence
+    with pytest.raises(KeyboardInterrupt):
+        answer_call({"f": pressed}, "f", "", PROCESSOR, Settings())
+    with pytest.raises(KeyboardInterrupt):
+        begin(lambda: SimpleNamespace(reset=pressed), {})
 
 
 @pytest.mark.parametrize("called", ["the tool call f", "reset"])

@@ -217,6 +217,7 @@ ELSEWHERE = {
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
     "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",
     "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
+    "max_reward_seconds": "rewards/test_registry.py: test_a_reward_over_its_time_limit_is_reported",
     "model.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",

@@ -3,7 +3,11 @@
 import asyncio
 import json
 import math
+import os
 import pickle
+import signal
+import threading
+import time
 
 import numpy as np
 import PIL.Image
@@ -12,9 +16,12 @@ import torch
 from links import ROOT
 from runs import metrics, write_lines
 
+from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards import registry as file
 from minivlmrl.rewards.registry import REWARDS, get_reward
+from minivlmrl.run.signals import StopSignals
 
 from score_texts import score_texts
 
@@ -132,6 +139,78 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
     )
     with pytest.raises(ValueError, match=expected):
         ask(monkeypatch, fickle, ["two", "five"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("no"), GeneratorExit("no"), SystemExit("no"), BaseException("no")])
+def test_any_exception_of_a_reward_is_one_sentence(monkeypatch, error):
+    def strict(completions, **columns):
+        if "five" in completions:
+            raise error
+        return [0.0] * len(completions)
+
+    sentence = (
+        rf"^a:2: reward own, for the completion 'five', raised {type(error).__name__}: no in .*test_registry.py:\d+$"
+    )
+    with StopSignals(World()), pytest.raises(ValueError, match=sentence):
+        ask(monkeypatch, strict, ["two", "five"], row_names=["a:1", "a:2"])
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_ctrl_c_during_a_reward(monkeypatch):
+    """Ctrl-C stops a command at once, and a run after its step."""
+
+    def pressed(completions, **columns):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return [0.0] * len(completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(monkeypatch, pressed, ["two"])
+    with StopSignals(World()) as stop:
+        assert ask(monkeypatch, pressed, ["two"]) == [0.0] and stop.is_requested()
+
+
+async def slow_async(completions, **columns):
+    await asyncio.sleep(60)
+
+
+def slow(completions, **columns):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("function", "place"), [(slow, r" in .*test_registry.py:\d+"), (slow_async, "")])
+def test_a_reward_over_its_time_limit_is_reported(function, place):
+    reward = file.Reward("own", function, max_seconds=0.05)
+    sentence = (
+        r"^a:1 and 1 other rows: reward own took more than 0.05 seconds for 3 completions"
+        rf"{place}; make it faster, or increase max_reward_seconds$"
+    )
+    with pytest.raises(file.RewardFailed, match=sentence):
+        reward(completions=["two", "five", "six"], row_names=["a:1", "a:1", "a:3"])
+
+
+def test_rewards_of_a_recipe_have_its_time_limit():
+    config = load_config(ROOT / "recipes/shapes.yaml", ["--max_reward_seconds=7", "--data.eval_rewards=[format]"])
+    rewards = [*file.training_rewards(config), *file.held_out_rewards(config)]
+    assert [(reward.name, reward.max_seconds) for reward in rewards] == [
+        ("format", 7.0),
+        ("accuracy", 7.0),
+        ("format", 7.0),
+    ]
+
+
+def test_an_async_reward_uses_the_gpu_of_its_rank(monkeypatch):
+    """CUDA's current device belongs to a thread, and is 0 in a new thread."""
+    devices = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "current", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(devices, "current", device))
+    torch.cuda.set_device(3)
+
+    async def device(completions, **columns):
+        return [torch.cuda.current_device()] * len(completions)
+
+    assert ask(monkeypatch, device, ["two"]) == [3.0]
 
 
 def test_a_reward_that_changes_the_process_is_reported(monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from children import exit_code, fork
 
-from minivlmrl.config import import_utils
+from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import signals
 from minivlmrl.run.metrics import stopping_if_stdout_closes
@@ -109,14 +109,14 @@ def test_a_tool_that_cannot_be_stopped_ends_the_run_after_a_checkpoint(capfd, si
     def hang():
         with StopSignals(World(0, size)) as stop:
             stop.save = save
-            import_utils.on_hang("the tool hangs")
+            time_limit.on_hang("the tool hangs")
 
     assert exit_code(fork(hang)) == 2
     assert capfd.readouterr().err == f"the tool hangs{text}\n"
-    assert import_utils.on_hang is import_utils.end_process
+    assert time_limit.on_hang is time_limit.end_process
     with StopSignals(ONE):
-        assert import_utils.on_hang is not import_utils.end_process
-    assert import_utils.on_hang is import_utils.end_process
+        assert time_limit.on_hang is not time_limit.end_process
+    assert time_limit.on_hang is time_limit.end_process
 
 
 def test_other_errors_propagate_and_handlers_are_restored():
