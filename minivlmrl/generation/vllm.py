@@ -151,6 +151,12 @@ class VLLMSampler(Sampler):
                 f"sampling.vllm contains {unknown[0]!r}, which is not an option of "
                 "vllm.EngineArgs, or which minivlmrl sets itself; remove it"
             )
+        for name, size in run.sampling.vllm.items():
+            if name.endswith("parallel_size") and size != 1:
+                raise ValueError(
+                    f"sampling.vllm.{name} is {size}, but vLLM runs inside the process of each rank, "
+                    "on its GPU and with its own prompts; remove it"
+                )
         limit = cls.most_tokens(run.sampling)
         if limit and limit <= run.sampling.max_new_tokens:
             raise ValueError(

@@ -16,7 +16,7 @@ from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import pack
 
-EngineArgs = make_dataclass("EngineArgs", ["model", "dtype", "max_model_len", "load_format"])
+EngineArgs = make_dataclass("EngineArgs", ["model", "dtype", "max_model_len", "load_format", "tensor_parallel_size"])
 
 
 class LLM:
