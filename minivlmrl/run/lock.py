@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 
 @contextmanager
@@ -13,7 +14,8 @@ def locked(folder: str | Path, world) -> Iterator[None]:
     """Create the folder of a run and lock the folder, so that no other run writes into it.
 
     Raises:
-        ValueError: another run holds the lock. The error is raised on all ranks.
+        ValueError: another run holds the lock, or not all ranks see the folder. The error is raised
+            on all ranks.
     """
     path = Path(folder) / ".lock"
     failure = None
@@ -37,6 +39,8 @@ def locked(folder: str | Path, world) -> Iterator[None]:
         failure = world.gather_objects(failure)[0]
         if failure:
             raise ValueError(f"output_dir: {failure}")
+        if world.size > 1:
+            check_shared(path.parent, world)
         yield
 
 
@@ -47,6 +51,29 @@ def _remedy(error: OSError) -> str:
     if isinstance(error, FileExistsError | NotADirectoryError):
         return "A file has the name of a folder of this path; move the file"
     return "Change the permissions of the folder"
+
+
+def check_shared(folder: Path, world):
+    """Raise ValueError on all ranks if a rank does not see the folder of rank 0.
+
+    Otherwise hosts with folders of their own would train to the end, and write checkpoints of which
+    each host has only a part.
+    """
+    # a new name, because a file of an earlier run may be in the folders of all hosts
+    marker = folder / world.gather_objects(f".shared-{uuid4().hex}")[0]
+    if world.is_main:
+        marker.touch()
+    world.barrier()
+    sees_folder = world.gather_objects(marker.is_file())
+    if world.is_main:
+        marker.unlink()
+    blind = [str(rank) for rank, sees in enumerate(sees_folder) if not sees]
+    if blind:
+        raise ValueError(
+            f"output_dir: {'rank' if len(blind) == 1 else 'ranks'} {', '.join(blind)} cannot see the "
+            f"folder {folder} of rank 0. All hosts must share this folder; set output_dir to an "
+            "absolute path on a shared file system."
+        )
 
 
 def _lock(file: IO):

@@ -1,12 +1,16 @@
 """Fork child processes in a test. A child exits after its work, so that it never continues as a second pytest."""
 
+import gc
 import os
 import signal
+import socket
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from minivlmrl.distributed import process_group
 from minivlmrl.run.signals import StopSignals
 
 
@@ -30,6 +34,21 @@ def fork(work: Callable[[], int | None]) -> int:
 def exit_code(child: int) -> int:
     """Wait for a child and return its exit code. It is the negative signal number if a signal ended the child."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fork_ranks(size: int, work: Callable[[process_group.World], int | None], timeout: float) -> list[int]:
+    """Call work(world) on gloo ranks in forked processes, and return their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def begin(rank):
+        gc.freeze()  # a forked process lacks the threads of earlier process groups, so freeing them would abort
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return work(process_group.setup(1, timeout, sharded=False))
+
+    return [exit_code(child) for child in [fork(partial(begin, rank)) for rank in range(size)]]
 
 
 @pytest.fixture

@@ -1,0 +1,32 @@
+"""Test that all ranks of a run share its folder; test_checkpoints.py tests that two runs do not."""
+
+import os
+from functools import partial
+
+import pytest
+from children import fork_ranks
+
+from minivlmrl.distributed.process_group import shutdown
+from minivlmrl.run.lock import locked
+
+
+def test_hosts_must_share_output_dir(tmp_path):
+    """Each rank has a working directory of its own, as on two hosts, with files of an earlier run."""
+
+    def begin(world, names):
+        folder = tmp_path / names[world.rank]
+        (folder / "run").mkdir(parents=True, exist_ok=True)
+        (folder / "run" / ".lock").touch()
+        os.chdir(folder)
+        if len(set(names)) == 1:
+            with locked("run", world):
+                world.barrier()
+        else:
+            sentence = r"^output_dir: rank 1 cannot see the folder run of rank 0\. All hosts must share this"
+            with pytest.raises(ValueError, match=sentence), locked("run", world):
+                pass
+        shutdown(world)
+
+    for names in (["one", "two"], ["both", "both"]):
+        assert fork_ranks(2, partial(begin, names=names), 300) == [0, 0]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"] * 3
