@@ -528,7 +528,9 @@ class RunConfig:
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
     # do not start if the model does not fit the memory of the GPUs, according to `minivlmrl memory`
     check_memory: bool = True
-    timeout: Annotated[float, "(0, 1e9)"] = 600.0  # seconds that a rank waits for other ranks
+    # seconds that a rank waits for other ranks in training, where all ranks do the same; sampling,
+    # rewards and saving may take longer on one rank, and the run prints who is waited for
+    timeout: Annotated[float, "(0, 1e9)"] = 600.0
     # seconds that one call of a reward may take for all completions of a batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)

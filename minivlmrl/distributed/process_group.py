@@ -5,7 +5,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from minivlmrl.distributed.device import find_device
+from minivlmrl.distributed.pulse import Pulse
 
 Value = TypeVar("Value")
 
@@ -34,6 +36,9 @@ class World:
     # Long-running work between checkpoints calls this function. A run sets it to
     # StopSignals.stop_if_preempted, which stops the work after a signal such as SIGTERM.
     stop_if_preempted: Callable[[], None] = lambda: None
+    timeout: float = 600.0  # seconds that a collective operation waits for other ranks
+    # the thread with which ranks wait for each other; None in a single process
+    pulse: Pulse | None = None
     # False if an inference engine has joined the process group and destroys it itself
     ends_group: bool = True
 
@@ -88,31 +93,48 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
+    def wait(self, work: str):
+        """Wait for all ranks, for any time, unless a rank is lost.
+
+        After a minute, the ranks that are late are printed.
+
+        Args:
+            work: the work that the ranks have done, for this message.
+        """
+        if self.pulse is not None:
+            self.pulse.wait(work)
+
+    def run_on_all_ranks(self, work: Callable[[], Value], name: str = "work on all ranks") -> Value:
         """Call work on every rank, and raise the first error of any rank on all ranks.
 
         The work may take longer than the timeout of the process group.
+
+        Args:
+            name: name of the work, for the message about late ranks.
 
         Returns:
             the value that `work` returned on this rank.
         """
         if self.size == 1:
             return work()
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(work)
-            # finished ranks wait in this loop, so that no collective operation times out
-            while self.sum(not future.done())[0]:
-                wait([future], 0.1)
+        future: Future[Value] = Future()
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+        self.wait(name)
         for error in filter(None, self.gather_objects(future.exception())):
             raise error
         return future.result()
 
-    def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
+    def run_on_rank_zero(
+        self, work: Callable[[], Value], name: str = "work on rank 0"
+    ) -> Value | None:
         """Call work on rank 0 only, and return None on other ranks.
 
         All ranks must call this method; an error of rank 0 is raised on all of them.
         """
-        return self.run_on_all_ranks(work if self.is_main else lambda: None)
+        return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
     def barrier(self):
         if self.size > 1:
@@ -147,7 +169,8 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
 
     Args:
         num_threads: CPU threads of this process; None is default_num_threads.
-        timeout: seconds that a rank waits for another rank before the run ends with an error.
+        timeout: seconds that a rank waits for another rank in a collective operation before the
+            run ends with an error. World.wait has no such limit.
         sharded: True if weights are sharded; then a single process needs a process group too.
     """
     rank = int(os.environ.get("RANK", 0))
@@ -160,6 +183,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         torch.cuda.set_device(device)
     # cuDNN's attention can give wrong results with fewer than 8 key heads (pytorch issue 193893)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    pulse = None
     if size > 1 or sharded:
         # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a
         # network interface, it resolves the name of the host, which can fail in a container.
@@ -175,7 +199,9 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=time_limit
         )
-    return World(rank, size, device)
+        if size > 1:
+            pulse = Pulse(rank, size, time_limit, report_alive)
+    return World(rank, size, device, timeout=timeout, pulse=pulse)
 
 
 def default_num_threads(local_size: int) -> int:
@@ -206,17 +232,25 @@ def attempt_store(limit: timedelta) -> Store:
     return PrefixStore(attempt, store)
 
 
+def report_alive():
+    """Report to the other ranks that this rank is alive and knows that a rank is lost."""
+    if rank_store is not None:
+        with suppress(RuntimeError):  # the store has ended together with torchrun
+            rank_store.set(f"alive/{os.environ['RANK']}", "")
+
+
 def find_lost_ranks(seconds: float) -> list[int]:
     """Return the ranks that ended or hang, after a collective operation has failed on this rank.
 
-    Each rank whose collective operation fails calls this function, and the other ranks are lost.
+    Each rank whose collective operation fails calls this function, and the thread of each rank
+    reports that the rank is alive when another rank ends, see pulse.py. All other ranks are lost.
 
     Args:
         seconds: how long to wait for the other ranks.
     """
     if rank_store is None:
         return []
-    rank_store.set(f"alive/{os.environ['RANK']}", "")
+    report_alive()
     time.sleep(seconds)
     ranks = range(int(os.environ["WORLD_SIZE"]))
     return [rank for rank in ranks if not rank_store.check([f"alive/{rank}"])]
@@ -224,6 +258,8 @@ def find_lost_ranks(seconds: float) -> list[int]:
 
 def shutdown(world: World):
     """Destroy the process group, if there is one, after all ranks have reached this point."""
+    if world.pulse is not None:
+        world.pulse.end()
     if dist.is_initialized():
         dist.barrier()  # destroying the group while another rank still uses it can abort that rank
         if world.ends_group:

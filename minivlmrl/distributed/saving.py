@@ -30,7 +30,7 @@ def gather_and_save_model(
     """
     if model.sharding is None:
         save = partial(checkpoint.save_model, folder, model, processor, base, more)
-        world.run_on_rank_zero(save)
+        world.run_on_rank_zero(save, "saving the model")
         return
     save_sharded(folder, model, processor, world, base, more)
 
@@ -83,5 +83,5 @@ def save_sharded(
                         tensors[name] = weight.cpu().contiguous()
                 elif world.is_main:
                     tensors[name] = unread[name]
-            world.run_on_rank_zero(partial(write_tensors, file, tensors))
-        world.run_on_rank_zero(finish)
+            world.run_on_rank_zero(partial(write_tensors, file, tensors), "saving the model")
+        world.run_on_rank_zero(finish, "saving the model")

@@ -103,7 +103,9 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Sample completions of all prompts in one batch. See __call__ for the arguments."""
         sample_token = self.token_sampler(prompts, num_generations, keys)
-        return self.sample_with(prompts, num_generations, sample_token)
+        groups = self.sample_with(prompts, num_generations, sample_token)
+        self.world.wait("sampling")
+        return groups
 
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]

@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import math
 import numbers
-import operator
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -124,7 +123,7 @@ class Reward:
     name: str
     function: Callable
     # World.run_on_all_ranks, which raises an error of one rank on all ranks
-    run_on_all_ranks: Callable = operator.call
+    run_on_all_ranks: Callable = World().run_on_all_ranks
     log: RewardLog | None = None  # log of the stage; None in evaluations and commands
     max_seconds: float | None = (
         None  # time limit of a call; None for a reward that another one calls
@@ -148,15 +147,16 @@ class Reward:
             RewardFailed: the function failed. The message names the row.
         """
         columns = {"completions": completions} | columns
-        score = self._score if self.max_seconds is None else self._score_in_time
+        score = partial(self._score, columns)
+        if self.max_seconds is not None:
+            score = partial(self._score_in_time, columns, self.max_seconds)
         try:
-            return self.run_on_all_ranks(lambda: score(columns))
+            return self.run_on_all_ranks(score, f"reward {self.name}")
         except ValueError as error:
             raise RewardFailed(*error.args) from error
 
-    def _score_in_time(self, columns: dict[str, list]) -> list[float]:
-        """Call `_score` with the time limit max_seconds."""
-        seconds = self.max_seconds
+    def _score_in_time(self, columns: dict[str, list], seconds: float) -> list[float]:
+        """Call `_score` with a time limit."""
         name = f"{rows_prefix(columns.get('row_names', ()))}reward {self.name}"
         num_completions = len(columns["completions"])
         try:

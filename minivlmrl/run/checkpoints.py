@@ -365,7 +365,7 @@ class CheckpointManager:
             return read_trainer_state(folder)
 
         try:
-            return self.world.run_on_all_ranks(check)
+            return self.world.run_on_all_ranks(check, "reading a checkpoint")
         except (OSError, ValueError) as error:
             if self.world.is_main:
                 print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
@@ -399,10 +399,10 @@ class CheckpointManager:
                 shutil.rmtree(old)
 
         try:
-            self.world.run_on_all_ranks(write)
+            self.world.run_on_all_ranks(write, "writing a checkpoint")
             for rank_checksums in self.world.gather_objects(checksums):
                 checksums.update(rank_checksums)
-            self.world.run_on_rank_zero(finish)
+            self.world.run_on_rank_zero(finish, "writing a checkpoint")
         except (OSError, SafetensorError, ValueError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise ValueError(

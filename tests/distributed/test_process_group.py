@@ -348,6 +348,7 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(process_group, "attempt_store", lambda limit: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "Pulse", lambda *_: None)
     process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network
 

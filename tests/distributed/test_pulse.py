@@ -1,0 +1,124 @@
+"""Test that ranks wait for slow work without a limit, and what is printed about slow, lost and hung ranks.
+
+All tests run gloo ranks in forked processes.
+"""
+
+import os
+import re
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from children import fork_ranks
+
+from minivlmrl.distributed import pulse
+from minivlmrl.distributed.process_group import find_lost_ranks, shutdown
+from minivlmrl.generation.sampler import Sampler
+from minivlmrl.rewards.registry import Reward, RewardFailed
+
+TIMEOUT = 2.0  # timeout of collective operations; longer work is slow
+
+
+class SlowSampler(Sampler):
+    """A sampler that takes twice the timeout on rank 1, for example because of a tool."""
+
+    def __init__(self, world):
+        self.world = world
+        self.sampling = SimpleNamespace(max_batch_tokens=None)
+
+    def token_sampler(self, *_):
+        return None
+
+    def sample_with(self, *_):
+        time.sleep(2 * TIMEOUT * self.world.rank)
+        return []
+
+
+def slow_reward(world, completions, **columns):
+    time.sleep(2 * TIMEOUT * world.rank)
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("work", ["sampling", "reward own"])
+def test_ranks_wait_for_slow_work_longer_than_the_timeout(work, monkeypatch, capfd):
+    monkeypatch.setattr(pulse, "NOTICE", 1.0)
+
+    def begin(world):
+        if work == "sampling":
+            SlowSampler(world)([], 1, [])
+        else:
+            Reward("own", partial(slow_reward, world)).on(world)(completions=["a"])
+        assert world.sum(1) == [2]
+        shutdown(world)
+
+    assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
+    lines = capfd.readouterr().out.splitlines()
+    assert lines
+    for line in lines:  # one line or two, if the machine is not busy
+        assert re.fullmatch(rf"rank 0 has waited \d+ seconds for rank 1 \({work}\)", line)
+
+
+def test_a_lost_rank_ends_the_wait_at_once():
+    def begin(world):
+        if world.rank == 1:
+            time.sleep(0.3)
+            os._exit(9)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="gloo"):
+            world.wait("sampling")
+        assert time.monotonic() - start < 60
+
+    assert fork_ranks(2, begin, 300) == [0, 9]
+
+
+def test_only_the_rank_that_ended_first_is_named():
+    """Rank 1 is busy when rank 2 ends, and is ended later, as NCCL's watchdog does it."""
+
+    def begin(world):
+        if world.rank == 2:
+            time.sleep(0.3)
+            os._exit(9)
+        if world.rank == 1:
+            time.sleep(1.5)
+            os._exit(8)
+        with pytest.raises(RuntimeError, match="gloo"):
+            world.sum(1)
+        lost = [find_lost_ranks(0.7), find_lost_ranks(2.0)]
+        assert lost == [[2], [2]]
+
+    assert fork_ranks(3, begin, 300) == [0, 8, 9]
+
+
+def test_rewards_run_on_the_gpu_of_their_rank(monkeypatch):
+    """CUDA's current device belongs to a thread, and is 0 in a new thread."""
+    devices = threading.local()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(devices, "current", device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(devices, "current", 0))
+
+    def device(completions, **columns):
+        return [torch.cuda.current_device()] * len(completions)
+
+    def begin(world):
+        torch.cuda.set_device(world.rank)
+        assert Reward("own", device).on(world)(completions=["a"]) == [world.rank]
+        assert world.run_on_all_ranks(torch.cuda.current_device) == world.rank
+        shutdown(world)
+
+    assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
+
+
+def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
+    def hang(world, completions, **columns):
+        time.sleep(60 * world.rank)
+        return [0.0] * len(completions)
+
+    def begin(world):
+        reward = Reward("own", partial(hang, world), max_seconds=0.3).on(world)
+        with pytest.raises(RewardFailed, match=r"^a:1: reward own took more than 0.3 seconds for 1 completions in "):
+            reward(completions=["a"], row_names=[f"a:{world.rank}"])
+        shutdown(world)
+
+    assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
