@@ -92,12 +92,11 @@ def check(config: RunConfig) -> Iterator[str]:
             yield from check_speed(trial, online[0], getattr(config, online[0]))
         # If the first stage does not sample (for example SFT), it changes the model before a later
         # stage samples from it. The completions of the untrained model are not checked then.
-        samples_first = config.stage_names[0] in online
-        if config.model.path and samples_first:
-            gather_weights = config.rollout.gather_weights
+        if config.model.path and config.stage_names[0] in online:
             sampling = replace(config.sampling, engine="native")
-            sample = make_sampler(model, processor, sampling, world, gather_weights)
-            yield from check_completions(trial, sample, getattr(config, online[0]).num_generations)
+            gathers = config.rollout.gather_weights
+            sampler = make_sampler(model, processor, sampling, world, gathers)
+            yield from check_completions(trial, sampler, getattr(config, online[0]).num_generations)
         else:
             print(
                 "No completions were sampled, because this model does not know the answer format "

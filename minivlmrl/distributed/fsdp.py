@@ -10,11 +10,12 @@ without images, and in_lockstep runs equally many decode steps on all ranks.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -57,13 +58,7 @@ class Sharding:
         compute_dtype: torch.dtype | None = None,
     ):
         self.device = torch.device("cpu") if section.cpu_offload else world.device
-        shards = num_shards(section, world.size)
-        mesh = {"replicate": world.size // shards, "shard": shards}
-        if shards == world.size:
-            del mesh["replicate"]
-        mesh_shape = tuple(mesh.values())
-        mesh_names = tuple(mesh)
-        self.mesh = init_device_mesh(world.device.type, mesh_shape, mesh_dim_names=mesh_names)
+        self.mesh = make_mesh(num_shards(section, world.size), world)
         self.recompute = recompute
         self.compute_dtype = compute_dtype or dtype
         # inputs are not cast, so that rotary angles stay float32, and so do the inputs of adapters
@@ -166,6 +161,24 @@ class Sharding:
             weights[name] = parameter.detach().to(dtypes[name], copy=True)
         assign(duplicate, weights | dict(model.named_buffers()))
         return duplicate
+
+
+def make_mesh(num_shards: int, world: World) -> DeviceMesh:
+    """Arrange the ranks as (replicate, shard), or as (shard,) if there is only one replica.
+
+    The groups of a mesh with replicas are made here, because init_device_mesh gives them torch's
+    default timeouts instead of that of the run.
+    """
+    device = world.device.type
+    if num_shards == world.size:
+        return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
+    ranks = torch.arange(world.size).view(-1, num_shards)
+    limit = timedelta(seconds=world.timeout)
+    groups = []
+    for ranks_of_groups in (ranks.T, ranks):  # ranks with the same shard, ranks of one replica
+        group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=limit)
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
