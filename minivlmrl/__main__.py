@@ -17,7 +17,7 @@ import importlib.util  # noqa: E402
 import io  # noqa: E402
 import re  # noqa: E402
 
-from minivlmrl.errors import did_you_mean, out_of_memory, shortened  # noqa: E402
+from minivlmrl.errors import did_you_mean, is_out_of_memory, out_of_memory, shortened  # noqa: E402
 
 COMMANDS = {  # name: (module:function, one sentence)
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
@@ -63,10 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
         line = shortened(" ".join(str(error).split()))
         print(f"python -m minivlmrl {name}: {line}", file=sys.stderr)
         return 2
-    except MemoryError as error:
-        print(f"python -m minivlmrl {name}: {out_of_memory(error)}", file=sys.stderr)
-        return 2
     except Exception as error:
+        if is_out_of_memory(error):
+            print(f"python -m minivlmrl {name}: {out_of_memory(error)}", file=sys.stderr)
+            return 2
         # imported here, because the module imports torch, which takes a second
         from minivlmrl.config.import_utils import describe_user_error
 

@@ -3,13 +3,18 @@
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 # quoted texts of 80 characters or more (not apostrophes), and words of 500 characters or more
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
+
+# messages of PyTorch, CUDA and cuBLAS if an allocation fails
+NO_MEMORY = re.compile(
+    "out of memory|not enough memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE
+)
 
 
 class error_context(AbstractContextManager):
@@ -45,10 +50,42 @@ def shortened(error: str | Exception) -> str:
     return LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", str(error))
 
 
-def out_of_memory(error: MemoryError) -> str:
-    """Describe a MemoryError in one sentence; that of NumPy has the size of the array."""
-    size = f" ({error})" if str(error) else ""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an allocation failed, on a GPU or in the memory of the host.
+
+    PyTorch raises OutOfMemoryError for a GPU, and a plain RuntimeError for the host and in CUDA's
+    libraries. The class is compared by name, because this module must not import torch.
+    """
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Describe an out-of-memory error of a command in one sentence.
+
+    The first line of the error contains the size of the allocation, if it is known.
+    """
+    size = f" ({shortened(str(error).splitlines()[0])})" if str(error) else ""
     return f"not enough memory{size}; decrease the sizes in the recipe or in the files of the model"
+
+
+class phase(AbstractContextManager):
+    """Mark a block as one phase of a run, such as "forward", for the message if memory runs out.
+
+    An out-of-memory error gets the attributes `phase` and `rows` of the innermost block around it.
+
+    Args:
+        name: name of the phase, as the message shows it.
+        rows: rows of the dataset that the block works on; the message names the longest one.
+    """
+
+    def __init__(self, name: str, rows: Sequence = ()):
+        self.name, self.rows = name, rows
+
+    def __exit__(self, kind, error, traceback):
+        if is_out_of_memory(error) and not hasattr(error, "phase"):
+            error.phase, error.rows = self.name, self.rows
 
 
 @contextmanager

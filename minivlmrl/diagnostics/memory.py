@@ -484,10 +484,15 @@ class MemoryCheck(Callback):
         if config.model.path is None:  # models with random weights are so small that they fit
             return
         estimator = MemoryEstimator(read_config(find_folder(config.model.path)))
+        self.planned = config, estimator, world.size, TEXT_TOKENS, IMAGE_TOKENS
         for stage in config.stage_names:
             check_disk(config, stage, estimator)
         if world.device.type == "cuda":
             check_gpus(config, world, estimator)
+
+    def memory_plan(self, stage: str) -> dict[str, dict[str, float]]:
+        config, *sizes = self.planned
+        return estimate_phases(config, stage, *sizes)
 
 
 def check_gpus(run: RunConfig, world: World, estimator: MemoryEstimator):

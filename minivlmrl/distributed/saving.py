@@ -10,6 +10,7 @@ from torch import Tensor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
+from minivlmrl.errors import phase
 from minivlmrl.files import replacing, save_tensors
 from minivlmrl.model import checkpoint
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -28,11 +29,12 @@ def gather_and_save_model(
 
     Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
     """
-    if model.sharding is None:
-        save = partial(checkpoint.save_model, folder, model, processor, base, more)
-        world.run_on_rank_zero(save, "saving the model")
-        return
-    save_sharded(folder, model, processor, world, base, more)
+    with phase("save"):
+        if model.sharding is None:
+            save = partial(checkpoint.save_model, folder, model, processor, base, more)
+            world.run_on_rank_zero(save, "saving the model")
+            return
+        save_sharded(folder, model, processor, world, base, more)
 
 
 def save_sharded(

@@ -76,6 +76,17 @@ def reshard(module: nn.Module):
         unit.reshard()
 
 
+def reshard_interrupted(module: nn.Module):
+    """Free the gathered weights of a sharded module after an error within its forward pass.
+
+    FSDP ignores `reshard` while a unit that stays gathered is in a forward pass, which an error
+    does not end. Afterwards the weights can be saved, but the module must not be used any more.
+    """
+    for unit in units(module):
+        unit.set_reshard_after_forward(True, recurse=False)
+        unit.reshard()
+
+
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
     """Return the rows of a sharded tensor that this rank stores.
 

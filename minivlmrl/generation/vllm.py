@@ -42,7 +42,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_context
+from minivlmrl.errors import error_context, is_out_of_memory
 from minivlmrl.generation.generate import TokenSampler, to_completions
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.json_files import read_json
@@ -388,6 +388,8 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
         try:
             llm = vllm.LLM(folder, logits_processors=[token_chooser], **FIXED_OPTIONS, **options)
         except (TypeError, RuntimeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             raise ValueError("sampling.vllm: " + " ".join(str(error).split())) from error
     # vLLM destroys the process group together with its own groups.
     world.ends_group = False

@@ -29,7 +29,8 @@ from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.download import find_folder, find_split
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import reshard
+from minivlmrl.distributed.weights import reshard, reshard_interrupted
+from minivlmrl.errors import is_out_of_memory, phase
 from minivlmrl.files import digest, flush_file, weight_files
 from minivlmrl.json_files import json_text, parse_json, read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
@@ -211,6 +212,57 @@ class CheckpointManager:
                 "continue with --resume=auto"
             ) from error
 
+    def save_if_possible(self, progress: TrainerState, log: MetricsLog, updating: bool) -> str:
+        """Save a checkpoint after memory ran out, and describe the checkpoint to continue from.
+
+        The weights are those of the last completed step, because only the optimizer changes them.
+        No checkpoint can be saved if that update was interrupted, or if the rollout of the last
+        step is still in use. With several ranks none is saved either, because all ranks must save
+        together, and only this rank has failed.
+
+        Args:
+            updating: True if the optimizer may have updated a part of the weights.
+
+        Returns:
+            The end of an error message, after a semicolon.
+        """
+        stage = progress.stages[progress.stage]
+        if progress.steps == 0:
+            return "no step was done, so nothing is lost: start the run again"
+        reason = ""
+        if self.world.size > 1:
+            reason = "the other ranks cannot save with this rank"
+        elif updating:
+            reason = f"the update of {stage} step {progress.step} was interrupted"
+        elif not self.between_rollouts:
+            reason = "the rollout of the last step is still in use"
+        elif self.trainer.stage != stage and self.saved_steps != progress.steps:
+            reason = f"{stage} has not begun"
+        if not reason:
+            self.optimizer.zero_grad()
+            for module in self.trainer.modules().values():
+                reshard_interrupted(module)
+            try:
+                folder = self.ensure_saved(progress, log)
+                return (
+                    f"the steps before this error are saved in {folder}: continue with "
+                    "--resume=auto, which repeats this step"
+                )
+            except (MemoryError, RuntimeError, ValueError) as error:
+                if isinstance(error, ValueError):
+                    reason = str(error)
+                elif is_out_of_memory(error):
+                    reason = "saving needs more memory, too"
+                else:
+                    raise
+        folders = state_folders(self.folder)
+        if not folders:
+            return f"no checkpoint could be saved, because {reason}: start the run again"
+        return (
+            f"no newer checkpoint could be saved, because {reason}: --resume=auto continues from "
+            f"{folders[-1]}"
+        )
+
     def to_resume(self) -> TrainerState:
         """Return the TrainerState of the checkpoint to resume, or a new one for a new run.
 
@@ -311,6 +363,8 @@ class CheckpointManager:
             for name, tensor in targets.items():
                 read_into(tensor, name, pieces[name])
         except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             raise ValueError(
                 f"{folder}: this checkpoint was saved with another model or recipe ({error}); "
                 "resume it with the recipe that saved it"
@@ -377,7 +431,8 @@ class CheckpointManager:
         The NUM_KEPT_STATES newest checkpoints are kept.
         """
         draft = folder.with_name(folder.name + ".partial")
-        named_tensors = tensors(self.trainer, self.optimizer)
+        with phase("save"):
+            named_tensors = tensors(self.trainer, self.optimizer)
         checksums = {}
 
         def write():
@@ -399,12 +454,15 @@ class CheckpointManager:
                 shutil.rmtree(old)
 
         try:
-            self.world.run_on_all_ranks(write, "writing a checkpoint")
-            for rank_checksums in self.world.gather_objects(checksums):
-                checksums.update(rank_checksums)
-            self.world.run_on_rank_zero(finish, "writing a checkpoint")
-        except (OSError, SafetensorError, ValueError) as error:
+            with phase("save"):
+                self.world.run_on_all_ranks(write, "writing a checkpoint")
+                for rank_checksums in self.world.gather_objects(checksums):
+                    checksums.update(rank_checksums)
+                self.world.run_on_rank_zero(finish, "writing a checkpoint")
+        except (OSError, SafetensorError, ValueError, MemoryError, RuntimeError) as error:
             shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, MemoryError | RuntimeError):
+                raise
             raise ValueError(
                 f"the checkpoint {folder} could not be written ({error}); earlier checkpoints "
                 "are intact: fix the cause, then continue with --resume=auto"

@@ -13,6 +13,7 @@ from minivlmrl.config.options import NO_TRUNCATION, RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import phase
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -159,7 +160,8 @@ def generate_for_rows(
             if images is not None:
                 row = replace(row, images=images(row, rows))
             batch.append(row)
-        scores, completions = generate_and_score(sample, batch, count, rewards)
+        with phase("evaluation", batch):
+            scores, completions = generate_and_score(sample, batch, count, rewards)
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [
             describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)

@@ -6,20 +6,26 @@ calls optimizer_step for each step.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch.optim import Optimizer
 
 from minivlmrl.config.import_utils import check_call, defined_in
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
+from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import phase
 from minivlmrl.kernels.batch_invariant import batch_invariant_mode
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import CheckpointManager
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
+from minivlmrl.run.out_of_memory import Situation, reporting_out_of_memory
 from minivlmrl.run.preflight import describe_hardware
 from minivlmrl.run.results import Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
@@ -58,18 +64,18 @@ def train_stages(
 ):
     """Train all stages of a recipe, starting with the first step or from a checkpoint."""
     world = signals.world
-    check_outputs(config)
-    if world.is_main:
-        describe_hardware(config, world)
-    for callback in callbacks:
-        callback.on_setup(config, world)
-    model, processor, datasets = prepare(config, trainers, world)
-    check_output_dir(config)
+    situation = Situation(config, world, callbacks)
+    with reporting_out_of_memory(situation):
+        model, processor, datasets = set_up(config, trainers, world, callbacks)
     checkpoints = CheckpointManager(config, world, signals, callbacks)
-    state = checkpoints.to_resume()
+    situation.state = state = checkpoints.to_resume()
     if world.is_main:  # only now, because a run that fails before writes no report
         print(f"output: {config.output_dir}; open report.html there in a browser", flush=True)
-    with MetricsLog(config, world, state, checkpoints.resumed) as log:
+    with (
+        MetricsLog(config, world, state, checkpoints.resumed) as log,
+        reporting_out_of_memory(situation),
+    ):
+        situation.save = partial(checkpoints.save_if_possible, state, log)
         held_out = datasets.get("eval")
         results = Results(config, model, processor, log, held_out, state, callbacks)
         for callback in callbacks:
@@ -83,14 +89,42 @@ def train_stages(
             if trainer is not None:
                 trainer.save(results.folder)
                 world.barrier()  # because the next stage may read the files that were just saved
-            arguments = config, model, processor, world, state.step
-            check_call(f"the class of the stage {stage}", trainers[stage], *arguments)
-            trainer = trainers[stage](*arguments)
+            steps_done = state.step if number == state.stage else 0
+            trainer = load_trainer(
+                stage, trainers[stage], config, model, processor, world, steps_done
+            )
+            if number > state.stage:  # after loading, so that memory running out loses no step
+                state.begin_stage(number)
+            situation.trainer = trainer
             batch_invariant = trainer.samples_completions and config.rollout.batch_invariant
             with batch_invariant_mode(batch_invariant):
                 train_stage(trainer, datasets[stage], results, log, checkpoints, state, callbacks)
-            state.begin_stage(number + 1)
         results.write(trainer)
+
+
+def set_up(
+    config: RunConfig,
+    trainers: dict[str, type[Trainer]],
+    world: World,
+    callbacks: Sequence[Callback],
+) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
+    """Check the outputs and load the model, its processor and the rows."""
+    check_outputs(config)
+    if world.is_main:
+        describe_hardware(config, world)
+    for callback in callbacks:
+        callback.on_setup(config, world)
+    with phase("load"):
+        model, processor, datasets = prepare(config, trainers, world)
+    check_output_dir(config)
+    return model, processor, datasets
+
+
+def load_trainer(stage: str, trainer_class: type[Trainer], *arguments) -> Trainer:
+    """Create the trainer of a stage, which loads its reference and its optimizer's parameters."""
+    check_call(f"the class of the stage {stage}", trainer_class, *arguments)
+    with phase("load"):
+        return trainer_class(*arguments)
 
 
 def train_stage(
@@ -112,8 +146,9 @@ def train_stage(
     state.check_rows(len(rows))
     batches = Batches(rows, trainer, state.draws)
     optimizer = build_optimizer(trainer.trained, config, trainer.run.optimizer)
-    checkpoints.restore(trainer, optimizer)
-    state.kept = trainer.on_stage_begin(batches, results.held_out, state.kept)
+    with phase("load"):
+        checkpoints.restore(trainer, optimizer)
+        state.kept = trainer.on_stage_begin(batches, results.held_out, state.kept)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)
@@ -125,7 +160,8 @@ def train_stage(
                 # the next step, so that a run that is killed here repeats it after a resume.
                 results.after_step(trainer, number)
                 trainer.timer.start("preparation")
-                step = next_step(trainer, steps)
+                with phase("sampling" if trainer.samples_completions else "data"):
+                    step = next_step(trainer, steps)
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
@@ -134,11 +170,12 @@ def train_stage(
                 f"{stage} step {number}: {error}. "
                 f"The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
-        check_mismatch(trainer.run, metrics)
-        values = log.step(number, metrics, step)
-        for callback in callbacks:
-            callback.on_step_end(trainer, step, number, values)
-        log.mark()
+        with phase("metrics"):
+            check_mismatch(trainer.run, metrics)
+            values = log.step(number, metrics, step)
+            for callback in callbacks:
+                callback.on_step_end(trainer, step, number, values)
+            log.mark()
         state.advance(stage, batches.draws, log.seconds)
         checkpoints.after_step(state, log, step.ends_rollout)
     state.seconds[stage] = log.end_stage()
@@ -179,15 +216,18 @@ def optimizer_step(
         world.stop_if_preempted()
         with trainer.dropout(number, index):
             trainer.timer.start("forward")
-            loss, metrics = trainer.training_loss(batch)
+            with phase("forward"):
+                loss, metrics = trainer.training_loss(batch)
             trainer.timer.start("backward")
-            loss.backward()
+            with phase("backward"):
+                loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
     trainer.timer.start("update")
     metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
     max_grad_norm = trainer.run.optimizer.max_grad_norm
-    grad_norm = finish_gradients(trainer.trained, world, max_grad_norm)
+    with phase("backward"):
+        grad_norm = finish_gradients(trainer.trained, world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(
             f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite"
@@ -195,7 +235,8 @@ def optimizer_step(
     rate = learning_rate(number, trainer.config)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad()
-    trainer.after_step(number + 1)
+    with phase("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+        trainer.after_step(number + 1)
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from minivlmrl.config.import_utils import describe_user_error, recipes_folder
 from minivlmrl.distributed.process_group import find_lost_ranks
-from minivlmrl.errors import out_of_memory, shortened
+from minivlmrl.errors import is_out_of_memory, out_of_memory, shortened
 from minivlmrl.json_files import write_json
 
 
@@ -83,17 +83,17 @@ def lost_ranks() -> str:
 def run_rank(work: Callable[[], int]):
     """Call `work` as one rank, and exit with its return code.
 
-    The exit code is 2 after a user's mistake, a disk error or a MemoryError, and 1 after a bug.
+    The exit code is 2 after a user's mistake, a disk error or if memory runs out, and 1 after a bug.
     """
 
     @record
     def recorded() -> int:
         try:
             return work()
-        except MemoryError as error:
-            report_mistake(out_of_memory(error))
-            return 2
         except (Exception, SystemExit) as error:  # the code of a user may raise any error
+            if is_out_of_memory(error):
+                report_mistake(out_of_memory(error))
+                return 2
             if show_mistake(error):
                 return 2
             is_runtime = isinstance(error, RuntimeError)

@@ -11,6 +11,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.errors import phase
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.callbacks import Callback
@@ -128,7 +129,8 @@ class Results:
         stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
             stage = trainer.stage
-            metrics = trainer.evaluate(held_out)
+            with phase("evaluation"):
+                metrics = trainer.evaluate(held_out)
             if not isinstance(metrics, dict):
                 raise ValueError(
                     f"the method evaluate of the stage {stage}{defined_in(trainer.evaluate)} "

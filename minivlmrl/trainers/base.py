@@ -233,6 +233,7 @@ class Trainer:
     # number of optimizer steps in one pass over the prompts of a rollout
     steps_per_rollout = 1
     trained: nn.Module  # module whose parameters the optimizer updates
+    rows: Sequence[Row] = ()  # rows of the current step, which messages about its memory name
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class OfflineTrainer(Trainer):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
+            self.rows = rows
             parts = split(rows, self.config.micro_batch_size)
             yield self.step([self.micro_batch(part) for part in parts])
 

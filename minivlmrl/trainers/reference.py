@@ -12,8 +12,8 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import copy_model, reshard
-from minivlmrl.errors import check_field
+from minivlmrl.distributed.weights import copy_model, is_part, reshard
+from minivlmrl.errors import check_field, phase
 from minivlmrl.model.checkpoint import load_model, read_config
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -75,7 +75,7 @@ class Reference:
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """Compute the reference's log-probabilities (R, T) of completion tokens, in nats."""
-        with swapped_in(self.model, self.policy) as model:
+        with phase("reference"), swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)
@@ -140,6 +140,10 @@ class SwappedParameters(nn.Module):
         # Autograd does not notice that .data changes. This is safe, because the original values are
         # restored before the backward pass of a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
+            if not is_part(parameter):
+                # Nothing is allocated, so memory cannot run out after a part of the exchange.
+                parameter.data, saved_copy.data = saved_copy.data, parameter.data
+                continue
             old_value = parameter.detach().clone()
             parameter.data.copy_(saved_copy)
             saved_copy.data.copy_(old_value)

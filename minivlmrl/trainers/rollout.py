@@ -25,6 +25,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import phase
 from minivlmrl.generation.environments import (
     check_environment,
     make_sampler,
@@ -154,7 +155,8 @@ class RolloutTrainer(Trainer):
             size = len(rollout.groups) // self.steps_per_rollout
             starts = range(0, len(rollout.groups), size)
             parts = [rollout.groups[start : start + size] for start in starts]
-            one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
+            with phase("scoring"):
+                one_pass = list(zip(self.prepare(rollout, parts), parts, strict=True))
             all_passes = one_pass * self.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 ends_rollout = number == len(all_passes)
@@ -169,10 +171,12 @@ class RolloutTrainer(Trainer):
 
     def sample_rollout(self, rows: Sequence[Row]) -> Rollout:
         """Sample G completions for each row and compute their rewards."""
+        self.rows = rows
         prompts = [row.prompt(self.processor) for row in rows]
         keys = [row.key for row in rows]
         self.timer.start("sampling")
-        completions = self.sampler(prompts, self.config.num_generations, keys)
+        with phase("sampling"):
+            completions = self.sampler(prompts, self.config.num_generations, keys)
         max_mismatch = self.run.rollout.max_logp_mismatch
         self.sampler.verify_logps(rows, prompts, completions, max_mismatch)
         self.timer.start("rewards")

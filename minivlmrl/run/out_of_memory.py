@@ -1,0 +1,224 @@
+"""Report that memory ran out: one sentence with the phase, the sizes and the option to change.
+
+The blocks of `minivlmrl.errors.phase` mark the phases of a run. A training state is saved first, so
+that the run continues with --resume=auto.
+"""
+
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from minivlmrl.config.options import RunConfig
+from minivlmrl.data.processor import encode_completion
+from minivlmrl.data.rows import Row
+from minivlmrl.distributed.process_group import World
+from minivlmrl.errors import is_out_of_memory, shortened
+from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.metrics import memory_use
+from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.trainers.base import Trainer
+
+GB = 10**9
+# phases in which the optimizer may have updated a part of the weights
+UPDATING = "optimizer", "metrics"
+# phase of a run -> phase of the memory estimate; the estimate does not contain other phases
+PLANNED = {
+    "sampling": "rollout",
+    "scoring": "score",
+    "reference": "score",
+    "forward": "train",
+    "backward": "train",
+    "optimizer": "train",
+    "evaluation": "evaluation",
+}
+
+
+STEP_PHASES = "sampling", "scoring", "reference", "forward", "backward", "optimizer", "metrics"
+
+
+class OutOfMemory(ValueError):
+    """Memory ran out during a run. The message names the phase, and the saved training state."""
+
+
+@dataclass
+class Situation:
+    """The position of a run, for the message if memory runs out."""
+
+    config: RunConfig
+    world: World
+    callbacks: Sequence[Callback]
+    state: TrainerState | None = None  # None before the model is loaded
+    # function (updating) that saves a training state and describes it; None if there is none yet
+    save: Callable[[bool], str] | None = None
+    trainer: Trainer | None = None  # trainer of the current stage, None between two stages
+
+    @property
+    def stage(self) -> str | None:
+        if self.state is None or self.state.stage >= len(self.state.stages):
+            return None
+        return self.state.stages[self.state.stage]
+
+
+@contextmanager
+def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
+    """Convert an out-of-memory error of the block to an OutOfMemory, after saving a training state.
+
+    Raises:
+        OutOfMemory: memory ran out.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = describe(situation, error)
+        # Free the activations, which the frames of the traceback still hold, before saving.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        torch.cuda.empty_cache()
+        outcome = "nothing was trained yet"
+        if situation.save is not None:
+            outcome = situation.save(getattr(error, "phase", "") in UPDATING)
+        raise OutOfMemory(f"{message}; {outcome}") from error
+
+
+def describe(situation: Situation, error: BaseException) -> str:
+    """Describe an out-of-memory error: step, phase, longest row, sizes and the option to change."""
+    phase = getattr(error, "phase", "step")
+    stage, state = situation.stage, situation.state
+    where = "" if stage is None or state is None else f"{stage} step {state.step}, "
+    parts = [f"{where}phase {phase}: memory ran out"]
+    reason = shortened(str(error).partition("\n")[0])
+    if reason:
+        parts[0] += f" ({reason:.200})"
+    row = longest_row(situation.trainer, rows_of(situation, error))
+    if row:
+        parts.append(f"the longest row is {row}")
+    parts.append(f"{planned(situation, phase)}, and {reserved(situation.world)}")
+    parts.append(
+        f"lower the memory of this phase with {cheapest_cure(situation.config, stage, phase)}"
+    )
+    return "; ".join(parts)
+
+
+def rows_of(situation: Situation, error: BaseException) -> Sequence[Row]:
+    """Return the rows on which memory ran out: those of the phase, or else of the training step."""
+    rows = getattr(error, "rows", ())
+    trainer = situation.trainer
+    if rows or trainer is None or getattr(error, "phase", "") not in STEP_PHASES:
+        return rows
+    return trainer.rows
+
+
+def longest_row(trainer: Trainer | None, rows: Sequence[Row]) -> str:
+    """Name the row with the longest prompt and answers, and its number of tokens; "" if unknown."""
+    if trainer is None or not rows:
+        return ""
+    lengths = []
+    for row in rows:
+        length = len(row.prompt(trainer.processor).input_ids)
+        for name in trainer.answers:
+            text = getattr(row, name)
+            if text is not None:
+                length += len(encode_completion(trainer.processor, row.messages, text).ids)
+        lengths.append(length)
+    longest = max(range(len(rows)), key=lengths.__getitem__)
+    row = rows[longest]
+    return f"{row.where or f'row {row.index}'} with {lengths[longest]:,} tokens"
+
+
+def planned(situation: Situation, phase: str) -> str:
+    """State how many bytes the memory estimate expected for a phase."""
+    for callback in situation.callbacks:
+        plan = callback.memory_plan(situation.stage) if situation.stage else None
+        items = (plan or {}).get(PLANNED.get(phase, ""))
+        if items:
+            return f"{sum(items.values()) / GB:.1f} GB were planned"
+    return "no memory was planned for this phase"
+
+
+def reserved(world: World) -> str:
+    """State how much memory this process has, and how much is free."""
+    if world.device.type != "cuda":
+        peak = memory_use().get("peak_memory_gib")
+        return "this process ran on the CPU" + (f" with at most {peak:.1f} GiB" if peak else "")
+    free, total = torch.cuda.mem_get_info(world.device)
+    allocated = torch.cuda.max_memory_allocated(world.device)
+    return (
+        f"PyTorch has reserved {torch.cuda.memory_reserved(world.device) / GB:.1f} GB, of which at "
+        f"most {allocated / GB:.1f} GB were used; {free / GB:.1f} of {total / GB:.1f} GB are free"
+    )
+
+
+# ------------------------------------------------------------------------------- option to change
+
+
+def cheapest_cure(config: RunConfig, stage: str | None, phase: str) -> str:
+    """Return the option that lowers the memory of a phase most, with its new value.
+
+    The options are tried in a fixed order, the strongest first; an option that is already set is
+    left out.
+    """
+    cures = {
+        "sampling": [batch_tokens, quantized, half_precision],
+        "evaluation": [batch_tokens, quantized, half_precision],
+        "scoring": [smaller_micro_batch, quantized, half_precision],
+        "reference": [smaller_micro_batch, quantized, half_precision],
+        "forward": [recomputation, smaller_micro_batch, quantized, half_precision],
+        "backward": [recomputation, smaller_micro_batch, quantized, half_precision],
+        "optimizer": [lora, small_moments, half_precision],
+    }
+    for cure in cures.get(phase, [quantized, lora, half_precision]):
+        option = cure(config, stage)
+        if option:
+            return option
+    return "--data.max_pixels, a smaller model or a larger GPU"
+
+
+def batch_tokens(config: RunConfig, stage: str | None) -> str:
+    """Halve the tokens that are sampled at once; 16,384 if they had no limit."""
+    tokens = config.sampling.max_batch_tokens
+    smallest = 2 * config.sampling.max_new_tokens
+    if tokens is None:
+        return f"--sampling.max_batch_tokens={max(16384, smallest)}"
+    return f"--sampling.max_batch_tokens={tokens // 2}" if tokens // 2 >= smallest else ""
+
+
+def smaller_micro_batch(config: RunConfig, stage: str | None) -> str:
+    """Halve the prompts of a micro-batch, or bound its tokens if it has a single prompt."""
+    section = getattr(config, stage) if stage else None
+    if section is None:
+        return ""
+    if section.micro_batch_size > 1:
+        size = min(section.micro_batch_size, section.prompts_per_step) // 2
+        return f"--{stage}.micro_batch_size={max(1, size)}"
+    if getattr(section, "max_tokens_per_micro_batch", 0) is None:
+        return f"--{stage}.max_tokens_per_micro_batch={4 * config.sampling.max_new_tokens}"
+    return ""
+
+
+def recomputation(config: RunConfig, stage: str | None) -> str:
+    is_set = config.model.activation_checkpointing
+    return "" if is_set else "--model.activation_checkpointing=true"
+
+
+def quantized(config: RunConfig, stage: str | None) -> str:
+    has_full_base = config.adapter.r and config.adapter.quantize is None
+    return "--adapter.quantize=nf4" if has_full_base else ""
+
+
+def lora(config: RunConfig, stage: str | None) -> str:
+    return "" if config.adapter.r else "--adapter.r=16"
+
+
+def small_moments(config: RunConfig, stage: str | None) -> str:
+    return "--optimizer.name=adamw_8bit" if config.optimizer.name == "adamw" else ""
+
+
+def half_precision(config: RunConfig, stage: str | None) -> str:
+    model = config.model
+    return "--model.dtype=bfloat16" if model.dtype == "float32" and not model.compute_dtype else ""

@@ -1,0 +1,212 @@
+"""Test that a run whose memory runs out names the phase in one sentence, and resumes to the same bytes."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from children import exit_code, fork
+from runs import LETTERS, metrics
+
+from minivlmrl.__main__ import main
+from minivlmrl.commands.train import train_recipe
+from minivlmrl.config.options import RunConfig
+from minivlmrl.errors import is_out_of_memory
+from minivlmrl.generation import generate
+from minivlmrl.model import checkpoint as checkpoint_file
+from minivlmrl.model.decoder import MLP
+from minivlmrl.run import checkpoint_files, setup
+from minivlmrl.run import evaluate as evaluate_file
+from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.out_of_memory import OutOfMemory, cheapest_cure
+from minivlmrl.trainers import reference as reference_file
+from minivlmrl.trainers.base import Trainer
+
+OPTIONS = [
+    "--stages=[sft, grpo]", LETTERS, "--sft.max_steps=1", "--grpo.beta=0.1", "--eval_steps=2", "--save_steps=2",
+    "--data.eval_rows=2",
+]  # fmt: skip
+FILES = ["metrics.jsonl", "evaluations.jsonl", "completions.jsonl", "checkpoint/model.safetensors"]
+ERRORS = {
+    "GPU": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of"),
+    "host": (MemoryError, "Unable to allocate 8. EiB"),
+    "allocator": (RuntimeError, "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you"),
+}
+
+
+@contextlib.contextmanager
+def run_out(folder, owner, name, lines, error="GPU", half_done=False):
+    """Let a function raise an error while metrics.jsonl of a run has a number of lines.
+
+    With half_done, the function does its work before.
+    """
+    original = getattr(owner, name)
+    kind, text = ERRORS[error]
+
+    @functools.wraps(original)
+    def call(*arguments, **options):
+        fails = (folder / "metrics.jsonl").is_file() and len(metrics(folder)) == lines
+        if fails and not half_done:
+            raise kind(text)
+        result = original(*arguments, **options)
+        if fails:
+            raise kind(text)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+whole = {}  # contents of uninterrupted runs, by their options
+
+
+@pytest.fixture
+def interrupted(run, plain, lively, tmp_path):
+    """Return a function that interrupts a run, resumes the run, and compares its files with an uninterrupted run.
+
+    The function returns the error message.
+    """
+
+    def interrupted(*place, options=(), **how):
+        options = [*OPTIONS, *options]
+        if str(options) not in whole:
+            whole[str(options)] = contents(run(*options, name="whole"))
+        with run_out(tmp_path / "run", *place, **how), pytest.raises(OutOfMemory) as caught:
+            run(*options)
+        run(*options, "--resume=auto")
+        assert contents(tmp_path / "run") == whole[str(options)]
+        return str(caught.value)
+
+    return interrupted
+
+
+# phase -> (owner, function, lines of metrics.jsonl when memory runs out)
+PLACES = {
+    "load": (Trainer, "__init__", 1),
+    "sampling": (generate, "inverse_cdf", 2),
+    "reference": (reference_file, "per_token_logps", 2),
+    "forward": (Trainer, "training_loss", 2),
+    "backward": (torch.Tensor, "backward", 2),
+    "evaluation": (evaluate_file, "generate_and_score", 3),
+    "save": (checkpoint_file, "save_tensors", 3),
+}
+
+
+@pytest.mark.parametrize("phase", PLACES)
+def test_a_state_is_saved_in_each_phase(interrupted, tmp_path, phase):
+    *place, lines = PLACES[phase]
+    said = interrupted(*place, lines)
+    state = tmp_path / "run" / "states" / f"{lines:06d}"
+    assert said.startswith(f"{'sft' if phase == 'load' else 'grpo'} step {lines - (phase != 'load')}, phase {phase}: ")
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in said and "\n" not in said
+    assert f"the steps before this error are saved in {state}: continue with --resume=auto" in said
+    assert ("the longest row is" in said) == (phase not in ("load", "save"))
+
+
+@pytest.mark.parametrize("error", ["host", "allocator"])
+def test_memory_of_the_host_runs_out(interrupted, tmp_path, error):
+    said = interrupted(*PLACES["forward"], error=error)
+    assert f"phase forward: memory ran out ({ERRORS[error][1]})" in said and "/states/000002: continue" in said
+
+
+def test_an_interrupted_update_is_not_saved(interrupted, tmp_path):
+    """The weights are half updated, so the run continues from the state before, or begins again if there is none."""
+    update = torch.optim.AdamW, "step", 2
+    said = interrupted(*update, half_done=True, options=["--checkpoint_steps=1"])
+    state = tmp_path / "run" / "states" / "000002"
+    assert "phase optimizer: " in said
+    assert f"the update of grpo step 1 was interrupted: --resume=auto continues from {state}" in said
+
+
+@pytest.mark.parametrize("place", [(torch.optim.AdamW, "step", 2), (MetricsLog, "step", 2)], ids=["update", "metrics"])
+def test_without_a_state_the_run_begins_again(interrupted, place):
+    said = interrupted(*place, half_done=True)
+    assert said.endswith("because the update of grpo step 1 was interrupted: start the run again")
+
+
+def test_memory_runs_out_while_a_state_is_saved(interrupted, tmp_path):
+    said = interrupted(checkpoint_files, "save_tensors", 2, half_done=True, options=["--checkpoint_steps=2"])
+    state = tmp_path / "run" / "states" / "000001"
+    assert "grpo step 1, phase save: " in said
+    assert f"because saving needs more memory, too: --resume=auto continues from {state}" in said
+
+
+def test_a_rollout_that_is_still_in_use_is_not_saved(interrupted, tmp_path):
+    options = ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--checkpoint_steps=1"]
+    said = interrupted(*PLACES["forward"], options=options)
+    state = tmp_path / "run" / "states" / "000001"
+    assert f"because the rollout of the last step is still in use: --resume=auto continues from {state}" in said
+
+
+def test_before_the_first_step_nothing_is_lost(interrupted, tmp_path):
+    said = interrupted(evaluate_file, "generate_and_score", 0)
+    assert said.startswith("sft step 0, phase evaluation: ")
+    assert said.endswith("no step was done, so nothing is lost: start the run again")
+
+
+def test_the_planned_memory_is_stated(run, own, plain, lively, tmp_path):
+    options = [*own, "--stages=[grpo]", LETTERS, "--data.eval_rows=1"]
+    with run_out(tmp_path / "run", Trainer, "training_loss", 1), pytest.raises(OutOfMemory) as caught:
+        run(*options)
+    assert "; 0.0 GB were planned, and this process ran on the CPU with at most " in str(caught.value)
+    assert "rows.jsonl" in str(caught.value).partition("the longest row is ")[2].partition(" with ")[0]
+
+
+def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
+    with run_out(tmp_path / "run", setup, "build_model", 0), pytest.raises(OutOfMemory, match=r"^phase load: "):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        run()
+    with run_out(tmp_path / "run", Trainer, "training_loss", 0), pytest.raises(SystemExit) as ended:
+        main(["train", str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("sft step 0, phase forward: ") and said.count("\n") == 1
+
+
+def test_a_sharded_forward_that_is_interrupted_is_saved(home, plain, lively, tmp_path):
+    """FSDP keeps gathered weights in bfloat16 after the error, and the state must have the float32 weights.
+
+    The runs are child processes, because a run that fails leaves its process group behind.
+    """
+
+    def train(name, *options):
+        recipe = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / name}", "--stages=[sft]", "--data.eval_rows=1"]
+        return exit_code(fork(lambda: train_recipe([*recipe, "--model.compute_dtype=bfloat16", *options])))
+
+    assert train("whole") == 0
+    with run_out(tmp_path / "run", MLP, "forward", 2):
+        assert train("run") == 1
+    assert train("run", "--resume=auto") == 0
+    one, other = ((tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("run", "whole"))
+    assert one == other
+
+
+@pytest.mark.parametrize(("options", "phase", "cure"), [
+    ({}, "sampling", "--sampling.max_batch_tokens=16384"),
+    ({"sampling.max_batch_tokens": 8192}, "evaluation", "--sampling.max_batch_tokens=4096"),
+    ({"sampling.max_batch_tokens": 512, "adapter.r": 4}, "sampling", "--adapter.quantize=nf4"),
+    ({}, "backward", "--model.activation_checkpointing=true"),
+    ({"model.activation_checkpointing": True}, "forward", "--grpo.micro_batch_size=16"),
+    ({"grpo.micro_batch_size": 1}, "reference", "--grpo.max_tokens_per_micro_batch=1024"),
+    ({}, "optimizer", "--adapter.r=16"),
+    ({"adapter.r": 4}, "optimizer", "--optimizer.name=adamw_8bit"),
+    ({"adapter.r": 4, "adapter.quantize": "nf4"}, "load", "--model.dtype=bfloat16"),
+])  # fmt: skip
+def test_the_option_that_is_named_is_not_set_yet(options, phase, cure):
+    config = RunConfig()
+    for name, value in options.items():
+        section, option = name.split(".")
+        setattr(getattr(config, section), option, value)
+    assert cheapest_cure(config, "grpo", phase) == cure
+
+
+def test_errors_of_memory_are_recognised():
+    assert all(is_out_of_memory(kind(text)) for kind, text in ERRORS.values())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(ValueError("out of memory"))
