@@ -18,6 +18,7 @@ from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # a file name, not a path
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter/adapter_config.json"  # file of a checkpoint with `save: adapter`
 RUN_CONFIG = "config.yaml"  # file in the folder of a run, with all options of the run
 # file beside the weights of a model, with the options that change the model's answers
 INFERENCE_CONFIG = "minivlmrl.yaml"
@@ -145,7 +146,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     new = Path(f"{folder}.partial")
     replaced = Path(f"{folder}.replaced")
     empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not (folder / "config.json").is_file() and not empty:
+    is_checkpoint = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    if folder.exists() and not is_checkpoint and not empty:
         raise ValueError(
             f"{folder} has no config.json, so it is not a checkpoint and is not overwritten. "
             "Choose another folder."

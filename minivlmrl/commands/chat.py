@@ -29,6 +29,7 @@ from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import ENGINES
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config
+from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_adapter_folder
 from minivlmrl.run.setup import build_model
 
 
@@ -65,20 +66,26 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
     The sampling options are taken only from the command line.
     """
-    folder = find_folder(options.model)
-    dtype = read_config(folder).torch_dtype
-    model = {"path": options.model, "dtype": dtype}
+    is_adapter = is_adapter_folder(options.model)
+    path = base_model(options.model) if is_adapter else options.model
+    dtype = read_config(find_folder(path)).torch_dtype
+    folder = find_adapter(options.model) if is_adapter else find_folder(path)
+    model = {"path": path, "dtype": dtype}
     fields: dict[str, Plain] = {"stages": [], "sampling": {}, "model": model}
     for name, value in vars(options).items():
         if name.startswith("sampling.") and value is not None:
             overrides = [f"--{name}={value}", *overrides]
     recipe = folder / INFERENCE_CONFIG
-    if not recipe.is_file():
-        return load_config(
+    if recipe.is_file():
+        config = load_config(recipe, [*as_overrides(fields), *overrides])
+        text = f"{config.data.prompt_template!r:.80}"
+        print(f"prompt template of {recipe}: {text}", file=sys.stderr)
+    else:
+        config = load_config(
             recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides]
         )
-    config = load_config(recipe, [*as_overrides(fields), *overrides])
-    print(f"prompt template of {recipe}: {config.data.prompt_template!r:.80}", file=sys.stderr)
+    if is_adapter:
+        config.adapter = adapter_options(options.model)
     return config
 
 

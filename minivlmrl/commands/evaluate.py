@@ -9,7 +9,8 @@ The recipe sets the prompt template, the size of images, the stopping rules, dat
 the rewards of evaluations; --section.name=value changes any of its options. By default the recipe is
 config.yaml of the run that trained the model. If there is none, it is minivlmrl.yaml beside the
 weights, or else recipes/own_data.yaml with {problem} as the prompt template. The recipe's adapter
-is not loaded, because the checkpoint of a run already contains its adapter.
+is not loaded, because the checkpoint of a run already contains its adapter. --model may also be the
+folder of an adapter, which is loaded together with the base model that the folder names.
 """
 
 import argparse
@@ -18,10 +19,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import parse_yaml
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
@@ -29,6 +32,7 @@ from minivlmrl.distributed import process_group
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.json_files import json_text, write_json
+from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_adapter_folder
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
@@ -120,13 +124,14 @@ def evaluation_config(
         ValueError: if the recipe was found beside the model and names code. Such code only runs if
             the user passes the recipe with --recipe.
     """
-    found_recipe = find_recipe(options.model)
+    is_adapter = is_adapter_folder(options.model)
+    found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
     # Without a recipe, the model was not trained with the prompt template of own_data.yaml.
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
     fields = {
-        "model.path": options.model,
+        "model.path": base_model(options.model) if is_adapter else options.model,
         "data.train_file": options.data,
         "data.eval_file": options.data,
         "data.eval_rows": options.rows,
@@ -146,10 +151,20 @@ def evaluation_config(
         config.data.eval_rewards = list(config.rewards)
     elif config.data.eval_rewards is None:
         config = load_config(recipe, overridden, asked_for)
+    if is_adapter:
+        config.adapter = adapter_options(options.model, trained_quantization(found_recipe))
     return config
 
 
-def find_recipe(model: str) -> Path | None:
+def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
+    """Return adapter.quantize of the run that trained an adapter; None if the run is not known."""
+    values = parse_yaml(recipe.read_bytes()) if recipe is not None else None
+    section = values.get("adapter") if isinstance(values, dict) else None
+    is_packed = isinstance(section, dict) and section.get("quantize") == "nf4"
+    return "nf4" if is_packed else None
+
+
+def find_recipe(model: str | Path) -> Path | None:
     """Find config.yaml of the run that trained a model, or minivlmrl.yaml beside its weights."""
     run_folders = Path(model).absolute().parents[:3]  # RUN is a parent of RUN/best/checkpoint
     recipe_paths = [folder / "config.yaml" for folder in run_folders]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
+from minivlmrl.data.download import find_folder
 from minivlmrl.diagnostics.memory import (
     GB,
     IMAGE_TOKENS,
@@ -24,6 +25,7 @@ from minivlmrl.diagnostics.memory import (
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
+from minivlmrl.model.peft import base_model, is_adapter_folder
 
 # meaning of the phases (columns) and items (rows) whose name in the table does not explain them
 LEGEND = {
@@ -107,7 +109,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def model_config(path: Path) -> ModelConfig:
-    """Read a config.json; `path` is the file or the folder that contains it."""
+    """Read a config.json; `path` is the file or the folder that contains it.
+
+    The folder of an adapter stands for its base model.
+    """
+    if is_adapter_folder(path):
+        path = find_folder(base_model(path))
     if not path.exists():
         raise ValueError(
             f"{path}: no such file or folder; if this is a repository id, run `hf download {path} "

@@ -6,7 +6,7 @@ import filecmp
 from minivlmrl.data.download import find_folder
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.model.checkpoint import load_model, load_processor, save_model
-from minivlmrl.model.lora import quantize_base
+from minivlmrl.model.lora import merge_note, quantize_base
 from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
@@ -39,4 +39,7 @@ def main(arguments: list[str]):
     if (adapter / INFERENCE_CONFIG).is_file():
         processor.tokenizer.files[INFERENCE_CONFIG] = (adapter / INFERENCE_CONFIG).read_bytes()
     save_model(options.out, model, processor, base=options.model)
+    note = merge_note(model)
+    if note:
+        print(note)
     print(f"wrote {options.out}")

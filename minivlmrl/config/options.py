@@ -515,6 +515,9 @@ class RunConfig:
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 only between stages
     # also write the weights to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
+    # files that save_steps and best_metric write: all weights with the adapter merged, or only the
+    # adapter, which needs far less space; the end of the run always merges
+    save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries of completions.jsonl
     # number of prompts per entry, the first ones of rank 0; null logs all prompts of all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4

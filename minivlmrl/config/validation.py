@@ -102,8 +102,9 @@ def check_data(run: RunConfig) -> WithoutEffect:
 
 def check_adapter(run: RunConfig) -> WithoutEffect:
     if run.adapter.r == 0:
-        for name in ("path", "alpha", "dropout", "target", "quantize"):
-            yield f"adapter.{name}", "there is no adapter unless adapter.r > 0"
+        names = ("path", "alpha", "dropout", "target", "quantize")
+        for name in (*(f"adapter.{name}" for name in names), "save"):
+            yield name, "there is no adapter unless adapter.r > 0"
 
 
 def check_sharding(run: RunConfig) -> WithoutEffect:

@@ -456,24 +456,46 @@ def state_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> int:
     return sum(items.get(name, 0) for name in saved)
 
 
-def check_disk(run: RunConfig, stage: str, estimator: MemoryEstimator):
-    """Raise ValueError if the training states of a run do not fit on the disk.
+def written_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> dict[str, float]:
+    """Return the bytes that a stage writes to the disk at most at one time, by the kind of files.
 
-    Training states that the output folder already contains count as free space, because the run
-    deletes them.
+    A new state or checkpoint is complete before an old one is deleted, so both count.
     """
-    if not run.checkpoint_steps and not run.checkpoint_minutes:
-        return
+    sizes = {}
+    if run.checkpoint_steps or run.checkpoint_minutes:
+        sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(run, stage, estimator)
+    weights = estimator.parameters * DTYPES[run.model.dtype].itemsize
+    adapter = bytes_of(adapter_parameters(estimator.build(run, stage)))
+    saved = adapter if run.save == "adapter" else weights
+    folder = Path(run.output_dir)
+    sizes["weights"] = weights
+    if run.save_steps or (folder / "checkpoint").is_dir():
+        sizes["weights"] += saved
+    if run.best_metric is not None:
+        sizes["weights"] += 2 * saved
+    return sizes
+
+
+def check_disk(run: RunConfig, stage: str, estimator: MemoryEstimator):
+    """Raise ValueError if the training states and the weights of a run do not fit on the disk.
+
+    Training states and checkpoints that the output folder already contains count as free space,
+    because the run deletes them.
+    """
     folder = Path(run.output_dir).absolute()
-    earlier = sum(path.stat().st_size for path in folder.glob("states/*/*"))
+    earlier = 0
+    for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
+        earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free + earlier
-    size = state_bytes(run, stage, estimator)
-    if (NUM_KEPT_STATES + 1) * size > free:
+    sizes = written_bytes(run, stage, estimator)
+    if sum(sizes.values()) > free:
+        texts = [f"{size / GB:.2g} GB of {name}" for name, size in sizes.items()]
+        hint = "set save to adapter, " if run.adapter.r and run.save == "merged" else ""
         raise ValueError(
-            f"{stage} saves {NUM_KEPT_STATES + 1} training states of {size / GB:.2g} GB, but only "
-            f"{free / GB:.2g} GB are free for {run.output_dir}. Free some space, choose another "
-            "output_dir, or skip this check with --check_memory=false."
+            f"{stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
+            f"{run.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
+            "check with --check_memory=false."
         )
 
 
@@ -484,15 +506,16 @@ class MemoryCheck(Callback):
         if config.model.path is None:  # models with random weights are so small that they fit
             return
         estimator = MemoryEstimator(read_config(find_folder(config.model.path)))
-        self.planned = config, estimator, world.size, TEXT_TOKENS, IMAGE_TOKENS
+        self.config, self.estimator, self.gpus = config, estimator, world.size
         for stage in config.stage_names:
             check_disk(config, stage, estimator)
         if world.device.type == "cuda":
             check_gpus(config, world, estimator)
 
     def memory_plan(self, stage: str) -> dict[str, dict[str, float]]:
-        config, *sizes = self.planned
-        return estimate_phases(config, stage, *sizes)
+        return estimate_phases(
+            self.config, stage, self.estimator, self.gpus, TEXT_TOKENS, IMAGE_TOKENS
+        )
 
 
 def check_gpus(run: RunConfig, world: World, estimator: MemoryEstimator):

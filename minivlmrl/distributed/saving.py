@@ -24,12 +24,23 @@ def gather_and_save_model(
     world: World,
     base: str | None = None,
     more: Callable[[Path], None] | None = None,
+    merge: bool = True,
 ):
     """Save a model with its processor as model.checkpoint.save_model does. All ranks must call it.
 
     Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
+
+    Args:
+        merge: False saves only the adapters of a model, see model.checkpoint.save_adapter.
     """
     with phase("save"):
+        if not merge:
+            reshard(model)
+            write = checkpoint.adapter_writer(model, base)
+            assert write is not None  # validation rejects `save: adapter` without adapters
+            save = partial(checkpoint.save_adapter, folder, processor, write, more)
+            world.run_on_rank_zero(save, "saving the adapter")
+            return
         if model.sharding is None:
             save = partial(checkpoint.save_model, folder, model, processor, base, more)
             world.run_on_rank_zero(save, "saving the model")

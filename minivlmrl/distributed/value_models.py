@@ -31,6 +31,7 @@ def save_value_model(
     processor: Processor,
     world: World,
     base: str | None = None,
+    merge: bool = True,
 ):
     """Save a value model in the format of load_value_model: a checkpoint plus score.safetensors.
 
@@ -38,6 +39,7 @@ def save_value_model(
 
     Args:
         base: folder of the base model, which an adapter refers to.
+        merge: False saves only the adapters and the head.
     """
     reshard(model.score)
     head = {"score.weight": gather_full_tensor(model.score.weight).cpu()}
@@ -45,7 +47,7 @@ def save_value_model(
     def write_head(new_folder: Path):
         save_tensors(head, new_folder / HEAD_FILE)
 
-    gather_and_save_model(folder, model.backbone, processor, world, base, write_head)
+    gather_and_save_model(folder, model.backbone, processor, world, base, write_head, merge)
 
 
 def load_scorer(

@@ -352,6 +352,26 @@ def save_model(
         write_extras(new_folder, write_adapter, write_more_files)
 
 
+def save_adapter(
+    folder: str | Path,
+    processor: Processor,
+    write_adapter: Callable[[Path], None],
+    write_more_files: Callable[[Path], None] | None = None,
+):
+    """Save only the adapter of a model, as the subfolder adapter/ of a folder.
+
+    The folder is replaced atomically, as in save_model, so that weights which were merged earlier
+    do not stay beside a newer adapter.
+
+    Args:
+        write_adapter: result of adapter_writer.
+    """
+    with replacing(folder) as new_folder:
+        if INFERENCE_CONFIG in processor.tokenizer.files:
+            (new_folder / INFERENCE_CONFIG).write_bytes(processor.tokenizer.files[INFERENCE_CONFIG])
+        write_extras(new_folder, write_adapter, write_more_files)
+
+
 def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:
     """Return a function that writes a model's adapters as a PEFT folder; None if it has none."""
     if not has_adapters(model):

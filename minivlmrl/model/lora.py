@@ -108,10 +108,15 @@ class LoRALinear(ReplacedLinear):
 
         All ranks must call this method, because it gathers the parameters of a sharded model.
         """
+        weight, update = self.weight_and_update()
+        return (weight + update).to(weight.dtype)
+
+    def weight_and_update(self) -> tuple[Tensor, Tensor]:
+        """Return W of the base and scaling * B A, both (out_features, in_features)."""
         A = gather_full_tensor(self.lora_A)
         B = gather_full_tensor(self.lora_B)
         weight = gather_full_tensor(self.base.weight).to(A.device)
-        return (weight + self.scaling * (B @ A)).to(weight.dtype)
+        return weight, self.scaling * (B @ A)
 
 
 class TF32Adapter(torch.autograd.Function):
@@ -200,6 +205,41 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     finally:
         for layer, A, B in originals:
             layer.lora_A, layer.lora_B = A, B
+
+
+@torch.no_grad()
+def surviving_share(model: nn.Module) -> float:
+    """Compute the share of the updated weights that differ from the base after a merge.
+
+    A merged weight is rounded to the dtype of the base. If the update is less than half of the
+    distance to the next number, the merged weight is the base weight, and this part of the training
+    is lost. All ranks must call this function.
+
+    Returns:
+        A number from 0 to 1; 1.0 if no weight has an update.
+    """
+    num_changed = num_updated = 0
+    for layer in adapters(model).values():
+        weight, update = layer.weight_and_update()
+        num_changed += int(((weight + update).to(weight.dtype) != weight).sum())
+        num_updated += int((update != 0).sum())
+    return num_changed / num_updated if num_updated else 1.0
+
+
+def merge_note(model: nn.Module) -> str:
+    """State which share of the update survives a merge into 16 bits; "" if nothing is rounded away.
+
+    All ranks must call this function.
+    """
+    dtypes = {layer.dtype for layer in adapters(model).values()}
+    if not any(dtype.itemsize == 2 for dtype in dtypes):
+        return ""
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return (
+        f"merged weights: {surviving_share(model):.0%} of the weights that the adapter updates "
+        f"still differ from the base after rounding to {names}; the folder adapter/ has the whole "
+        "update"
+    )
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:

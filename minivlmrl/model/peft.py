@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import build
+from minivlmrl.config.types import FilePath
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
@@ -26,6 +28,8 @@ from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 AdapterShape = tuple[int, float]  # (r, scaling) of a LoRALinear
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# subfolders of PEFT's folder, of a checkpoint and of a run that contain the adapter
+INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 # fields of adapter_config.json that would change the results; adapters that set them are rejected
 UNSUPPORTED = (
@@ -97,7 +101,7 @@ def _shape_text(shape: AdapterShape | None) -> str:
 
 def find_adapter(folder: str | Path) -> Path:
     """Find the adapter in a folder that PEFT wrote, or in the folder or checkpoint of a run."""
-    for inner in ("", "adapter", "checkpoint/adapter"):
+    for inner in INNER_FOLDERS:
         found_folder = Path(folder) / inner
         if (found_folder / CONFIG).is_file():
             return found_folder
@@ -106,6 +110,58 @@ def find_adapter(folder: str | Path) -> Path:
         "its subfolders adapter/ and checkpoint/adapter/. Use a folder that PEFT wrote, or the "
         "folder of a run that set adapter.r."
     )
+
+
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Return True if a folder has an adapter, but no weights of a model."""
+    if (Path(folder) / "config.json").is_file():
+        return False
+    return any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
+
+
+def base_model(folder: str | Path) -> str:
+    """Return the folder or repository of an adapter's base model, as adapter_config.json names it.
+
+    Raises:
+        ValueError: the file does not name a base model.
+    """
+    file = find_adapter(folder) / CONFIG
+    base = read_json(file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(
+            f"{file} does not name a base model (base_model_name_or_path is {base!r}). Merge the "
+            "adapter with `python -m minivlmrl merge`, and use the merged folder."
+        )
+    return base
+
+
+def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
+    """Return the options of a recipe with which build_model loads the adapter of a folder.
+
+    Args:
+        quantize: value of adapter.quantize in the adapter's run.
+    Raises:
+        ValueError: the layers of the adapter differ in r or alpha, which a recipe cannot state.
+    """
+    folder = find_adapter(folder)
+    config = _read_config(folder / CONFIG)
+    with error_context(folder / WEIGHTS):
+        shapes = {}
+        for name, tensor in load_file(folder / WEIGHTS).items():
+            match = TENSOR.fullmatch(name)
+            if match is not None and match[2] == "lora_A":
+                shapes[hub_name(match[1])] = len(tensor)
+        ranks = set(shapes.values())
+        if len(ranks) != 1 or config.alpha_pattern:
+            raise ValueError(
+                f"the layers have the ranks {sorted(ranks)} and alpha_pattern "
+                f"{config.alpha_pattern}, but only one rank and one alpha are supported here. "
+                "Merge the adapter with `python -m minivlmrl merge`, and use the merged folder."
+            )
+    [r] = ranks
+    alpha = config.lora_alpha * (math.sqrt(r) if config.use_rslora else 1)
+    target = "|".join(map(re.escape, sorted(shapes)))
+    return LoRAOptions(FilePath(str(folder)), r, alpha, target=[target], quantize=quantize)
 
 
 def _read(

@@ -87,8 +87,7 @@ def train_stages(
         for number in range(state.stage, len(config.stage_names)):
             stage = config.stage_names[number]
             if trainer is not None:
-                trainer.save(results.folder)
-                world.barrier()  # because the next stage may read the files that were just saved
+                results.save_stage(trainer)
             steps_done = state.step if number == state.stage else 0
             trainer = load_trainer(
                 stage, trainers[stage], config, model, processor, world, steps_done

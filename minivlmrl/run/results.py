@@ -14,6 +14,7 @@ from minivlmrl.distributed.saving import gather_and_save_model
 from minivlmrl.errors import phase
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import check_best_metric, evaluate
@@ -107,7 +108,25 @@ class Results:
         if config.eval_steps and steps_done % config.eval_steps == 0 and not is_last:
             self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
         if config.save_steps and steps_done % config.save_steps == 0:
+            self.save(trainer, self.folder)
+
+    def save(self, trainer: Trainer, folder: Path):
+        """Save the weights of a trainer before the end of the run; only adapters if `save` says so."""
+        if self.config.save == "adapter":
+            trainer.save(folder, merge=False)
+        else:
+            trainer.save(folder)
+
+    def save_stage(self, trainer: Trainer):
+        """Save the weights of a stage that another stage follows.
+
+        A reward model is always saved completely, because later stages load it.
+        """
+        if trainer.trains_policy:
+            self.save(trainer, self.folder)
+        else:
             trainer.save(self.folder)
+        self.world.barrier()  # because the next stage may read the files that were just saved
 
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
         """Evaluate the model, save it if it is the best so far, and return the table's metrics."""
@@ -147,7 +166,7 @@ class Results:
             score = -value if best_metric == "eval/loss" else value
             if self.progress.best is None or score > self.progress.best:
                 self.progress.best = score
-                trainer.save(self.folder / BEST)
+                self.save(trainer, self.folder / BEST)
         # The table has no column for the loss, because not all stages have a loss on held-out rows.
         values.pop("eval/loss", None)
         return values
@@ -171,11 +190,24 @@ class Results:
             print(f"training: {', '.join(times)}")
         if trainer is not None:
             trainer.save(self.folder)
+            note = merge_note(self.model)
+            if note and self.world.is_main:
+                print(note, flush=True)
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
             gather_and_save_model(
                 self.folder / "checkpoint", self.model, self.processor, self.world, base
             )
+
+
+def merge_note(model: VisionLanguageModel) -> str:
+    """State which share of the update a merge keeps; "" without adapters. All ranks must call it."""
+    if not has_adapters(model):
+        return ""
+    # imported here, because few runs have adapters
+    from minivlmrl.model.lora import merge_note
+
+    return merge_note(model)
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):

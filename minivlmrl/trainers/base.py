@@ -351,10 +351,15 @@ class Trainer:
         if self.reference is not None:
             self.reference.after_step(steps)
 
-    def save(self, folder: Path):
-        """Save the trained weights in the folder of the run; all ranks must call this method."""
+    def save(self, folder: Path, merge: bool = True):
+        """Save the trained weights in the folder of the run; all ranks must call this method.
+
+        Args:
+            merge: False saves only the adapters of the model, without the weights of the base.
+        """
         base = self.run.model.path
-        gather_and_save_model(folder / "checkpoint", self.policy, self.processor, self.world, base)
+        where = folder / "checkpoint"
+        gather_and_save_model(where, self.policy, self.processor, self.world, base, None, merge)
 
     def evaluate(self, rows) -> dict[str, float]:
         """Compute metrics of held-out rows without sampling, for example their loss."""

@@ -96,11 +96,12 @@ class PPOTrainer(RolloutTrainer):
             return ValueModel(copy_model(self.policy), self.run.model.freeze)
         return load_critic(path, self.policy, self.processor, self.run, self.world.device)
 
-    def save(self, folder: Path):
-        super().save(folder)
+    def save(self, folder: Path, merge: bool = True):
+        super().save(folder, merge)
         if isinstance(self.critic, ValueModel):
             base = self.config.critic_path or self.run.model.path
-            save_value_model(folder / "critic", self.critic, self.processor, self.world, base)
+            where = folder / "critic"
+            save_value_model(where, self.critic, self.processor, self.world, base, merge)
 
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"critic": self.critic}

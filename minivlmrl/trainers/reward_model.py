@@ -70,9 +70,9 @@ class RewardTrainer(PairTrainer):
     def modules(self) -> dict[str, nn.Module]:
         return super().modules() | {"trained": self.trained}
 
-    def save(self, folder: Path):
+    def save(self, folder: Path, merge: bool = True):
         base = self.run.model.path
-        save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base)
+        save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base, merge)
 
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
         prompts, answers = self.encode(rows)

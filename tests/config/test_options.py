@@ -213,6 +213,7 @@ OUTPUTS = [
 ELSEWHERE = {
     "output_dir": "run/test_loop.py: test_eval_rows_and_eval_file_choose_what_is_evaluated",
     "num_threads": "run/test_loop.py: test_num_threads",
+    "save": "run/test_results.py: test_only_the_adapter_is_saved_until_the_end",
     "resume": "run/test_checkpoints.py: test_a_killed_and_resumed_run_gives_the_same_result",
     "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
     "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",

@@ -1,6 +1,7 @@
 """Compare the memory estimate with the tensors that really exist, on the CPU."""
 
 import contextlib
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -333,16 +334,40 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
     given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
     run_training(run)
-    size = memory.state_bytes(run, "sft", MemoryEstimator(config_json.from_dict(read_json(checkpoint / "config.json"))))
+    estimator = MemoryEstimator(config_json.from_dict(read_json(checkpoint / "config.json")))
+    size, weights = memory.state_bytes(run, "sft", estimator), estimator.parameters * 4
     for state in folder.glob("states/*"):
         assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
-    sizes = r"sft saves 3 training states of \S+ GB, but only \S+ GB are free for \S+/new/run\. Free some space"
-    refused = pytest.raises(ValueError, match=sizes)
-    for free, output, fits in ((3.5, "new/run", True), (2.9, "new/run", False), (1.5, "run", True)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * size))
+    assert (folder / "checkpoint" / "model.safetensors").stat().st_size == pytest.approx(weights, rel=0.1)
+    sizes = r"sft writes \S+ GB of training states and \S+ GB of weights, but only \S+ GB are free for \S+/new/run\."
+
+    def is_refused(output, free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         run.output_dir = str(tmp_path / output)
-        with contextlib.nullcontext() if fits else refused:
+        try:
             MemoryCheck().on_setup(run, World())
+        except ValueError as error:
+            assert re.match(sizes, str(error))
+            return True
+        return False
+
+    # three states and the weights of the end
+    assert is_refused("new/run", 3 * size + 0.9 * weights) and not is_refused("new/run", 3 * size + 1.1 * weights)
+    assert not is_refused("run", 1.1 * size + 1.1 * weights)  # two states and weights are there already
+    # weights are written beside the earlier ones
+    run.save_steps = 1
+    assert is_refused("new/run", 3 * size + 1.9 * weights) and not is_refused("new/run", 3 * size + 2.1 * weights)
+    run.best_metric = "eval/loss"
+    assert is_refused("new/run", 3 * size + 3.9 * weights) and not is_refused("new/run", 3 * size + 4.1 * weights)
+    run.checkpoint_steps = run.checkpoint_minutes = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3.9 * weights))
+    with pytest.raises(ValueError, match=r"sft writes \S+ GB of weights, but only"):
+        MemoryCheck().on_setup(run, World())
+    run.adapter.r = 2
+    with pytest.raises(ValueError, match="set save to adapter, or skip"):
+        MemoryCheck().on_setup(run, World())
+    run.save = "adapter"
+    MemoryCheck().on_setup(run, World())
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

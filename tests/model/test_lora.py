@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivlmrl.config.options import LoRAOptions
@@ -18,8 +19,10 @@ from minivlmrl.model.lora import (
     adapters,
     init_adapters,
     inject_adapters,
+    merge_note,
     quantize_base,
     sampling_copies,
+    surviving_share,
 )
 from minivlmrl.model.plain_weights import is_adapter
 from minivlmrl.trainers.reference import SwappedParameters
@@ -246,3 +249,14 @@ def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch, p):
     for mine, reference in zip(*found, strict=True):
         assert (mine - reference).norm() <= 1e-2 * reference.norm()
     assert torch.equal(found[0][0], found[1][0])
+
+
+def test_the_share_of_an_update_that_survives_rounding():
+    """A bfloat16 1 changes only by an update over 1/256, half of the distance to the next number below is 1/512."""
+    layer = LoRALinear(nn.Linear(4, 1, bias=False, dtype=torch.bfloat16), r=1, scaling=1.0)
+    with torch.no_grad():
+        layer.base.weight.fill_(1.0)
+        layer.lora_B.fill_(1.0)
+        layer.lora_A.copy_(torch.tensor([[0.01, 0.0, 0.001, 0.001]]))
+    assert surviving_share(nn.Sequential(layer)) == pytest.approx(1 / 3)
+    assert "33% of the weights that the adapter updates still differ" in merge_note(nn.Sequential(layer))

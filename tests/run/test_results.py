@@ -1,5 +1,6 @@
 """Test the result files of a run: contents, writing rank, and protection from overwriting."""
 
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from runs import LETTERS, metrics, summary
 
+from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
 from minivlmrl.diagnostics.report import collect_run
 from minivlmrl.model.build import random_model
@@ -171,3 +173,58 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
     found.measure("after_sft", trainer)
     assert kept == [(step, found.folder / "best") for step in saved]
     assert found.progress.best == (None if kind == "eval/pair_accuracy" else -0.1 if kind == "eval/loss" else 0.7)
+
+
+def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, tmp_path, capsys, monkeypatch):
+    """Both runs end with the same files, and the adapter of an earlier step answers rows like its merged weights."""
+    options = [
+        *own, "--stages=[sft]", "--sft.max_steps=3", "--adapter.r=2", "--adapter.target=[language, vision]",
+        "--save_steps=2", "--data.eval_rows=2", f"--data.eval_file={rows}", "--best_metric=eval/loss",
+    ]  # fmt: skip
+    saved = []  # files after each save
+    original = Results.save
+
+    def save(self, trainer, folder):
+        original(self, trainer, folder)
+        saved.append(sorted(str(path.relative_to(folder)) for path in folder.rglob("checkpoint/**/*.*")))
+        if len(saved) == 1:
+            shutil.copytree(folder / "checkpoint", tmp_path / self.config.save)
+
+    monkeypatch.setattr(Results, "save", save)
+    folders = {}
+    for kind in ("merged", "adapter"):
+        saved.clear()
+        folders[kind] = run(*options, f"--save={kind}", name=f"run_{kind}")
+        assert ("checkpoint/model.safetensors" in saved[0]) == (kind == "merged")
+    own_files = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/minivlmrl.yaml"]
+    assert saved[0] == saved[-1] == [f"checkpoint/{name}" for name in [*own_files, "minivlmrl.yaml"]]
+    names = ["model.safetensors", *own_files]
+    for name in names:
+        one, other = ((folder / "checkpoint" / name).read_bytes() for folder in folders.values())
+        assert one == other, name
+    assert not (folders["adapter"] / "best" / "checkpoint" / "model.safetensors").exists()
+    answers = {}
+    for kind in folders:
+        out = tmp_path / f"{kind}.jsonl"
+        for command in ("evaluate", "generate"):
+            given = ["--model", str(tmp_path / kind), "--data", str(rows), "--out", str(out), "--rows=3"]
+            assert main([command, *given]) == 0
+        answers[kind] = out.read_bytes()
+        prompt = ["--prompt=Name it.", "--image", str(rows.parent / "0.png"), "--max_new_tokens=4", "--temperature=0"]
+        capsys.readouterr()
+        assert main(["chat", "--model", str(tmp_path / kind), *prompt]) == 0
+        answers[kind] += capsys.readouterr().out.encode()
+        assert main(["memory", "--model", str(tmp_path / kind)]) == 0
+        answers[kind] += capsys.readouterr().out.partition(":")[2].encode()
+    assert answers["merged"] == answers["adapter"]
+
+
+def test_a_merge_into_bfloat16_states_the_share_that_survives(run, plain, own, capsys):
+    capsys.readouterr()
+    options = [*own, "--stages=[sft]", "--sft.max_steps=1", "--adapter.r=2"]
+    run(*options)
+    assert "merged weights: " not in capsys.readouterr().out  # float32
+    run(*options, "--model.dtype=bfloat16", "--sft.learning_rate=1e-5", name="half")
+    said = capsys.readouterr().out
+    share = int(said.partition("merged weights: ")[2].partition("%")[0])
+    assert 0 <= share < 50 and "after rounding to bfloat16; the folder adapter/ has the whole update" in said
