@@ -122,7 +122,7 @@ def test_every_setting_has_a_change():
     assert CHANGES.keys() == PROCESS_SETTINGS.keys()
 
 
-@pytest.mark.parametrize("setting", CHANGES.keys() - {"the process id"})
+@pytest.mark.parametrize("setting", sorted(CHANGES.keys() - {"the process id"}))
 def test_code_that_changes_the_process_is_reported_in_one_sentence(setting):
     change, values = CHANGES[setting]
 
