@@ -433,7 +433,7 @@ class GRPOOptions(TrainingOptions):
     )
     # the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
-    epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
+    epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # see epsilon_low
     beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL; 0 needs no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL, see kl_term
     # multiply the KL by the policy ratio, which makes its gradient unbiased

@@ -325,7 +325,7 @@ def test_invalid_environments_are_refused(monkeypatch):
     resets = {
         "reset returned 'see', but it must": lambda self, **columns: "see",
         r"reset raised KeyError: 'x' in .*test_tool_sampler.py:": lambda self, **columns: columns["x"],
-        r"reset raised SystemExit:  in": lambda self, **columns: sys.exit(),
+        r"reset raised SystemExit in": lambda self, **columns: sys.exit(),
         r"reset raised TypeError: .*multiple values for argument 'problem'": lambda problem, **columns: 0,
     }
     for error, reset in resets.items():

@@ -112,7 +112,7 @@ def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
         assert f"prompt template of {copy / 'minivlmrl.yaml'}: 'Look. {{problem}} Now.'" in err
     (copy / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     for value in (True, False):
-        (copy / "minivlmrl.yaml").write_text(f"data: {{template: {{enable_thinking: {value}}}}}")
+        (copy / "minivlmrl.yaml").write_text(f"data: {{chat_template_kwargs: {{enable_thinking: {value}}}}}")
         assert ask("--model", copy, "--max_new_tokens", 2)[1].startswith("<think>\n") is value
 
 

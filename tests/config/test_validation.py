@@ -37,6 +37,7 @@ CASES = [
     ("eval_steps", 2, [FILES], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
     ("best_metric", "eval/accuracy_greedy", [FILES], [{}]),
     ("adapter.path", "folder", [{}], [ADAPTER]),
+    ("save", "adapter", [{}], [ADAPTER]),
     ("adapter.alpha", 8.0, [{}], [ADAPTER]),
     ("adapter.dropout", 0.1, [{}], [ADAPTER]),
     ("adapter.target", ["vision"], [{}], [ADAPTER]),

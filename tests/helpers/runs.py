@@ -117,8 +117,8 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
         start = run("--stages=[]", "--data.eval_rows=1", f"--model.config={tmp_path / 'model.json'}", name="start")
         own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}"]
         PIL.Image.new("RGB", (56, 56), "teal").save(home / "teal.png")
-        question = {"problem": "Hm?", "image": "teal.png", "solution": "teal"}
-        write_lines(home / "teal.jsonl", [question] * 4)
+        questions = [{"problem": "Hm?", "image": "teal.png", "solution": word} for word in ("teal", "red")]
+        write_lines(home / "teal.jsonl", questions * 2)
         own += [f"--data.eval_file={home / 'teal.jsonl'}", "--sampling.max_new_tokens=14"]
         small = ["--sft.max_steps=1", "--grpo.max_steps=1", "--adapter.r=2"]
         folder = run(*own, *small, f"--model.path={start / 'checkpoint'}", name="own") / "checkpoint"

@@ -344,7 +344,7 @@ def test_files_that_are_missing_or_pickled_are_refused(copy, shards):
         load_model(copy)
     (copy / INDEX).unlink()
     shards[0].rename(copy / "pytorch_model-00001-of-00002.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin, convert it with"):
+    with pytest.raises(ValueError, match=r"such as pytorch_model\.bin; convert them with"):
         load_model(copy)
 
 

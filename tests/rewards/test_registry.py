@@ -178,7 +178,9 @@ def slow(completions, **columns):
     time.sleep(60)
 
 
-@pytest.mark.parametrize(("function", "place"), [(slow, r" in .*test_registry.py:\d+"), (slow_async, "")])
+@pytest.mark.parametrize(("function", "place"), [
+    (slow, r" in .*test_registry.py:\d+"), (slow_async, r" \(defined in .*test_registry.py:\d+\)"),
+])  # fmt: skip
 def test_a_reward_over_its_time_limit_is_reported(function, place):
     reward = file.Reward("own", function, max_seconds=0.05)
     sentence = (
@@ -396,8 +398,8 @@ def test_options_in_a_name_are_parameters_and_not_columns(monkeypatch, name, tol
 
 @pytest.mark.parametrize(("text", "says"), [
     ("def f(completions, **columns)\n    return", r"cannot be loaded \(SyntaxError: .*\(mine.py, line 1\)\)$"),
-    ("exit(0)", r"cannot be loaded \(SystemExit: 0\)$"),
-    ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined\)$"),
+    ("exit(0)", r"cannot be loaded \(SystemExit: 0 in .*mine\.py:1\)$"),
+    ("f = undefined", r"cannot be loaded \(NameError: name 'undefined' is not defined in .*mine\.py:1\)$"),
     ("def f(completions):\n    return []", r"must end with \*\*columns, because it is called .* completions"),
 ])  # fmt: skip
 def test_errors_in_a_custom_file_are_one_line(tmp_path, text, says):
