@@ -47,8 +47,8 @@ class RecurrentConfig:
 class VisionConfig:
     """Config of a vision tower, with what the towers of all families have.
 
-    Each family has a subclass with its own fields and default values. The default values here are
-    those of Qwen2-VL and Qwen2.5-VL in transformers.
+    Qwen2-VL uses this class itself, and each other family a subclass with its own fields and
+    defaults. The defaults here are those of Qwen2-VL and Qwen2.5-VL in transformers.
     """
 
     depth: Depth = 32  # number of transformer blocks

@@ -159,7 +159,10 @@ def lay_out(
 class VisionTower(nn.Module):
     """Base class of the vision towers of all families, with the names that other files use.
 
-    Its forward has the arguments and results of VisionTransformer.forward. A tower may also have
+    Its forward has the arguments and results of VisionTransformer.forward. With DeepStack, the
+    result is (M, (1 + k) * out_hidden_size): the merged tokens, then those of each of k levels.
+    model/config_json.py checks that out_hidden_size is the hidden_size of the decoder. Modules that
+    work on merged tokens have "merger" in their names, see model/flops.py. A tower may also have
     - pos_embed: nn.Embedding of learned positions, which model/build.py initialises with the
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
@@ -169,7 +172,7 @@ class VisionTower(nn.Module):
     """
 
     config: VisionConfig
-    patch_embed: "PatchEmbed"
+    patch_embed: "PatchEmbed"  # patches -> embeddings; model/flops.py counts its products
     # units of sharding (distributed/fsdp.py) and of activation checkpointing; their number scales
     # initial weights (model/build.py)
     blocks: nn.ModuleList

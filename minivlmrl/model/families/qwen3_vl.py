@@ -32,7 +32,7 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, la
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """Config of the vision tower of Qwen3.5, which learns positions."""
+    """Config of the vision towers of Qwen3-VL and Qwen3.5, which learn positions."""
 
     depth: Depth = 27
     hidden_size: Size = 1152

@@ -99,7 +99,8 @@ class ModelSpec:
     # whether tensors in files have the names of transformers' modules; see module_name
     files_have_module_names: bool = False
     unused_prefixes: tuple[str, ...] = ()  # prefixes of tensors that are not used
-    # (ModelConfig) -> model with the modules visual, model and lm_head
+    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with a tower of its
+    # own sets partial(VisionLanguageModel, tower=its subclass of VisionTower)
     model: Callable[..., VisionLanguageModel] = VisionLanguageModel
     # keys of config.json that describe experts, with the defaults of transformers
     experts: dict[str, Any] = field(default_factory=dict)
