@@ -10,6 +10,8 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from copy import copy
 from functools import cached_property
 from itertools import takewhile
@@ -41,7 +43,7 @@ from minivlmrl.data.messages import (
     shown_parts_of,
     text_of,
 )
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import parse_json, read_json
 
@@ -59,6 +61,9 @@ PUBLISHED = (
 )
 # sha256 of Qwen's template for Qwen3-VL
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
+# Tags of thoughts and tools. Answers contain them as text, so a text may write them even if the
+# tokenizer lists them as special tokens and the template writes them, too.
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # Jinja versions of chat_template.render, which are saved into folders without a template.
 # WITH_TOOLS is used if an environment declares tools.
 DEFAULT = as_jinja()
@@ -68,12 +73,13 @@ DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags
 
 
 class ChatTemplate:
-    """A Jinja chat template. Text that spells a control token is rendered as ordinary text.
+    """A Jinja chat template. Text that spells one of its control tokens stays ordinary text.
 
     Args:
         text: text of the template.
         source: name of the template's file, for error messages.
-        special_tokens: control tokens that the template may write, see Tokenizer.special_tokens.
+        special_tokens: control tokens of the tokenizer, see Tokenizer.special_tokens. The keys of
+            `controls` are those that the template writes or that are in STRUCTURE.
         token_names: {name: value} of variables that the template may read, such as eos_token.
     """
 
@@ -81,21 +87,39 @@ class ChatTemplate:
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        # Longer tokens are first in the pattern, because a token can begin with a shorter token.
-        # Tokens of a single character are skipped, because they occur in ordinary text.
-        control_names = {IMAGE, VIDEO, *(name for name in special_tokens if len(name) > 1)}
-        control_names = sorted(control_names, key=len, reverse=True)
-        controls = {name: Control(name) for name in control_names}
-        self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
         self.tools = None  # schemas of the tools that the template declares
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
-        self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
-        self.spelled = re.compile("|".join(map(_spelled, control_names)))
         try:
             self.template = environment().from_string(text)
         except Exception as error:  # nested blocks can also raise RecursionError or SyntaxError
             raise self._error(error) from error
+        # Longer tokens are first in the pattern, because a token can begin with a shorter token.
+        control_names = sorted(self._structure(special_tokens), key=len, reverse=True)
+        controls = {name: Control(name) for name in control_names}
+        self.controls = {**controls, IMAGE: IMAGE, VIDEO: VIDEO}
+        self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
+        self.spelled = re.compile("|".join(map(_spelled, control_names)))
+
+    def _structure(self, special_tokens: Iterable[str]) -> set[str]:
+        """Return the control tokens that only the template may write.
+
+        A template can also compose a name, such as '<|' + message.role + '|>', so that the text of
+        the template does not contain the name. Short conversations are rendered to find such names.
+        """
+        written = [self.text]
+        roles = [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]
+        for conversation in roles:
+            messages = [{"role": role, "content": ""} for role in conversation]
+            with suppress(ValueError):  # a template may refuse a role
+                written.append(self._lay_out(messages, True))
+        names = {IMAGE, VIDEO}
+        for name in special_tokens:
+            # tokens of a single character are skipped, because they occur in ordinary text
+            is_written = len(name) > 1 and any(name in text for text in written)
+            if name in STRUCTURE or (is_written and name not in TAGS):
+                names.add(name)
+        return names
 
     @classmethod
     def from_folder(

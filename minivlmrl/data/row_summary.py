@@ -1,6 +1,7 @@
 """Count images per row and tokens per prompt of a dataset, without decoding images."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -99,6 +100,35 @@ def without_media(rows: Dataset) -> Iterator[Row]:
     else:
         for row_number in range(min(len(rows), TASK_ROWS)):
             yield rows[row_number]
+
+
+def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
+    """Describe the rows whose texts spell a control token that no text may write.
+
+    Args:
+        rows: the dataset. Rows of an embedded task are not searched, because no stranger wrote them.
+        structure: these control tokens, see Tokenizer.structure.
+
+    Returns:
+        A sentence with the number of such rows and the tokens, or None if there are no such rows.
+    """
+    if not isinstance(rows, FileRows):
+        return None
+    longest_first = sorted(structure, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+    num_rows = 0
+    names = set()
+    for row in without_media(rows):
+        found = set(pattern.findall(repr([row.messages, row.completion, row.chosen, row.rejected])))
+        num_rows += bool(found)
+        names |= found
+    if not names:
+        return None
+    return (
+        f"{num_rows} of {len(rows)} rows spell {', '.join(sorted(names))} in their texts. The "
+        "tokenizer has a token for each of these names, but the names are encoded as ordinary "
+        "text here, because only the chat template may write tokens of the structure"
+    )
 
 
 def without_long(

@@ -1,6 +1,7 @@
 """Load a tokenizer from tokenizer.json, or train a tiny one on the texts of an embedded task."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -22,6 +23,18 @@ SPECIAL_TOKENS = (
     "<|box_end|>",
     "<|quad_start|>",
     "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+# Control tokens of the structure of a conversation: they begin and end turns and documents, and stand
+# for images and videos. Only a chat template may write them, so a text with their names stays text.
+STRUCTURE = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
     "<|vision_start|>",
     "<|vision_end|>",
     "<|vision_pad|>",
@@ -50,28 +63,33 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 class Tokenizer:
     """Converts text to token ids and back.
 
-    `special_tokens` maps each control token of Qwen2 and of the backend to its id. Text with the
-    same characters as a control token is encoded as ordinary text. Text with the same characters as
-    another added token, such as <tool_call>, is encoded as this token, as in transformers.
+    `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` is
+    the set of those that a text may not write: text with the same characters is encoded as ordinary
+    text. Text with the same characters as another added token, such as <tool_call> or
+    <|box_start|>, is encoded as this token, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.files: dict[str, bytes] = {}  # {name: content} of the tokenizer's files, for saving
-        # False would encode the text "<|im_end|>" as the control token
-        backend.encode_special_tokens = True
         # tokenizer.json may contain settings of truncation and padding, which would change the ids
         backend.no_truncation()
         backend.no_padding()
-        added_tokens = backend.get_added_tokens_decoder().values()
-        # control tokens that tokenizer.json lists as ordinary added tokens
-        words = [t.content for t in added_tokens if t.content in SPECIAL_TOKENS and not t.special]
-        backend.add_special_tokens(words)
-        added_tokens = backend.get_added_tokens_decoder().items()
-        self.special_tokens = {t.content: token_id for token_id, t in added_tokens if t.special}
+        self.special_tokens: dict[str, int] = {}
+        for token_id, token in backend.get_added_tokens_decoder().items():
+            if token.special or token.content in SPECIAL_TOKENS:
+                self.special_tokens[token.content] = token_id
         missing = set(SPECIAL_TOKENS) - self.special_tokens.keys()
         if missing:
             raise ValueError(f"the tokenizer has no control token {min(missing)}")
+        self.reserve(STRUCTURE)
+
+    def reserve(self, names: Iterable[str]):
+        """Set `structure`, the control tokens that no text may write."""
+        self.structure = frozenset(names)
+        self.backend = with_special_tokens(self.backend, self.structure)
+        # False would encode the text "<|im_end|>" as the control token
+        self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
         # not the number of tokens, because an added token may have any id
@@ -96,6 +114,24 @@ class Tokenizer:
         """Decode ids to a text that includes control tokens, such as <|im_end|>."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
+    def save(self, path: str | Path):
+        """Write a tokenizer.json in which all control tokens are special."""
+        with_special_tokens(self.backend, self.special_tokens).save(str(path))
+
+
+def with_special_tokens(
+    backend: tokenizers.Tokenizer, names: Collection[str]
+) -> tokenizers.Tokenizer:
+    """Return a backend whose special tokens are its added tokens with these names."""
+    added_tokens = backend.get_added_tokens_decoder().values()
+    if all(token.special == (token.content in names) for token in added_tokens):
+        return backend
+    # The library can make a token special, but it cannot make a special token ordinary.
+    content = json.loads(backend.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] in names
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
 
 def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokenizer:
     """Load a tokenizer.json.
@@ -119,13 +155,13 @@ def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokeni
         if add_control_tokens:
             known = backend.get_vocab()
             backend.add_special_tokens([token for token in SPECIAL_TOKENS if token not in known])
-        tokenizer = Tokenizer(backend)
-        vocabulary = tokenizer.backend.get_vocab()
+        vocabulary = backend.get_vocab()
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
             raise ValueError(f"{len(missing)} of the 256 byte values have no token")
         if len(set(vocabulary.values())) < len(vocabulary):
             raise ValueError("two tokens have the same id")
+        tokenizer = Tokenizer(backend)
         decoded = tokenizer.decode(tokenizer.encode(PROBE))
         if decoded != PROBE:
             raise ValueError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")

@@ -275,6 +275,8 @@ def load_processor(
     template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
     tokenizer.files |= carried_files(folder)
     template = template or default_template(family)
+    if template is not None:
+        tokenizer.reserve(template.controls)
     return Processor(tokenizer, images, template, box_space=family.box_space)
 
 
@@ -463,7 +465,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
         template_text = as_jinja() if template is None else template.text
         (folder / "chat_template.jinja").write_bytes(template_text.encode())
     if "tokenizer.json" not in carried:
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        tokenizer.save(folder / "tokenizer.json")
     defaults = {
         "tokenizer_config.json": {
             "tokenizer_class": "Qwen2Tokenizer",

@@ -14,7 +14,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import summary, without_long
+from minivlmrl.data.row_summary import describe_spelled, summary, without_long
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
@@ -226,6 +226,9 @@ def fit_rows(
                 examples = ", ".join(long_rows[:5])
                 text += f"; {len(long_rows)} over data.max_prompt_tokens are left out: {examples}"
             print(f"rows of {name}: {text}", flush=True)
+            spelled = describe_spelled(fitted[name], processor.tokenizer.structure)
+            if spelled:
+                print(f"rows of {name}: {spelled}", flush=True)
     return fitted
 
 

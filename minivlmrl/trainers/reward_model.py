@@ -164,8 +164,8 @@ class RewardModelScores:
     def encode(self, row: Row, completion: Completion) -> Completion:
         """Encode a completion of the policy like the answers that the reward model was trained on.
 
-        If the completion is truncated, no end token is added. Control tokens that the policy
-        sampled are encoded as the text of their names. If the chat template cannot render the text,
+        If the completion is truncated, no end token is added. Control tokens of the structure that
+        the policy sampled are encoded as text. If the chat template cannot render the text,
         for example a thought after a prompt without thoughts, the text is encoded as it is.
         """
         text = self.policy_processor.decode_assistant_turn(completion)

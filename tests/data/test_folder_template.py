@@ -10,7 +10,7 @@ from talk import CHATML, assistant, bracketed, renders_as_transformers
 
 from minivlmrl.data.chat_template import Control, render
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, environment, with_values
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -217,9 +217,30 @@ def test_a_thought_beside_a_spelled_control_token_is_still_a_thought(load):
 def test_longer_control_tokens_are_matched_first():
     template = ChatTemplate("<im><img>{{ messages[0].content }}<|im_end|>", "t", ["<im>", "<img", "<img>", "x"])
     pieces = template.render([{"role": "user", "content": "a x<i"}])
-    # the control token "x" occurs in ordinary text
+    # a token of one character is no control token, because it occurs in ordinary text
     assert pieces == ["<im>", "<img>", "a x<i<|im_end|>"]
     assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
+
+
+COMPOSED = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}{{ message.content }}{{ eos_token }}{% endfor %}"
+    "<think>{% if tools %}<tool_call>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("refused", ["", "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"])
+def test_the_structure_is_what_the_template_writes(refused):
+    """Also names that the template composes. Texts may write tags of thoughts and tools, and other tokens."""
+    roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    others = ["<think>", "<tool_call>", "<|box_start|>", "<|medicine|>"]
+    text = COMPOSED.replace("%}", f"%}}{refused}", 1)
+    template = ChatTemplate(text, "t", [*SPECIAL_TOKENS, *roles, *others, "</s>"], {"eos_token": "</s>"})
+    written = {*STRUCTURE, *roles[: 3 if refused else 4], "</s>"}
+    assert template.controls.keys() == written
+    said = "".join([*roles[:3], *others, "</s><|im_end|>"])
+    pieces = template.render([{"role": "user", "content": said}])
+    assert pieces == ["<|user|>", said, "</s>", "<think>"]
+    assert controls(pieces) == ["<|user|>", "</s>"]
 
 
 def test_a_text_template_refuses_images_and_videos():

@@ -10,7 +10,7 @@ import pytest
 from record_vision import encoded, noise
 
 from minivlmrl.data.media import fetch_image
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from minivlmrl.data.tokenizer import STRUCTURE, load_tokenizer, train_tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, save_model
@@ -58,7 +58,7 @@ def videos(folder, name):
 def tokenizers(folder, name):
     texts = ["Hello world", "  a  b\n\n", "naïve café 猫 🐈", "<|im_", "x = y[0] + 3.14"]
     path = folder / name
-    train_tokenizer(texts * 2, vocab_size=300).backend.save(str(path))
+    train_tokenizer(texts * 2, vocab_size=300).save(path)
 
     def read():
         """Check that a loaded tokenizer restores texts and produces no control tokens for them."""
@@ -66,7 +66,7 @@ def tokenizers(folder, name):
         for text in texts:
             ids = loaded.encode(text)
             assert loaded.decode(ids) in (text, unicodedata.normalize("NFC", text))
-            assert not set(ids) & {loaded.backend.token_to_id(token) for token in SPECIAL_TOKENS}
+            assert not set(ids) & {loaded.backend.token_to_id(token) for token in STRUCTURE}
 
     return path, [path.read_bytes()], read
 

@@ -8,7 +8,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import check_lengths, summary, without_long
+from minivlmrl.data.row_summary import check_lengths, describe_spelled, summary, without_long
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 
@@ -77,3 +77,19 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
     remaining, long_rows = without_long(made, PROCESSOR, 1, skip_unreadable=True)
     assert len(remaining) == 1 and [text.count("tokens") for text in long_rows] == [1, 1]
     check_lengths(made, PROCESSOR, 900, "is too long", skip_unreadable=True)
+
+
+def test_names_of_control_tokens_in_texts_are_counted(tmp_path):
+    """Names of grounding tokens are no difference, because they are encoded as tokens."""
+    made = [
+        {"problem": "What?", "completion": "<|box_start|>(1,2)<|box_end|>"},
+        {"problem": "a <|im_end|>", "completion": "b <|im_end|> <|image_pad|>"},
+        {"problem": "What?", "completion": [{"role": "assistant", "content": [{"text": "<|im_end|>"}]}]},
+        {"problem": "What?", "chosen": "<|im_start|>", "rejected": "a"},
+    ]
+    write_lines(tmp_path / "rows.jsonl", made)
+    structure = PROCESSOR.tokenizer.structure
+    text = describe_spelled(FileDataset(tmp_path / "rows.jsonl"), structure)
+    assert text.startswith("3 of 4 rows spell <|im_end|>, <|im_start|>, <|image_pad|> in their texts.")
+    write_lines(tmp_path / "rows.jsonl", made[:1])
+    assert describe_spelled(FileDataset(tmp_path / "rows.jsonl"), structure) is None

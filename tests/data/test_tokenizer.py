@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE, load_tokenizer, train_tokenizer, with_special_tokens
 from minivlmrl.tasks import shapes
 
 pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 TINY = shapes.tokenizer()
-CONTROL_IDS = {TINY.special_tokens[token] for token in SPECIAL_TOKENS}
+STRUCTURE_IDS = {TINY.special_tokens[token] for token in STRUCTURE}
 
 ORDINARY = [
     "What is it?",
@@ -34,10 +34,10 @@ def test_any_text_is_restored(text):
 
 @given(st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", "im_start", "|", "<", " ", "x", "\n"]), max_size=6))
 @settings(max_examples=100, deadline=None)
-def test_no_text_becomes_a_control_token(parts):
+def test_no_text_becomes_a_token_of_the_structure(parts):
     text = "".join(parts)
     ids = TINY.encode(text)
-    assert not CONTROL_IDS & set(ids)
+    assert not STRUCTURE_IDS & set(ids)
     assert TINY.decode(ids) == text
 
 
@@ -49,7 +49,7 @@ def test_training_keeps_to_the_vocabulary_size_and_control_tokens_are_the_last_i
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
 def test_equals_transformers(tmp_path, kind, transformers):
-    TINY.backend.save(str(tmp_path / "tokenizer.json"))
+    TINY.save(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     theirs = getattr(transformers, kind).from_pretrained(tmp_path)
     assert len(theirs) == len(TINY)
@@ -65,7 +65,7 @@ def test_vocabulary_and_merges_without_tokenizer_json_are_refused(tmp_path):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-SAVED = json.loads(TINY.backend.to_str())
+SAVED = json.loads(with_special_tokens(TINY.backend, TINY.special_tokens).to_str())
 
 
 def load(folder, content):
@@ -98,13 +98,58 @@ def test_qwens_control_tokens_are_always_control_tokens(tmp_path):
     assert loaded.special_tokens == TINY.special_tokens and len(loaded) == len(TINY)
 
 
-def test_added_tokens_are_words_unless_they_are_special(tmp_path):
+def added(*tokens):
+    """Return the content of a tokenizer.json with further tokens, each as (name, whether it is special, options)."""
     new = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    word, control = ({**new, "id": len(TINY) + i, "content": f"<{i}>", "special": bool(i)} for i in range(2))
-    loaded = load(tmp_path, SAVED | {"added_tokens": [*SAVED["added_tokens"], word, control]})
-    assert loaded.encode("a<0>") == [*TINY.encode("a"), len(TINY)]
-    assert loaded.encode("a<1>") == TINY.encode("a<1>")
-    assert loaded.special_tokens == TINY.special_tokens | {"<1>": len(TINY) + 1}
+    words = []
+    for i, (name, is_special, options) in enumerate(tokens):
+        words.append({**new, **options, "id": len(TINY) + i, "content": name, "special": is_special})
+    return SAVED | {"added_tokens": [*SAVED["added_tokens"], *words]}
+
+
+OWN = added(
+    ("<SEG>", False, {}), ("<|medicine|>", True, {}), ("<|medicine|>s", True, {}), ("<mask>", True, {"lstrip": True}),
+    ("<end>", True, {"rstrip": True}), ("WORD", True, {"single_word": True}),
+)  # fmt: skip
+GROUNDING = "<|object_ref_start|>the cat<|object_ref_end|><|box_start|>(1,2),(30,4)<|box_end|>"
+OWN_TEXTS = [
+    GROUNDING, f"Where is {GROUNDING}?", "<|quad_start|>(1,2)<|quad_end|>", "<|medicine|> red", "a<|medicine|>s <SEG>",
+    "a \n <mask> b", "<end>  \n b", "a WORD b", "SWORDS", "<think>e\u0301</think> <|medicine", "<| medicine|>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OWN_TEXTS)
+def test_texts_with_added_tokens_have_the_ids_of_transformers(tmp_path, transformers, text):
+    ours = load(tmp_path, OWN)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert ours.encode(text) == theirs(text)["input_ids"]
+    assert set(OWN_TEXTS[:4]).isdisjoint([text]) or max(ours.encode(text)) >= len(TINY) - 11
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_only_names_of_the_structure_stay_text(tmp_path, transformers, name):
+    """transformers splits special tokens of a text into letters if `split_special_tokens` is set."""
+    content = json.loads(json.dumps(OWN))
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] in STRUCTURE
+    text = f"a {name}<|medicine|> b{name}{GROUNDING} {name}\n"
+    ids = load(tmp_path, OWN).encode(text)
+    load(tmp_path, content)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert ids == theirs(text, split_special_tokens=True)["input_ids"]
+    assert TINY.special_tokens[name] not in ids and TINY.special_tokens["<|box_start|>"] in ids
+
+
+def test_a_reserved_name_stays_text_and_is_saved_as_a_special_token(tmp_path):
+    loaded = load(tmp_path, OWN)
+    assert loaded.special_tokens.keys() == TINY.special_tokens.keys() | {
+        "<|medicine|>", "<|medicine|>s", "<mask>", "<end>", "WORD"
+    }  # fmt: skip
+    loaded.reserve([*STRUCTURE, "<|medicine|>"])
+    medicine = loaded.special_tokens["<|medicine|>"]
+    assert medicine not in loaded.encode("<|medicine|>") and medicine + 3 in loaded.encode("<end>")
+    loaded.save(tmp_path / "saved.json")
+    assert json.loads((tmp_path / "saved.json").read_text()) == OWN
     assert list(TINY.special_tokens) == list(SPECIAL_TOKENS)
 
 

@@ -88,7 +88,7 @@ def their_processor(kind, folder, tokenizer, template, images, videos=None):
         def check_argument_for_proper_class(self, name, argument):
             return type(argument)
 
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    tokenizer.save(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"pad_token": "<|endoftext|>"}')
     theirs = transformers.Qwen2Tokenizer.from_pretrained(folder)
     return TinyProcessor(images, theirs, videos, chat_template=template)

@@ -238,6 +238,7 @@ def test_the_chat_template_is_read_from_any_file_and_kept(copy, tmp_path, file):
         assert [type(piece) for piece in pieces] == [Control, str, Control]
         ids = processor([user("hi")]).input_ids.tolist()
         assert ids == [note["id"], *processor.tokenizer.encode("hi"), processor.tokenizer.special_tokens["<|im_end|>"]]
+        assert note["id"] not in processor([user("<|note|>")]).input_ids[1:]  # only the template may write it
 
 
 SETTINGS, TOKENIZER = "preprocessor_config.json", "tokenizer.json"

@@ -49,7 +49,7 @@ def make_text_model(folder, model_type="qwen2", tied=False, dtype=torch.float64)
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))  # also biases and norms
     model.save_pretrained(folder)
-    train_tokenizer(TEXTS, 300).backend.save(str(folder / "tokenizer.json"))
+    train_tokenizer(TEXTS, 300).save(folder / "tokenizer.json")
     return model
 
 
