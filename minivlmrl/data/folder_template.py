@@ -10,16 +10,20 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 
 import jinja2
 import jinja2.meta
-from jinja2.ext import LoopControlExtension
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivlmrl.config.types import Plain
@@ -59,6 +63,7 @@ PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # tag in TRL's training templates
 # sha256 of Qwen's template for Qwen3-VL
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
 # Tags of thoughts and tools. Answers contain them as text, so a text may write them even if the
@@ -175,6 +180,7 @@ class ChatTemplate:
         """Render the turns that follow a prompt, like chat_template.render_completion.
 
         The text of an assistant turn begins after the generation prompt, and ends with <|im_end|>.
+        If the template has {% generation %} blocks, the assistant writes only the text in them.
 
         Args:
             messages: messages of the prompt.
@@ -185,12 +191,13 @@ class ChatTemplate:
 
         Raises:
             ValueError: the template does not end assistant turns with <|im_end|> and a line break,
-                or renders a turn differently if more turns follow.
+                has no {% generation %} block around their text although it has the tag, or renders
+                a turn differently if more turns follow.
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
         conversation, mark = self._checked([*messages, *turns])
-        text = self._lay_out(conversation, False)
+        text, block_ends = self._lay_out_blocks(conversation, mark)
         flagged = []
         end = None  # end of the previous assistant turn
         for turn_number in range(len(messages), len(conversation)):
@@ -207,8 +214,33 @@ class ChatTemplate:
                     "the original Qwen model"
                 )
             end = turn_end - 1  # the model does not write the line break
-            flagged += [(piece, True) for piece in self._cut(text[start:end], mark)]
+            cuts = [start, *(x for x in block_ends if start < x < end), end]
+            for left, right in pairwise(cuts):
+                is_written = bisect(block_ends, left) % 2 == 1
+                flagged += [(piece, is_written) for piece in self._cut(text[left:right], mark)]
+        if not any(is_written for piece, is_written in flagged if piece):
+            raise self._error(
+                "the answer is outside of all {% generation %} blocks, so no token would be "
+                "trained; put a block around the text of assistant turns, or remove the tag"
+            )
         return join_flagged(flagged)
+
+    def _lay_out_blocks(self, messages: list[dict], mark: str) -> tuple[str, list[int]]:
+        """Render a conversation without a generation prompt, and locate {% generation %} blocks.
+
+        Args:
+            mark: character that `_checked` returned. Its successor marks the blocks.
+
+        Returns:
+            The text, and the positions where blocks begin and end, alternately. If the template
+            does not have the tag, the whole text is a block.
+        """
+        if not GENERATION.search(self.text):
+            text = self._lay_out(messages, False)
+            return text, [0, len(text)]
+        block_mark = chr(ord(mark) + 1)
+        pieces = self._lay_out(messages, False, block_mark).split(block_mark)
+        return "".join(pieces), list(accumulate(map(len, pieces[:-1])))
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
         """Return the length of the rendered first messages of a conversation.
@@ -258,7 +290,8 @@ class ChatTemplate:
         """Convert messages to plain data, in which a mark breaks up the names of control tokens.
 
         Returns:
-            The messages and the mark, a character that `_cut` removes after rendering.
+            The messages and the mark, a character that `_cut` removes after rendering. Neither the
+            mark nor its successor occurs in the messages.
 
         Raises:
             ValueError: the template cannot render the messages.
@@ -279,7 +312,7 @@ class ChatTemplate:
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
         # rare Chinese characters, because templates, JSON and repr leave letters as they are
         letters = map(chr, range(0x20000, sys.maxunicode))
-        mark = next(letter for letter in letters if letter not in all_text)
+        mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return [self._break_up(message, mark) for message in messages], mark
 
     def _break_up(self, value: Plain, mark: str, is_text: bool = False) -> Plain:
@@ -319,13 +352,17 @@ class ChatTemplate:
                     return True
         return False
 
-    def _lay_out(self, messages: list[dict], add_generation_prompt: bool) -> str:
+    def _lay_out(
+        self, messages: list[dict], add_generation_prompt: bool, block_mark: str = ""
+    ) -> str:
+        """Render messages; `block_mark` is written where {% generation %} blocks begin and end."""
         try:
             return self.template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=self.tools,
                 documents=None,
+                block_mark=block_mark,
                 **self.token_names,
             )
         except Exception as error:  # a template is a program, which can raise any exception
@@ -481,10 +518,30 @@ def _to_json(
     )
 
 
+class GenerationTag(Extension):
+    """The tag {% generation %}, which marks the text that the assistant writes.
+
+    Templates of transformers and TRL have this tag. The variable block_mark is written at the
+    beginning and at the end of a block.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
+
+    def parse(self, parser: Parser) -> nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_surround", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _surround(self, context: Context, caller: Callable[[], str]) -> str:
+        mark = context.get("block_mark", "")
+        return f"{mark}{caller()}{mark}"
+
+
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Whitespace rules, functions and {% break %} are the same. The sandbox blocks access to Python
+    Whitespace rules, functions, {% break %} and {% generation %} are the same. The sandbox blocks access to Python
     internals and files, and range() over more than 100,000 items. The sandbox does not limit time
     or memory (for example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
     """
@@ -493,7 +550,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         raise jinja2.TemplateError(message)
 
     sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
+        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, GenerationTag]
     )
     # The filter tojson is replaced, because jinja2's filter escapes <, > and & for HTML.
     sandbox.filters["tojson"] = _to_json

@@ -390,9 +390,7 @@ BROKEN = {
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line \\?: RecursionError"),
     # the prompts of a seed must not depend on the date
     "the clock": ("{{ strftime_now('%Y') }}", "line \\?: .*'strftime_now' is undefined"),
-    # {% generation %} blocks are not supported; the known templates of TRL for Qwen2-VL and
-    # Qwen2.5-VL are replaced by the built-in template
-    "blocks": ("\n{% generation %}a{% endgeneration %}", "line 2: .*unknown tag 'generation'"),
+    "an open block": ("\n{% generation %}a", "line 2: .*'endgeneration'"),
 }
 
 
@@ -401,3 +399,66 @@ def test_template_errors_name_the_line(name):
     text, error = BROKEN[name]
     with pytest.raises(ValueError, match=rf"^folder/t\.jinja: chat template: the template fails in .*{error}"):
         ChatTemplate(text, "folder/t.jinja").render(HI)
+
+
+TRAINING = [
+    "qwen2_5_training",
+    "qwen3_training",
+    "qwen3_vl_training",
+    "qwen3_instruct_2507_training",
+    "qwen3_8_training",
+]
+TRAINING += [f"qwen3_{name}_training" for name in ("5_think", "5_nothink", "6")]
+ANSWERED = [
+    assistant("four"), {"role": "user", "content": "And\n3+3?"}, {**CALL, "content": "I add."},
+    {"role": "tool", "content": "6"}, assistant("six"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_trained_text_is_that_of_return_assistant_tokens_mask(load, transformers, name):
+    """The mask of transformers also has the end of the prompt, such as <think>, and the newline after <|im_end|>."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = load(name)
+    turns = ANSWERED
+    if name in ("qwen3_training", "qwen3_5_think_training", "qwen3_6_training", "qwen3_8_training"):
+        thoughts = {0: "easy", 4: "also\n easy"}
+        turns = [turn | {"reasoning_content": thoughts[i]} if i in thoughts else turn for i, turn in enumerate(turns)]
+    (rendered,), (spans,) = render_jinja_template(
+        [HI + turns], chat_template=template.text, return_assistant_tokens_mask=True
+    )
+    expected = []
+    for (start, end), number in zip(spans, (0, 2, 4), strict=True):
+        prompt = "".join(template.render(HI + turns[:number]))
+        assert rendered[end - 1] == "\n" and rendered.startswith(prompt)
+        expected.append(rendered[max(start, len(prompt)) : end - 1])
+    flagged = template.render_completion(HI, turns)
+    written = "".join(piece for piece, is_written in flagged if is_written)
+    assert written == "".join(expected)
+    whole = "".join(template.render(HI)) + "".join(piece for piece, _ in flagged)
+    assert whole + "\n" == rendered
+
+
+PARTIAL = CHATML.replace("{{ message.content | trim }}", (
+    "{% set parts = message.content.split('/') %}{{ parts[0] }}"
+    "{% if message.role == 'assistant' %}{%- generation -%}{{ parts[1] }}{% endgeneration %}{{ parts[2] }}"
+    "{% generation %}{{ parts[3] }}{%- endgeneration %}{% endif %}"
+))  # fmt: skip
+
+
+def test_only_the_text_in_generation_blocks_is_trained(transformers):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, turns = ChatTemplate(PARTIAL, "t"), [assistant("a/b/c/d"), *HI, assistant("e/<|im_end|>//")]
+    flagged = template.render_completion(HI, turns)
+    end, start = "<|im_end|>", "<|im_start|>"
+    between = f"{end}\n{start}user\nhi{end}\n{start}assistant\ne"
+    assert bracketed(flagged) == f"a[b]c[d]{between}[{end}]{end}"
+    (rendered,), (spans,) = render_jinja_template(
+        [HI + turns], chat_template=PARTIAL, return_assistant_tokens_mask=True
+    )
+    theirs = "".join(rendered[start:end] for start, end in spans)
+    assert theirs == "".join(piece for piece, is_written in flagged if is_written) == "bd<|im_end|>"
+    with pytest.raises(ValueError, match=r"t: chat template: the answer is outside of all {% generation %} blocks"):
+        template.render_completion(HI, [assistant("a//c/")])
