@@ -87,6 +87,11 @@ class KTO(OfflineTrainer):
         """Estimate the KL to the reference from each prompt with the answer of the preceding row."""
         last_of_ranks = self.world.gather_objects(answers[-1])
         others = [last_of_ranks[self.world.rank - 1], *answers[:-1]]
+        if any(answer.turns for group in others for answer in group):
+            raise ValueError(
+                "the KL of kto pairs prompts with answers of other rows, but the chat template renders each turn of "
+                "an answer after a prompt of its own; set data.train_answers to last"
+            )
         size = self.config.micro_batch_size
         sums = []  # log-probabilities of whole answers under policy and reference, (R, 2) per micro-batch
         for start in range(0, len(prompts), size):

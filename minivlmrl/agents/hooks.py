@@ -5,13 +5,6 @@ generation/environments.py imports this module only when a recipe sets `sampling
 
 from minivlmrl.agents.environment import check_reward, with_tools
 from minivlmrl.agents.tool_calls import begin_with_row
-from minivlmrl.agents.trajectories import find_sampler, has_windows, pack_turns
+from minivlmrl.agents.trajectories import find_sampler, has_windows
 
-__all__ = [
-    "begin_with_row",
-    "check_reward",
-    "find_sampler",
-    "has_windows",
-    "pack_turns",
-    "with_tools",
-]
+__all__ = ["begin_with_row", "check_reward", "find_sampler", "has_windows", "with_tools"]

@@ -36,9 +36,7 @@ from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.errors import error_context
 from minivlmrl.generation.generate import TokenSampler
 from minivlmrl.generation.sampler import Sampler
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.packing import GroupBatch, pack
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
@@ -68,33 +66,6 @@ def has_windows(name: str, history: int | None) -> bool:
             "defines the context windows; remove one of the two"
         )
     return observes or history is not None
-
-
-def pack_turns(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
-    config: ModelConfig,
-    device: torch.device | str = "cpu",
-) -> GroupBatch:
-    """Pack all turns of trajectories into one batch, each turn after its own context window.
-
-    The first turns of a group share their prompt. Each trajectory is one row of the batch.
-    Completions without turns are packed unchanged.
-    """
-    packed_prompts = []
-    packed_completions = []
-    rows = []
-    for prompt, group in zip(prompts, completions, strict=True):
-        first_row = max(rows, default=-1) + 1
-        packed_prompts.append(prompt)
-        packed_completions.append([c.turns[0] if c.turns else c for c in group])
-        rows += range(first_row, first_row + len(group))
-        for row, completion in enumerate(group, first_row):
-            for turn in completion.turns[1:]:
-                packed_prompts.append(turn.prompt)
-                packed_completions.append([turn])
-                rows.append(row)
-    return pack(packed_prompts, packed_completions, config, device, rows)
 
 
 @dataclass

@@ -134,6 +134,9 @@ class RowOptions:
     # without {problem} is for rows that have no question
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # None uses the default of the chat template
+    # answers of a conversation that are trained: all, or only the last, with the turns before it as
+    # its prompt
+    train_answers: Literal["all", "last"] = "all"
     # library whose filter resizes images: pil, or torch as transformers' fast processor does; None
     # follows the processor settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None

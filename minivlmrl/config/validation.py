@@ -96,7 +96,14 @@ def check_data(run: RunConfig) -> WithoutEffect:
         for option in ("eval_steps", "best_metric", *evaluation):
             yield option, "there are no rows to evaluate unless data.eval_file or data.task is set"
     if run.data.task:
-        for name in ("image_root", "format", "columns", "skip_unreadable", "eval_file"):
+        for name in (
+            "image_root",
+            "format",
+            "columns",
+            "train_answers",
+            "skip_unreadable",
+            "eval_file",
+        ):
             yield f"data.{name}", "data.task generates all rows, so no file is read"
 
 

@@ -10,6 +10,10 @@ class Control(str):
     """A control token such as <|im_end|>. A plain str with the same characters is ordinary text."""
 
 
+class RewrittenTurnsError(ValueError):
+    """A template renders a turn differently if more turns follow."""
+
+
 START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Either token ends a completion: <|im_end|> ends a turn, <|endoftext|> ends a document.

@@ -347,6 +347,8 @@ def read_conversation(
     if len(rendered) == 2 and rendered[0] == rendered[1]:
         raise ValueError("the columns 'chosen' and 'rejected' are equal; remove the row")
     prompt_column, prompt, answers = _split_columns(row_texts, row)
+    if options.train_answers == "last":
+        prompt, answers = _keep_last(prompt, answers)
     place = partial(_place_turns, prompt, row_media, options)
     messages = None
     for answer_column, answer in answers.items():
@@ -456,6 +458,36 @@ def _split_columns(row_texts: dict, row: dict) -> tuple[str, str | list[dict], d
         answers = {"completion": prompt[answer_start:], **answers}
         prompt = prompt[:answer_start]
     return prompt_columns[0], prompt, answers
+
+
+def _keep_last(
+    prompt: str | list[dict], answers: dict[str, str | list[dict]]
+) -> tuple[str | list[dict], dict[str, str | list[dict]]]:
+    """Move the turns before the last answer of a conversation into the prompt.
+
+    Args:
+        prompt: text or turns.
+        answers: {column: answer}.
+
+    Raises:
+        ValueError: the answers of a pair have different turns before their last answers.
+    """
+    earlier = []  # for each answer, its turns up to the last one that is not the assistant's
+    last = {}
+    for name, answer in answers.items():
+        turns = as_turns(answer)
+        end = max((i + 1 for i, turn in enumerate(turns) if turn["role"] != "assistant"), default=0)
+        earlier.append(turns[:end])
+        last[name] = turns[end:] if 0 < end < len(turns) else answer
+    if not any(earlier):
+        return prompt, answers
+    if any(turns != earlier[0] for turns in earlier):
+        raise ValueError(
+            f"data.train_answers is last, but the columns {' and '.join(answers)} have different "
+            "turns before their last answers, so they have no common prompt; set "
+            "data.train_answers to all, or make these turns equal"
+        )
+    return [*as_turns(prompt, "user"), *earlier[0]], last
 
 
 def _implicit_prompt(answers: dict, columns: list[str]) -> tuple[list[dict], dict]:

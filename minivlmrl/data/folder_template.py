@@ -33,6 +33,7 @@ from minivlmrl.data.chat_template import (
     START,
     VIDEO,
     Control,
+    RewrittenTurnsError,
     as_jinja,
     join_flagged,
     join_text,
@@ -118,7 +119,7 @@ class ChatTemplate:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # a template may refuse a role
                 written.append(self._lay_out(messages, True))
-        names = {IMAGE, VIDEO}
+        names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
             # tokens of a single character are skipped, because they occur in ordinary text
             is_written = len(name) > 1 and any(name in text for text in written)
@@ -190,9 +191,9 @@ class ChatTemplate:
             Pairs of a piece of text and a flag, which is True if the assistant writes the piece.
 
         Raises:
+            RewrittenTurnsError: the template renders a turn differently if more turns follow.
             ValueError: the template does not end assistant turns with <|im_end|> and a line break,
-                has no {% generation %} block around their text although it has the tag, or renders
-                a turn differently if more turns follow.
+                or has no {% generation %} block around their text although it has the tag.
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
@@ -256,7 +257,8 @@ class ChatTemplate:
                 f"the template renders the first {len(messages)} messages differently if more "
                 "messages follow, so the answer cannot be located; use a template that only "
                 "appends text for further messages, or remove the thoughts from the answer if the "
-                "prompt has none"
+                "prompt has none",
+                RewrittenTurnsError,
             )
         return len(beginning)
 
@@ -381,13 +383,13 @@ class ChatTemplate:
         pieces = self.control.split(text)
         return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
 
-    def _error(self, reason: str | Exception) -> ValueError:
+    def _error(self, reason: str | Exception, kind: type[ValueError] = ValueError) -> ValueError:
         if isinstance(reason, Exception):
             line = getattr(reason, "lineno", "?")  # syntax errors have a line number
             reason = (
                 f"the template fails in line {line}: {type(reason).__name__}: {reason}"
             ).partition("\n")[0]
-        return ValueError(f"{self.source}: chat template: {reason}")
+        return kind(f"{self.source}: chat template: {reason}")
 
 
 def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | None:
@@ -527,7 +529,7 @@ class GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_surround", [nodes.ContextReference()])

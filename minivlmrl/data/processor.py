@@ -10,7 +10,15 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.chat_template import ENDS, IMAGE, VIDEO, Control, render, render_completion
+from minivlmrl.data.chat_template import (
+    ENDS,
+    IMAGE,
+    VIDEO,
+    Control,
+    RewrittenTurnsError,
+    render,
+    render_completion,
+)
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.messages import (
     as_turns,
@@ -22,7 +30,7 @@ from minivlmrl.data.messages import (
     shown_parts_of,
     text_of,
 )
-from minivlmrl.data.rows import Completion, Prompt
+from minivlmrl.data.rows import Completion, Prompt, Row
 
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
@@ -154,7 +162,11 @@ def shown_parts(
 
 
 def encode_completion(
-    processor: Processor, messages: list[dict], completion: str | list[dict]
+    processor: Processor,
+    messages: list[dict],
+    completion: str | list[dict],
+    images: Sequence[PIL.Image.Image] = (),
+    videos: "Sequence[Video | VideoFile]" = (),
 ) -> Completion:
     """Tokenize a demonstrated answer, and mark the tokens that the model has to learn to write.
 
@@ -162,24 +174,65 @@ def encode_completion(
     between these turns. Completion.policy_mask is True only for tokens of assistant turns. The
     other turns, and images in any turn, are context on which no loss is computed.
 
+    Some templates, such as those of Qwen3.5 and Qwen3.6, drop the thoughts of earlier turns, so an
+    answer of several turns is no single sequence. Then each assistant turn is a Completion in
+    `turns` with its own prompt, as in a trajectory. The first turn follows the given prompt.
+
     Args:
         processor: processor of the model.
         messages: the prompt, see data/messages.py.
         completion: a text, or turns that begin and end with an assistant turn.
+        images, videos: images and videos of the prompt, for the prompts of later turns.
+    """
+    (_, first), *later = encode_windows(processor, messages, completion)
+    if not later:
+        return first
+    for window, turn in later:
+        shown = [*images, *images_in(window[len(messages) :])]
+        turn.prompt = processor(window, shown, videos)
+    turns = [first, *(turn for _, turn in later)]
+    return Completion(
+        ids=torch.cat([turn.ids for turn in turns]),
+        policy_mask=torch.cat([turn.policy_mask for turn in turns]),
+        turns=turns,
+    )
+
+
+def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> Completion:
+    """Tokenize an answer of a row, see encode_completion."""
+    return encode_completion(processor, row.messages, answer, row.images, row.videos)
+
+
+def encode_windows(
+    processor: Processor, messages: list[dict], completion: str | list[dict]
+) -> list[tuple[list[dict], Completion]]:
+    """Tokenize an answer as one sequence or, if the template rewrites turns, turn by turn.
+
+    Returns:
+        For each sequence, the messages of its prompt and the tokens that follow this prompt.
     """
     turns = as_turns(completion)
     check_ends(turns)
     turns = join_tool_results(turns, processor.tools)
+    try:
+        return [(messages, encode_turns(processor, messages, turns))]
+    except RewrittenTurnsError:
+        numbers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if len(numbers) == 1:
+            raise
+    windows = [([*messages, *turns[:i]], [turns[i]]) for i in numbers]
+    return [(window, encode_turns(processor, window, turn)) for window, turn in windows]
+
+
+def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) -> Completion:
+    """Tokenize the turns that follow a prompt as one sequence, see encode_completion."""
     if processor.template is None:
         pieces = render_completion(turns)
     else:
         pieces = processor.template.render_completion(messages, turns)
     pieces = mark_tool_results(pieces, processor.tools)
-    images = [
-        part["image"] for part in parts_of(turns) if isinstance(part.get("image"), PIL.Image.Image)
-    ]
     pictures = []
-    for image, options in shown_parts(turns, images, ()):
+    for image, options in shown_parts(turns, images_in(turns), ()):
         pictures.append((image, *processor.image_processor(image, **options)))
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
         raise ValueError(
@@ -194,6 +247,12 @@ def encode_completion(
         ids += piece_ids
         written += [is_written and not is_vision] * len(piece_ids)
     return Completion(torch.tensor(ids), policy_mask=torch.tensor(written), pictures=pictures)
+
+
+def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
+    """Return the images in the parts of turns, in order."""
+    images = [part.get("image") for part in parts_of(turns)]
+    return [image for image in images if isinstance(image, PIL.Image.Image)]
 
 
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:

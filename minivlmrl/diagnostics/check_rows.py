@@ -11,7 +11,7 @@ import PIL.Image
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import Box, parse_boxes
 from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
-from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.processor import Processor, encode_windows
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.rewards.text import find_answer
@@ -212,8 +212,10 @@ def check_answers(
     max_new_tokens = config.sampling.max_new_tokens
     samples_later = any(find_class(stage).samples_completions for stage in config.stages)
     for name in names:
-        answers = [encode_completion(processor, row.messages, getattr(row, name)) for row in rows]
-        id_lists = [answer.ids for answer in answers]
+        id_lists = []
+        for row in rows:
+            windows = encode_windows(processor, row.messages, getattr(row, name))
+            id_lists += [turn.ids for _, turn in windows]
         last_ids = {int(answer_ids[-1]) for answer_ids in id_lists} - set(stop_ids)
         if last_ids:
             yield (
@@ -238,7 +240,8 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
         answer = getattr(row, name)
         num_bytes = len(repr(answer).encode())
         if num_bytes + MAX_MARKUP_TOKENS > limit and not shown_parts_of(as_turns(answer)):
-            yield len(encode_completion(processor, row.messages, answer).ids)
+            windows = encode_windows(processor, row.messages, answer)
+            yield max(len(turn.ids) for _, turn in windows)
 
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:

@@ -23,13 +23,13 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
-from minivlmrl.data.processor import encode_completion
+from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.distributed import process_group
-from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.json_files import json_text, parse_json, read_lines
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack_turns
 from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
@@ -287,7 +287,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
             explanations.append([f"answer: {line['answer']!r}", *reasons])
     else:
         answers = [getattr(row, name) for name in trainer.answers]
-        completions = [encode_completion(trainer.processor, row.messages, x) for x in answers]
+        completions = [encode_answer(trainer.processor, row, x) for x in answers]
         table = [{"answer": name} for name in trainer.answers]
         explanations = [[] for _ in answers]
     logps = logps_now(trainer, row, completions, temperature)
@@ -310,7 +310,7 @@ def logps_now(
     """Return the log-probabilities (T,) of the T tokens of each completion before the step."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
-    group = pack_rollout([prompt], [completions], policy.config, trainer.world.device)
+    group = pack_turns([prompt], [completions], policy.config, trainer.world.device)
     logps, _ = per_token_logps(policy, group, temperature)
     rows = zip(group.pad(logps.cpu()), group.layout.row_lengths, strict=True)
     return [row_logps[:length] for row_logps, length in rows]

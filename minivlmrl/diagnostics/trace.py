@@ -29,10 +29,10 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.diagnostics.report import fill_template
-from minivlmrl.generation.environments import pack_rollout
 from minivlmrl.json_files import json_text
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack_turns
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.run import loop
 from minivlmrl.run.rollout_log import groups
@@ -476,7 +476,7 @@ def saliency_maps(
     """
     pixels = prompt.pixel_values.detach().clone().requires_grad_()
     prompt = replace(prompt, pixel_values=pixels, vision_embeds=None)
-    group = pack_rollout([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
+    group = pack_turns([prompt], [[completion]], policy.config, policy.lm_head.weight.device)
     logps, _ = per_token_logps(policy, group, temperature)
     [gradient] = torch.autograd.grad(weight * (logps * group.policy_mask).sum(), pixels)
     slopes = pictures(gradient.float(), prompt.image_grid_thw, processor.image_processor)

@@ -4,19 +4,13 @@ Only the function `agents` imports the folder agents/, and it is only called if 
 `sampling.environment`. Therefore a run without tools does not load any module of agents/.
 """
 
-from collections.abc import Sequence
-
-import torch
-
 from minivlmrl.config.import_utils import check_call
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Environment, Prompt, Row
+from minivlmrl.data.rows import Completion, Environment, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, find_engine
-from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.packing import GroupBatch, pack
 
 
 def agents():
@@ -82,21 +76,6 @@ def begin_environment(name: str | None, row: Row) -> Environment | None:
 def prepare_tools(processor: Processor, name: str | None) -> Processor:
     """Return a processor whose chat template declares the tools of the environment `name`."""
     return processor if name is None else agents().with_tools(processor, name)
-
-
-def pack_rollout(
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
-    config: ModelConfig,
-    device: torch.device | str = "cpu",
-) -> GroupBatch:
-    """Pack prompts and completions into a batch.
-
-    Each turn of a trajectory is packed with its own context window.
-    """
-    if not any(completion.turns for group in completions for completion in group):
-        return pack(prompts, completions, config, device)
-    return agents().pack_turns(prompts, completions, config, device)
 
 
 def packed_length(completion: Completion) -> int:

@@ -113,6 +113,35 @@ def pack(
     )
 
 
+def pack_turns(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+) -> GroupBatch:
+    """Pack prompts and completions like `pack`, each turn of a completion after its own prompt.
+
+    The first turns of a group share their prompt. All turns of a completion are one row of the
+    batch. Completions without turns are packed unchanged.
+    """
+    if not any(completion.turns for group in completions for completion in group):
+        return pack(prompts, completions, config, device)
+    packed_prompts = []
+    packed_completions = []
+    rows = []
+    for prompt, group in zip(prompts, completions, strict=True):
+        first_row = max(rows, default=-1) + 1
+        packed_prompts.append(prompt)
+        packed_completions.append([c.turns[0] if c.turns else c for c in group])
+        rows += range(first_row, first_row + len(group))
+        for row, completion in enumerate(group, first_row):
+            for turn in completion.turns[1:]:
+                packed_prompts.append(turn.prompt)
+                packed_completions.append([turn])
+                rows.append(row)
+    return pack(packed_prompts, packed_completions, config, device, rows)
+
+
 @dataclass
 class Span:
     """A prompt or a completion, with n tokens in the packed sequence."""

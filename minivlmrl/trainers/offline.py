@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from minivlmrl.data.processor import encode_completion
+from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer, row_mean
-from minivlmrl.model.packing import pack
+from minivlmrl.model.packing import pack_turns
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
 EVAL_BATCH_SIZE = 64  # number of pairs in each forward pass of an evaluation
@@ -65,7 +65,7 @@ class OfflineTrainer(Trainer):
         answers = []
         for row in rows:
             texts = [getattr(row, name) for name in self.answers]
-            answers.append([encode_completion(self.processor, row.messages, x) for x in texts])
+            answers.append([encode_answer(self.processor, row, x) for x in texts])
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
@@ -73,7 +73,7 @@ class OfflineTrainer(Trainer):
 
         If the stage has a reference model, its log-probabilities are added.
         """
-        group = pack(prompts, answers, self.policy.config, self.world.device)
+        group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)

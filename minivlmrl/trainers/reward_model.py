@@ -75,7 +75,7 @@ class RewardTrainer(PairTrainer):
         save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base, merge)
 
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
-        prompts, answers = self.encode(rows)
+        prompts, answers = last_windows(*self.encode(rows))
         group = pack_with_last_token(prompts, answers, self.policy.config, self.world.device)
         margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows])
         margin = margin.to(self.world.device)
@@ -96,6 +96,25 @@ class RewardTrainer(PairTrainer):
     def margins(self, rows: Sequence[Row]) -> Tensor:
         chosen, rejected = self.rewards(self.micro_batch(rows))
         return chosen - rejected
+
+
+def last_windows(
+    prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
+) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
+    """Replace each answer that has several windows by its last turn after its own prompt.
+
+    The score is computed at the last token of an answer, and this prompt has all earlier turns.
+    """
+    if not any(answer.turns for group in answers for answer in group):
+        return prompts, answers
+    last_prompts = []
+    last_turns = []
+    for prompt, group in zip(prompts, answers, strict=True):
+        for answer in group:
+            last = answer.turns[-1] if answer.turns else answer
+            last_prompts.append(last.prompt or prompt)
+            last_turns.append([last])
+    return last_prompts, last_turns
 
 
 class RewardModelScores:

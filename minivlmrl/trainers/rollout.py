@@ -29,7 +29,6 @@ from minivlmrl.errors import phase
 from minivlmrl.generation.environments import (
     check_environment,
     make_sampler,
-    pack_rollout,
     packed_length,
     samples_trajectories,
 )
@@ -39,7 +38,7 @@ from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.packing import GroupBatch
+from minivlmrl.model.packing import GroupBatch, pack_turns
 from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import RewardLog, recipe_columns, training_rewards
@@ -258,7 +257,7 @@ class RolloutTrainer(Trainer):
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]
         completions = [[sample.completion for sample in group] for group in groups]
-        group = pack_rollout(prompts, completions, self.policy.config, device)
+        group = pack_turns(prompts, completions, self.policy.config, device)
         is_trained = torch.tensor([self.is_trained(sample) for sample in samples])
         logps = [sample.completion.sampled_logps for sample in samples]
         routing = family_of(self.policy).routing

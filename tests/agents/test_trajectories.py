@@ -29,11 +29,12 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.diagnostics.replay import go_to
 from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.generation import sampler as sampler_file
-from minivlmrl.generation.environments import make_sampler, pack_rollout, packed_length, samples_trajectories
+from minivlmrl.generation.environments import make_sampler, packed_length, samples_trajectories
 from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack_turns
 from minivlmrl.run.loop import optimizer_step
 from tests.agents.test_tool_sampler import END as EYE_END
 from tests.agents.test_tool_sampler import PROCESSOR as TOOLS
@@ -207,7 +208,7 @@ def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
         for goal in ("red", "blue"):
             prompt, group = all_trajectories(monkeypatch, goal, history, model)
             assert {len(trajectory.turns) for trajectory in group} == {2, 3}
-            batch = pack_rollout([prompt], [group], model.config)
+            batch = pack_turns([prompt], [group], model.config)
             logps = batch.pad(per_token_logps(model, batch)[0])
             mask = batch.completion_mask
             assert torch.equal(mask.sum(1).long(), torch.tensor([len(one.ids) for one in group]))
@@ -243,7 +244,7 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
     found = []
     for history in (None, 99):
         groups, prompts, _ = play(monkeypatch, **task, history=history, model=model, max_new_tokens=400)
-        batch = pack_rollout(prompts, groups, model.config)
+        batch = pack_turns(prompts, groups, model.config)
         logps, mask = batch.pad(per_token_logps(model, batch)[0]), batch.completion_mask
         drawn = [logps[i][mask[i] > 0] for i in range(len(mask))]
         sampled = [c.logps[c.policy_mask] for c in chain(*groups)]
@@ -355,7 +356,7 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
     sampler = make_sampler(model, PROCESSOR, SamplingOptions(**options, top_k=5, repetition_penalty=1.1), ONE)
     groups = sampler(prompts, 3, "ab")
     assert {len(one.turns) for group in groups for one in group} <= {2, 3}
-    batch = pack_rollout(prompts, groups, model.config)
+    batch = pack_turns(prompts, groups, model.config)
     logps = batch.pad(per_token_logps(model, batch)[0])
     sampled = torch.nn.utils.rnn.pad_sequence([one.logps for group in groups for one in group], batch_first=True)
     assert (logps - sampled).abs().max() < 1e-4

@@ -45,6 +45,7 @@ CASES = [
     ("data.image_root", "folder", [{}], [FILES]),
     ("data.format", "my_format.py:read", [{}], [FILES]),
     ("data.columns", {"label": "solution"}, [{}], [FILES]),
+    ("data.train_answers", "last", [{}], [FILES]),
     ("data.skip_unreadable", True, [{}], [FILES]),
     ("data.eval_file", "rows.jsonl", [{}], [FILES]),
     ("data.eval_rows", 3, [FILES], [{}]),

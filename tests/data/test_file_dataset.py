@@ -202,6 +202,37 @@ def test_a_conversation_is_split_at_its_first_assistant_turn(write_rows):
     assert (row.completion, row.columns) == (turns[2:], {"messages": turns})
 
 
+DIALOGUE = [user("one"), assistant("two"), user("three"), assistant("four"), assistant("five")]
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": DIALOGUE}, {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]},
+    {"prompt": "one", "completion": DIALOGUE[1:]}, {"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]},
+    {"prompt": "one", "chosen": DIALOGUE[1:], "rejected": [*DIALOGUE[1:3], assistant("no")]},
+    {"chosen": DIALOGUE, "rejected": [*DIALOGUE[:3], assistant("no")]},
+])  # fmt: skip
+def test_the_last_answer_follows_a_prompt_with_the_turns_before_it(write_rows, row):
+    found = FileDataset(write_rows(row), train_answers="last")[0]
+    assert found.messages == as_parts(DIALOGUE[:3])
+    assert (found.chosen if "chosen" in row else found.completion) == DIALOGUE[3:]
+    assert found.rejected == ([assistant("no")] if "chosen" in row else None)
+    single = FileDataset(write_rows({"prompt": "one", "completion": "two"}), train_answers="last")[0]
+    assert (single.messages, single.completion) == (as_parts(DIALOGUE[:1]), "two")
+
+
+def test_images_before_the_last_answer_are_in_its_prompt(write_rows):
+    turns = [user("<image>one"), assistant("No."), user("<image>two"), assistant("four")]
+    found = FileDataset(write_rows({"messages": turns, "images": ["red.png", "blue.png"]}), train_answers="last")[0]
+    assert [image.getpixel((0, 0)) for image in found.images] == [(255, 0, 0), (0, 0, 255)]
+    assert [text_of(turn) for turn in found.messages] == ["one", "No.", "two"]
+
+
+def test_pairs_that_differ_before_their_last_answers_have_no_common_prompt(write_rows):
+    row = {"prompt": "one", "chosen": DIALOGUE[1:], "rejected": [assistant("a"), user("b"), assistant("no")]}
+    with pytest.raises(ValueError, match="train_answers is last, but the columns chosen and rejected have diff"):
+        FileDataset(write_rows(row), train_answers="last")
+
+
 def test_the_implicit_prompt_equals_that_of_trl(write_rows):
     data_utils = pytest.importorskip("trl.data_utils", reason="oracle missing: pip install trl==1.16.0")
     shared = [system("Be brief."), user("one"), assistant("two"), user("three")]

@@ -48,23 +48,33 @@ CONVERSATIONS = {
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory, oracle, published):
-    """Return a function that calls transformers' processor on messages and images.
+def theirs(processor_of):
+    return processor_of("qwen2_5_vl")
 
-    The processor has the chat template that TRL contains.
+
+@pytest.fixture(scope="module")
+def processor_of(tmp_path_factory, oracle, published):
+    """Return a function that returns a function of messages and images, which calls transformers' processor.
+
+    The argument is the name of a chat template that TRL contains.
     """
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     pixels = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384)
-    folder, template = tmp_path_factory.mktemp("tokenizer"), published("qwen2_5_vl")
-    processor = oracle.their_processor(Qwen2_5_VLProcessor, folder, PROCESSOR.tokenizer, template, pixels)
+    folder = tmp_path_factory.mktemp("tokenizer")
 
-    def theirs(messages, images, **options):
-        rendered = processor.apply_chat_template(messages, tokenize=False, **options)
-        return processor(text=[rendered], images=images or None, return_tensors="pt")
+    def processor_of(name):
+        template = published(name)
+        processor = oracle.their_processor(Qwen2_5_VLProcessor, folder, PROCESSOR.tokenizer, template, pixels)
 
-    return theirs
+        def theirs(messages, images, **options):
+            rendered = processor.apply_chat_template(messages, tokenize=False, **options)
+            return processor(text=[rendered], images=images or None, return_tensors="pt")
+
+        return theirs
+
+    return processor_of
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -121,6 +131,31 @@ def test_prompt_and_completion_equal_transformers_whole_conversation(theirs, nam
     assert [*prompt.input_ids.tolist(), *said.ids.tolist(), *PROCESSOR.tokenizer.encode("\n")] == expected
     written = f"{answer}<|im_end|>'s fine<|im_end|>"
     assert PROCESSOR.tokenizer.decode(said.ids[said.policy_mask].tolist()) == unicodedata.normalize("NFC", written)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6"])
+def test_each_answer_follows_its_own_prompt_if_the_template_drops_thoughts(processor_of, published, name):
+    """The prompts are those from which transformers would generate, with all images so far."""
+    first, second = picture((56, 84)), picture((84, 56), 1)
+    thoughts = (
+        [{}, {}] if name == "qwen3_5_nothink" else [{"reasoning_content": "easy"}, {"reasoning_content": "also\neasy"}]
+    )
+    shown = {"type": "image", "image": second}
+    turns = [assistant("four") | thoughts[0], *asked(text("and"), shown), assistant("six") | thoughts[1]]
+    messages = asked(IMAGE_PART, text("2+2?"))
+    processor = Processor(PROCESSOR.tokenizer, ImageProcessor(), ChatTemplate(published(name), name))
+    said = encode_completion(processor, messages, turns, [first])
+    theirs = processor_of(name)
+    assert said.turns[0].prompt is None
+    prompts = [processor(messages, [first]), said.turns[1].prompt]
+    for prompt, turn, end, images in zip(prompts, said.turns, (0, 2), ([first], [first, second]), strict=True):
+        expected = theirs(messages + turns[:end], images, add_generation_prompt=True)
+        assert torch.equal(prompt.input_ids, expected["input_ids"][0])
+        assert torch.equal(prompt.pixel_values, expected["pixel_values"])
+        whole = theirs(messages + turns[: end + 1], images)["input_ids"][0].tolist()
+        assert [*prompt.input_ids.tolist(), *turn.ids.tolist(), *processor.tokenizer.encode("\n")] == whole
+        assert turn.policy_mask.all()
+    assert torch.equal(said.ids, torch.cat([turn.ids for turn in said.turns])) and said.policy_mask.all()
 
 
 def test_an_answer_that_begins_with_a_newline():

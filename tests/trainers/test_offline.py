@@ -7,7 +7,9 @@ import pytest
 import torch
 from talk import assistant, user
 
+from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.distributed.process_group import World
+from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import offline
 from minivlmrl.trainers.offline import PairTrainer
@@ -104,3 +106,73 @@ def test_only_assistant_turns_are_trained(stage, name):
     if name != "kto":
         assert batches[0].normalizer.tokens == trained
     assert math.isfinite(run.update()["grad_norm"]) and run.number == 1
+
+
+class Dialogues(Shapes):
+    """Rows with two answers, each with a thought."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        for name in ("chosen", "rejected", "completion"):
+            first, last = (assistant(f"<think>\n{x}\n</think>\n\n{getattr(row, name)}") for x in ("easy", "hard"))
+            setattr(row, name, [first, user(f"what {index}?"), last])
+        row.columns["label"] = index % 2 == 0
+        return row
+
+
+def by_answer(row):
+    """Return a row for each answer of a dialogue: the turns before an answer are its prompt."""
+    rows = []
+    for i in (0, 2):
+        parts = {name: [getattr(row, name)[i]] for name in ("chosen", "rejected", "completion")}
+        rows += [replace(row, messages=[*row.messages, *row.chosen[:i]], **parts)]
+    return rows
+
+
+@pytest.fixture
+def drops_thoughts(stage, published):
+    """A function that builds a stage on dialogues, whose chat template drops thoughts of earlier turns."""
+
+    def build(name):
+        run = stage(name, rows=Dialogues(8, "rows"))
+        template = ChatTemplate(published("qwen3_5_think"), "t")
+        run.trainer.processor = replace(run.trainer.processor, template=template)
+        return run
+
+    return build
+
+
+def test_answers_with_their_own_prompts_are_trained_like_single_answers(drops_thoughts):
+    trainer, row = drops_thoughts("sft").trainer, Dialogues(8, "rows")[1]
+    batch, single = (trainer.micro_batch(rows) for rows in ([row], by_answer(row)))
+    assert (len(batch.loss_mask), len(single.loss_mask)) == (1, 2)
+    assert batch.loss_mask.sum() == single.loss_mask.sum() == batch.normalizer.tokens
+    losses = [trainer.loss(x)[0] for x in (batch, single)]
+    gradients = [torch.autograd.grad(loss, [*trainer.policy.parameters()], allow_unused=True) for loss in losses]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
+    for ours, expected in zip(*gradients, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    assert trainer.evaluate(Rows([row])) == pytest.approx(trainer.evaluate(Rows(by_answer(row))), rel=1e-12)
+
+
+def test_pairs_of_dialogues(drops_thoughts):
+    """DPO sums the log-probabilities of all answers, and a reward model scores the last answer after its own prompt."""
+    row = Dialogues(8, "rows")[1]
+    row.rejected[:2] = row.chosen[:2]
+    trainer = drops_thoughts("dpo").trainer
+    with torch.no_grad():
+        sums = []
+        for rows in ([row], by_answer(row)):
+            batch = trainer.micro_batch(rows)
+            padded = batch.group.pad(per_token_logps(trainer.policy, batch.group)[0])
+            sums.append((padded * batch.loss_mask).sum(1).view(-1, 2).sum(0))
+        torch.testing.assert_close(*sums, rtol=1e-10, atol=1e-10)
+        trainer = drops_thoughts("reward_model").trainer
+        scores = [torch.stack(trainer.rewards(trainer.micro_batch(rows))) for rows in ([row], by_answer(row)[1:])]
+        torch.testing.assert_close(*scores, rtol=1e-10, atol=1e-10)
+
+
+def test_the_kl_of_kto_needs_answers_without_prompts_of_their_own(drops_thoughts):
+    with pytest.raises(ValueError, match=r"set data\.train_answers to last"):
+        drops_thoughts("kto").next()
