@@ -41,6 +41,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
 
+ROOT = Path(__file__).resolve().parents[1]
 FILE = "expected.json"
 # fields of a recipe that do not change results; seed and number of threads are compared separately
 FREE = {
@@ -74,9 +75,13 @@ def environment() -> str:
 
 
 def commit() -> str:
-    """Return the first 8 digits of the commit in this checkout, with "+" if files differ from this commit."""
-    command = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]
-    return subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
+    """Return the first 8 digits of the commit in this checkout, with "+" if other files than FILE differ from it."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+    is_changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!recipes/{FILE}")
+    return git("rev-parse", "--short=8", "HEAD") + ("+" if is_changed else "")
 
 
 def results(summary: dict) -> dict[str, dict[str, float]]:
