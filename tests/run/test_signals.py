@@ -136,7 +136,9 @@ def test_a_closed_stdout_requests_the_end_of_the_run():
         os.close(reader)
         sys.stdout = os.fdopen(1, "w")
         with StopSignals(ONE) as stop:
-            for _ in "12":
+            for _ in range(1000):  # until the parent process has closed the reader, too
+                if not stop.is_requested():
+                    time.sleep(0.01)
                 with stopping_if_stdout_closes():
                     print("a line", flush=True)
             assert stop.is_requested()
