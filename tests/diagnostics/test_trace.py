@@ -179,7 +179,7 @@ const ask = async () => {
   answers.visible = innerWidth < 760 && byId("vars").getBoundingClientRect().top < innerHeight;
   type("#query", "entropy"); all("#found button").find((one) => one.textContent === "entropies").click();
   await enter(); answers.entropy = reads();
-  for (const words of ["pixel values", "beta * kl", "learning rate"]) {
+  for (const words of ["pixel values", "+ beta * kl", "learning rate"]) {
     type("#query", words); answers[words] = text("#found");
   }
   await find("norms of gradients"); answers.tower = text('[data-path="visual"] > :last-child');
@@ -218,7 +218,7 @@ def test_ten_questions_about_a_custom_run(run_step, tmp_path):
     assert answers["entropy"].startswith("row 0 (") and answers["entropy"].endswith(f": {entropies[0]:g}")
     shape = ", ".join(map(str, batch.group.pixel_values.shape))
     assert f"pixel_values: ({shape})" in answers["pixel values"]
-    assert re.match(r"not run losses/grpo\.py:\d+ .*\+ options\.beta \* kl$", answers["beta * kl"])
+    assert re.match(r"not run losses/grpo\.py:\d+ .*\+ beta \* kl$", answers["+ beta * kl"])
     assert f"returns.learning_rate: {metrics['learning_rate']:g}" in answers["learning rate"]
     norms = [
         norm for name, norm in page.values_of("norms of gradients", "optimizer_step")[1]["items"] if "visual." in name
