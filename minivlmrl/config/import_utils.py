@@ -377,6 +377,6 @@ def unchanged_process(name: str) -> Iterator[None]:
         if working_folder() != before["the working directory"]:
             os.chdir(before["the working directory"])  # because output_dir may be a relative path
         for number, stream in ((1, "stdout"), (2, "stderr")):
-            if getattr(sys, stream).closed:
+            if getattr(getattr(sys, stream), "closed", False):  # pythonw has no streams
                 setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))
         raise ValueError(message)

@@ -543,9 +543,10 @@ class GenerationTag(Extension):
 def environment() -> ImmutableSandboxedEnvironment:
     """Build a Jinja sandbox like the sandbox of transformers' apply_chat_template.
 
-    Whitespace rules, functions, {% break %} and {% generation %} are the same. The sandbox blocks access to Python
-    internals and files, and range() over more than 100,000 items. The sandbox does not limit time
-    or memory (for example {{ 'x' * 10**9 }}), so only use templates from authors whom you trust.
+    Whitespace rules, functions, {% break %} and {% generation %} are the same. The sandbox blocks
+    access to Python internals and files, and range() over more than 100,000 items. The sandbox does
+    not limit time or memory (for example {{ 'x' * 10**9 }}), so only use templates from authors
+    whom you trust.
     """
 
     def fail(message: str):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.processor import encode_completion
+from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import is_out_of_memory, shortened
@@ -35,8 +35,7 @@ PLANNED = {
     "optimizer": "train",
     "evaluation": "evaluation",
 }
-
-
+# phases that work on the rows of the current training step
 STEP_PHASES = "sampling", "scoring", "reference", "forward", "backward", "optimizer", "metrics"
 
 
@@ -124,7 +123,7 @@ def longest_row(trainer: Trainer | None, rows: Sequence[Row]) -> str:
         for name in trainer.answers:
             text = getattr(row, name)
             if text is not None:
-                length += len(encode_completion(trainer.processor, row.messages, text).ids)
+                length += len(encode_answer(trainer.processor, row, text).ids)
         lengths.append(length)
     longest = max(range(len(rows)), key=lengths.__getitem__)
     row = rows[longest]

@@ -10,6 +10,7 @@ from talk import assistant, user
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.run.out_of_memory import longest_row
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import offline
 from minivlmrl.trainers.offline import PairTrainer
@@ -154,6 +155,13 @@ def test_answers_with_their_own_prompts_are_trained_like_single_answers(drops_th
         if expected is not None:
             torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
     assert trainer.evaluate(Rows([row])) == pytest.approx(trainer.evaluate(Rows(by_answer(row))), rel=1e-12)
+
+
+def test_the_longest_row_of_dialogues_is_measured_if_memory_runs_out(drops_thoughts):
+    trainer, row = drops_thoughts("sft").trainer, Dialogues(8, "rows")[1]
+    answer = trainer.encode([row])[1][0][0]
+    num_tokens = len(row.prompt(trainer.processor).input_ids) + len(answer.ids)
+    assert longest_row(trainer, [row]) == f"row {row.index} with {num_tokens:,} tokens"
 
 
 def test_pairs_of_dialogues(drops_thoughts):
