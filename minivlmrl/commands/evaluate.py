@@ -85,8 +85,8 @@ def answer_file(tool: str, arguments: list[str]):
     config = evaluation_config(options, overrides, with_rewards)
     rewards = held_out_rewards(config) if with_rewards else []
     names = [reward.name for reward in rewards]
-    rows = load_datasets(config, {}, (), required_columns(rewards))["eval"]
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
+    rows = load_datasets(config, {}, (), required_columns(rewards), world)["eval"]
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
     model, processor = build_model(config, world)

@@ -70,6 +70,8 @@ class FileDataset(FileRows):
         required: columns that every row must have; "problem" stands for any prompt column.
         limit: maximum number of rows; None reads all rows.
         constants: columns that are added to every row.
+        checks_files: False does not ask the file system for the images and videos of the rows. On
+            several ranks, only rank 0 asks, because a shared file system is slow at such questions.
         options: fields of RowOptions.
 
     Raises:
@@ -82,8 +84,10 @@ class FileDataset(FileRows):
         required: Sequence[str] = ("problem",),
         limit: int | None = None,
         constants: Mapping[str, Plain] | None = None,
+        checks_files: bool = True,
         **options,
     ):
+        self.checks_files = checks_files
         self.options = RowOptions(**options)
         self.convert = find_format(self.options.format) if self.options.format else dict
         self.required = required
@@ -95,7 +99,7 @@ class FileDataset(FileRows):
         self.folder = Path(self.options.image_root or self.source.folder)
         # {(number of images, number of videos): number of rows with these numbers}
         self.counts = Counter()
-        # for each row, a hash of its prompt and of the sizes of its image and video files
+        # for each row, a hash of its prompt, and of the sizes of its files if checks_files is True
         self.prompt_hashes = []
         self.columns = ()
         missing_files = []
@@ -116,7 +120,7 @@ class FileDataset(FileRows):
         """Add a row to `counts` and `prompt_hashes`.
 
         Returns:
-            The image and video files of the row that are missing.
+            The image and video files of the row that are missing, if checks_files is True.
         """
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
@@ -127,7 +131,7 @@ class FileDataset(FileRows):
         self.counts[kinds.count("image"), kinds.count("video")] += 1
         file_sizes = []
         missing_files = []
-        for source, path in files:
+        for source, path in files if self.checks_files else ():
             is_file = isfile(path)
             file_sizes.append(getsize(path) if is_file else len(source))
             if path and not is_file:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class FileRows(Sequence[Row]):
     """A dataset from files whose rows can be inspected without decoding images."""
 
-    # for each row, a hash of its prompt and of the sizes of its image and video files
+    # for each row, a hash of its prompt and, on rank 0, of the sizes of its image and video files
     prompt_hashes: list[int]
 
     @abstractmethod

@@ -131,10 +131,10 @@ def describe_spelled(rows: Dataset, structure: Collection[str]) -> str | None:
     )
 
 
-def without_long(
+def find_long_rows(
     rows: Dataset, processor: Processor, limit: int, skip_unreadable: bool = False
-) -> tuple[Dataset, list[str]]:
-    """Remove rows whose prompt has more than `limit` tokens, except rows with videos.
+) -> dict[int, str]:
+    """Find rows whose prompt has more than `limit` tokens, except rows with videos.
 
     Args:
         rows: the dataset.
@@ -144,23 +144,29 @@ def without_long(
             ValueError.
 
     Returns:
-        The remaining rows, and a description of each removed row.
+        {index of a row: its file and line, and the length of its prompt}.
+
+    Raises:
+        ValueError: all rows are too long, or a row is unreadable.
     """
     unreadable: list[str] | None = [] if skip_unreadable else None
     long_rows = {}
     for row_number, where, prompt_length in _long_rows(rows, processor, limit, unreadable):
         long_rows[row_number] = f"{where}: {prompt_length} tokens"
-    if not long_rows or not isinstance(rows, FileRows):
-        return rows, []
     if len(long_rows) == len(rows):
         raise ValueError(
             f"data.max_prompt_tokens is {limit}, but all prompts are longer, for example "
             f"{long_rows[0]}"
         )
-    remaining_rows = [
-        (0, row_number) for row_number in range(len(rows)) if row_number not in long_rows
-    ]
-    return RowSelection([rows], remaining_rows), list(long_rows.values())
+    return long_rows
+
+
+def without_rows(rows: Dataset, removed: Mapping[int, str]) -> Dataset:
+    """Return a dataset without the rows whose indices are the keys of `removed`."""
+    if not removed or not isinstance(rows, FileRows):
+        return rows
+    picks = [(0, row_number) for row_number in range(len(rows)) if row_number not in removed]
+    return RowSelection([rows], picks)
 
 
 def check_lengths(

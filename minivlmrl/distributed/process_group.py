@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from minivlmrl.distributed.device import find_device
+from minivlmrl.distributed.network import attempt_store, connect
 from minivlmrl.distributed.pulse import Pulse
 
 Value = TypeVar("Value")
@@ -136,9 +136,21 @@ class World:
         """
         return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
-    def barrier(self):
+    def compute_on_rank_zero(
+        self, work: Callable[[], Value], name: str = "work on rank 0"
+    ) -> Value:
+        """Call work on rank 0 only, and return its picklable result on all ranks.
+
+        All ranks must call this method; an error of rank 0 is raised on all of them.
+        """
+        results = [self.run_on_rank_zero(work, name)]
         if self.size > 1:
-            dist.barrier()
+            dist.broadcast_object_list(results)
+        [result] = results
+        return result  # pyright: ignore[reportReturnType] (None only if work returned None)
+
+    def barrier(self):
+        self.sum(0)  # dist.barrier would wait for the GPU, because the group has a device
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Add up the gradients of all ranks, in place.
@@ -172,6 +184,9 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         timeout: seconds that a rank waits for another rank in a collective operation before the
             run ends with an error. World.wait has no such limit.
         sharded: True if weights are sharded; then a single process needs a process group too.
+
+    Raises:
+        ValueError: there is no GPU for this rank, or the ranks cannot be connected.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -189,16 +204,13 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
         # network interface, it resolves the name of the host, which can fail in a container.
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         time_limit = timedelta(seconds=timeout)
         # documented in torch.distributed, although pyright takes it for private
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         if size > 1:
             global rank_store
             store = rank_store = attempt_store(time_limit)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=time_limit
-        )
+        connect(store, rank, size, device, time_limit)
         if size > 1:
             pulse = Pulse(rank, size, time_limit, report_alive)
     return World(rank, size, device, timeout=timeout, pulse=pulse)
@@ -217,19 +229,6 @@ def default_num_threads(local_size: int) -> int:
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     return max(1, num_cores // local_size)
-
-
-def attempt_store(limit: timedelta) -> Store:
-    """Create the store of rank addresses, separately for each restart of torchrun --max-restarts.
-
-    torchrun (2.13) uses one store for all attempts, in which a restarted rank would find the
-    address of a dead rank (pytorch issue 135712). With several hosts one store is used, because not
-    all hosts know the number of the attempt, see docs/many_gpus.md.
-    """
-    store, _, _ = next(rendezvous("env://", timeout=limit))
-    one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
-    return PrefixStore(attempt, store)
 
 
 def report_alive():

@@ -8,6 +8,7 @@ from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunCo
 from minivlmrl.config.types import RewardName
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.rows import Dataset
+from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import check_field, did_you_mean
 from minivlmrl.rewards.registry import required_columns, training_rewards
 from minivlmrl.tasks.registry import get_task
@@ -26,8 +27,12 @@ def load_datasets(
     stages: Mapping[str, str],
     reward_columns: Iterable[str] = (),
     eval_columns: Iterable[str] = ("solution",),
+    world: World | None = None,
 ) -> dict[str, Dataset]:
     """Open one dataset per stage, and "eval" if the recipe has held-out rows.
+
+    All ranks read the rows, but only rank 0 checks that the images and videos of the rows exist. An
+    error of rank 0 is raised on all ranks.
 
     Args:
         run: the recipe.
@@ -35,11 +40,27 @@ def load_datasets(
         reward_columns: columns that the training rewards need. A file of `data.train` that lists
             its own rewards only needs the columns of these rewards.
         eval_columns: columns that the rewards of the held-out rows need.
+        world: the ranks; None is a single process.
 
     Raises:
         ValueError: if the recipe does not have exactly one source of rows, or if a column is
             missing.
     """
+    world = world or World()
+    return world.run_on_all_ranks(
+        lambda: _load_datasets(run, stages, reward_columns, eval_columns, world.is_main),
+        "reading the rows",
+    )
+
+
+def _load_datasets(
+    run: RunConfig,
+    stages: Mapping[str, str],
+    reward_columns: Iterable[str],
+    eval_columns: Iterable[str],
+    checks_files: bool,
+) -> dict[str, Dataset]:
+    """Open all datasets on one rank, see load_datasets and FileDataset."""
     config = run.data
     files = config.files
     sources = [name for name in ("task", "train_file", "train") if getattr(config, name)]
@@ -56,13 +77,17 @@ def load_datasets(
     columns = NEEDS | {"prompts": tuple(reward_columns)}
     datasets: dict[str, Dataset] = {}
     for stage, needs in stages.items():
-        datasets[stage] = _training_rows(run, files.get(stage), columns[needs], needs == "prompts")
+        datasets[stage] = _training_rows(
+            run, files.get(stage), columns[needs], needs == "prompts", checks_files
+        )
     if config.eval_file and config.eval_rows:
         # If all training rows are pairs, the held-out rows are pairs too, and only the
         # log-probabilities of their answers are compared. Otherwise the policy answers them.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
-        datasets["eval"] = _file_rows(config, config.eval_file, eval_columns, config.eval_rows)
+        datasets["eval"] = _file_rows(
+            config, config.eval_file, eval_columns, checks_files, config.eval_rows
+        )
     if stages:  # rows of another file, which are only evaluated, may have the new names already
         _check_renamed(config.columns, datasets)
     return datasets
@@ -108,7 +133,7 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 
 
 def _training_rows(
-    run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool
+    run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, checks_files: bool
 ) -> Dataset:
     """Open the training rows of a stage, from its own file or from the file or files of all stages.
 
@@ -117,6 +142,7 @@ def _training_rows(
         columns: columns that every row must have.
         is_judged: True if rewards score completions of these rows. A file that lists its own
             rewards then needs only the columns of these rewards.
+        checks_files: True if this rank checks that images and videos exist.
     """
     from minivlmrl.data.mixture import mix, read_mix  # imported here, because tasks do not need it
 
@@ -126,7 +152,7 @@ def _training_rows(
     if path is not None and Path(path).suffix in (".yaml", ".yml"):
         sections = read_mix(Path(path))
     if path is not None and not sections:
-        return _file_rows(config, path, columns)
+        return _file_rows(config, path, columns, checks_files)
     parts = []
     for section in sections:
         needed_columns = columns
@@ -138,7 +164,12 @@ def _training_rows(
                 changed_options[name] = getattr(section, name)
         constants = {"row_rewards": section.rewards} if section.rewards else {}
         rows = _file_rows(
-            config, section.file, needed_columns, constants=constants, **changed_options
+            config,
+            section.file,
+            needed_columns,
+            checks_files,
+            constants=constants,
+            **changed_options,
         )
         parts.append(rows)
     return mix(parts, sections)
@@ -163,6 +194,7 @@ def _file_rows(
     config: DataOptions,
     path: str,
     columns: Iterable[str],
+    checks_files: bool,
     limit: int | None = None,
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
@@ -170,6 +202,7 @@ def _file_rows(
     """Open a file of rows that must have these columns.
 
     Args:
+        checks_files: True if this rank checks that images and videos exist.
         limit: number of rows to read; None reads all rows.
         constants: values of additional columns that are the same in all rows.
         changed_options: fields of RowOptions that replace the options of the recipe.
@@ -178,4 +211,6 @@ def _file_rows(
     from minivlmrl.data.file_dataset import FileDataset
 
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    return FileDataset(path, ("problem", *columns), limit, constants, **options | changed_options)
+    return FileDataset(
+        path, ("problem", *columns), limit, constants, checks_files, **options | changed_options
+    )

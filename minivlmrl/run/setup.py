@@ -14,7 +14,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import describe_spelled, summary, without_long
+from minivlmrl.data.row_summary import describe_spelled, find_long_rows, summary, without_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
@@ -61,7 +61,7 @@ def prepare(
         check_shares(stage, getattr(config, stage).prompts_per_step, world.size)
     reward_columns = required_columns(training_rewards(config))
     eval_columns = required_columns(held_out_rewards(config))
-    datasets = load_datasets(config, needs, reward_columns, eval_columns)
+    datasets = load_datasets(config, needs, reward_columns, eval_columns, world)
     try_rewards(config, needs, datasets)
     model, processor = build_model(config, world, datasets)
     check_experts(config, model)
@@ -75,7 +75,8 @@ def prepare(
     for stage, num_steps in stage_lengths(config, datasets).items():
         # This also sets max_steps in config.yaml to the number of steps that the run really takes.
         getattr(config, stage).max_steps = num_steps
-    check_positions(config, needs, datasets, model, processor)
+    check = partial(check_positions, config, needs, datasets, model, processor)
+    world.run_on_rank_zero(check, "measuring the prompts")
     return model, processor, datasets
 
 
@@ -210,20 +211,22 @@ def fit_rows(
 ) -> dict[str, Dataset]:
     """Remove training rows whose prompts exceed data.max_prompt_tokens, and print summaries.
 
-    Image files are opened to read their sizes, but they are not decoded.
+    Rank 0 opens image files to read their sizes, but does not decode the images.
     """
     max_tokens = config.data.max_prompt_tokens
     fitted = {}
     for name, rows in datasets.items():
-        long_rows = []
+        long_rows = {}
         fitted[name] = rows
         skips = config.data.skip_unreadable and name != "eval"
         if name != "eval" and max_tokens is not None:
-            fitted[name], long_rows = without_long(rows, processor, max_tokens, skips)
+            find = partial(find_long_rows, rows, processor, max_tokens, skips)
+            long_rows = world.compute_on_rank_zero(find, "measuring the prompts")
+            fitted[name] = without_rows(rows, long_rows)
         if world.is_main:
             text = summary(fitted[name], processor, skips)
             if long_rows:
-                examples = ", ".join(long_rows[:5])
+                examples = ", ".join(islice(long_rows.values(), 5))
                 text += f"; {len(long_rows)} over data.max_prompt_tokens are left out: {examples}"
             print(f"rows of {name}: {text}", flush=True)
             spelled = describe_spelled(fitted[name], processor.tokenizer.structure)

@@ -8,7 +8,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.file_rows import RowSelection
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_summary import check_lengths, describe_spelled, summary, without_long
+from minivlmrl.data.row_summary import check_lengths, describe_spelled, find_long_rows, summary, without_rows
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
 
@@ -66,7 +66,7 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
     said = r"rows\.jsonl:1: .*(remove the image|data\.skip_unreadable=true)$"
     for measure in (
         lambda **options: summary(made, PROCESSOR, **options),
-        lambda **options: without_long(made, PROCESSOR, 1, **options),
+        lambda **options: find_long_rows(made, PROCESSOR, 1, **options),
         lambda **options: check_lengths(made, PROCESSOR, 900, "is too long", **options),
     ):
         with pytest.raises(ValueError, match=said):
@@ -74,8 +74,9 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
     found = summary(made, PROCESSOR, skip_unreadable=True)
     assert "; 1 of 3 measured rows are unreadable and will be skipped (data.skip_unreadable), for example " in found
     assert found.count("rows.jsonl:1: ") == 1
-    remaining, long_rows = without_long(made, PROCESSOR, 1, skip_unreadable=True)
-    assert len(remaining) == 1 and [text.count("tokens") for text in long_rows] == [1, 1]
+    long_rows = find_long_rows(made, PROCESSOR, 1, skip_unreadable=True)
+    assert len(without_rows(made, long_rows)) == 1 and list(long_rows) == [1, 2]
+    assert [text.count("tokens") for text in long_rows.values()] == [1, 1]
     check_lengths(made, PROCESSOR, 900, "is too long", skip_unreadable=True)
 
 

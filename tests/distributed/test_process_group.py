@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 from on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
-from pretend_cuda import CUDA, PretendCuda
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed import process_group
@@ -347,19 +346,10 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(process_group, "attempt_store", lambda limit: None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "connect", lambda *_: None)
     monkeypatch.setattr(process_group, "Pulse", lambda *_: None)
     process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network
-
-
-def test_ranks_on_gpus_use_nccl_for_tensors_and_gloo_for_objects(monkeypatch):
-    """A single rank with sharded weights has a process group, too."""
-    given = []
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: given.append(backend))
-    with PretendCuda():
-        world = join(torch.get_num_threads(), 30.0, sharded=True)
-    assert given == ["cpu:gloo,cuda:nccl"] and world.device == CUDA
 
 
 def test_cudnns_attention_is_off_in_training():

@@ -2,11 +2,19 @@
 
 from dataclasses import replace
 
+import PIL.Image
 import pytest
+from on_ranks import launch
+from runs import write_lines
 
 from minivlmrl.config.options import DataOptions, RunConfig
+from minivlmrl.data import file_dataset
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
 from minivlmrl.run import datasets
 from minivlmrl.run.datasets import check_shares
+from minivlmrl.run.setup import fit_rows
+from minivlmrl.tasks.shapes import tokenizer
 
 
 def load_datasets(data, stages, seed, *columns):
@@ -50,6 +58,39 @@ def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
     file = str(write_rows({"problem": "a", "solution": "b", "image": "http://localhost:9/a.png"}))
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: http://localhost:9/a\.png: remote files are not supported"):
         load_datasets(DataOptions(train_file=file), {"grpo": "prompts"}, 0)
+
+
+def open_rows_on_rank(folder, options, world):
+    """Open rows, remove long ones, and open a file that misses an image. Return what this rank has done and found."""
+    questions = []
+
+    def recorded(function):
+        return lambda path, *rest: questions.append(function.__name__) or function(path, *rest)
+
+    for module, name in ((file_dataset, "isfile"), (file_dataset, "getsize"), (PIL.Image, "open")):
+        setattr(module, name, recorded(getattr(module, name)))
+    config = RunConfig(data=DataOptions(train_file=str(folder / "rows.jsonl"), max_prompt_tokens=60))
+    found = datasets.load_datasets(config, {"grpo": "prompts"}, world=world)
+    rows = fit_rows(config, found, Processor(tokenizer(), ImageProcessor()), world)["grpo"]
+    lines = [rows.read(i)[0].where[-1] for i in range(len(rows))]
+    config.data.train_file = str(folder / "missing.jsonl")
+    with pytest.raises(ValueError) as raised:
+        datasets.load_datasets(config, {"grpo": "prompts"}, world=world)
+    return set(questions), lines, str(raised.value)
+
+
+def test_only_rank_0_asks_the_file_system_for_images(write_rows):
+    """Otherwise 64 ranks would ask a shared file system 64 times for each image. All ranks learn what rank 0 found."""
+    file = write_rows(
+        {"problem": "a", "image": "red.png"},
+        {"problem": "long " * 99, "image": "red.png"},
+        {"problem": "b", "image": "blue.png"},
+    )
+    write_lines(file.with_name("missing.jsonl"), [{"problem": "a", "image": "lost.png"}])
+    main, other = (rank["rows"] for rank in launch(2, file.parent, {"rows": []}, open_rows_on_rank))
+    assert main[0] == {"isfile", "getsize", "open"} and other[0] == set()
+    assert main[1] == other[1] == ["1", "3"]
+    assert main[2] == other[2] and "1 image or video file(s) of the rows are missing" in main[2]
 
 
 @pytest.mark.parametrize("data", [DataOptions(), DataOptions(task="shapes", train_file="rows.jsonl")])

@@ -1,0 +1,124 @@
+"""Connect the ranks of a run before slow work begins, so that a wrong network fails early."""
+
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from minivlmrl.config.time_limit import end_process
+
+# seconds within which all ranks must be connected, once all of them have started
+CONNECT_SECONDS = 60.0
+
+
+def attempt_store(limit: timedelta) -> Store:
+    """Create the store of rank addresses, separately for each restart of torchrun --max-restarts.
+
+    torchrun (2.13) uses one store for all attempts, in which a restarted rank would find the
+    address of a dead rank (pytorch issue 135712). With several hosts one store is used, because not
+    all hosts know the number of the attempt, see docs/many_gpus.md.
+
+    Raises:
+        ValueError: the store of rank 0 cannot be reached.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=limit))
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(
+            f"rank {os.environ['RANK']} on {socket.gethostname()} cannot reach rank 0 at {address} "
+            f"({first_line(error)}); check --master_addr and --master_port, or --rdzv_endpoint, "
+            "and that no firewall closes this port"
+        ) from error
+    one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
+    return PrefixStore(attempt, store)
+
+
+def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
+    """Create the process group, and add up a number over all ranks on each of its networks.
+
+    Gloo connects the CPUs of all ranks. On GPUs, NCCL connects the GPUs too; without the sum, NCCL
+    would connect them only in the first step, after all weights have been loaded.
+
+    Args:
+        store: the store of rank addresses.
+        device: device of this rank.
+        limit: time that a rank waits for other ranks to start, and later in collective operations.
+
+    Raises:
+        ValueError: a rank did not start, or the ranks cannot exchange tensors.
+    """
+    hosts = wait_for_ranks(store, rank, size, limit)
+    has_gpu = device.type == "cuda"
+    # Neither gloo nor NCCL has a limit of its own for connections that a firewall drops.
+    late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank, has_gpu)
+    timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
+    timer.daemon = True
+    timer.start()
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+            # with a device, NCCL connects at once and knows which GPU belongs to this rank
+            device_id=device if has_gpu else None,
+        )
+        for place in dict.fromkeys((torch.device("cpu"), device)):
+            total = torch.ones(1, device=place)
+            dist.all_reduce(total)
+            if total.item() != size:
+                raise RuntimeError(f"the sum of {size} ones is {total.item():g} on {place}")
+    except RuntimeError as error:
+        raise ValueError(describe(first_line(error), hosts, rank, has_gpu)) from error
+    finally:
+        timer.cancel()
+
+
+def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list[str]:
+    """Wait until all ranks have started, and return the host name of each rank.
+
+    Raises:
+        ValueError: ranks did not start within the limit.
+    """
+    keys = [f"host/{number}" for number in range(size)]
+    store.set(keys[rank], socket.gethostname())
+    try:
+        store.wait(keys, limit)
+    except dist.DistError as error:
+        missing = [str(number) for number in range(size) if not store.check([keys[number]])]
+        raise ValueError(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)} of {size} did not "
+            f"start within {limit.total_seconds():g} seconds; look for an error on the host of that "
+            "rank, and check that each host has its own --node_rank and the same --nnodes"
+        ) from error
+    return [name.decode() for name in store.multi_get(keys)]
+
+
+def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
+    """Describe a network that does not work, with the hosts, the interfaces and what to check."""
+    libraries = ("GLOO", "NCCL") if has_gpu else ("GLOO",)
+    variables = [f"{library}_SOCKET_IFNAME" for library in libraries]
+    chosen = [f"{name}={os.environ.get(name, 'not set')}" for name in variables]
+    interfaces = ", ".join(name for _, name in socket.if_nameindex())
+    debug = ", and run with NCCL_DEBUG=INFO to see what NCCL tries" if has_gpu else ""
+    # dict.fromkeys removes duplicate names and keeps their order
+    return (
+        f"rank {rank} on {hosts[rank]} cannot exchange tensors with the ranks on "
+        f"{', '.join(dict.fromkeys(hosts))} ({problem}). {', '.join(chosen)}, and the interfaces of "
+        f"this host are {interfaces}. Set {' and '.join(variables)} to an interface that connects "
+        f"the hosts, and check that no firewall closes ports between them{debug}."
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error message, without the place in gloo's source code."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.rpartition("] ")[2].rstrip(".")

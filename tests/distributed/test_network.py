@@ -1,0 +1,111 @@
+"""Test that a network that does not work ends a run at its start, with a sentence that names the hosts."""
+
+import socket
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from children import exit_code, fork
+from pretend_cuda import CUDA, PretendCuda
+
+from minivlmrl.distributed import network
+from minivlmrl.distributed.network import attempt_store, connect
+from minivlmrl.distributed.process_group import World
+
+CPU = torch.device("cpu")
+HOST = socket.gethostname()
+
+
+def store_of(hosts):
+    """Return a store in which ranks on these hosts have started."""
+    store = dist.HashStore()
+    for rank, host in enumerate(hosts):
+        store.set(f"host/{rank}", host)
+    return store
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo uses GLOO_SOCKET_IFNAME on Linux only")
+def test_an_interface_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(ValueError) as raised:
+        connect(store_of(["", "other"]), 0, 2, CPU, timedelta(seconds=30))
+    message = str(raised.value)
+    assert message.startswith(f"rank 0 on {HOST} cannot exchange tensors with the ranks on {HOST}, other (")
+    assert "Unable to find address for: eth7). GLOO_SOCKET_IFNAME=eth7, and the interfaces of this host are" in message
+    assert "Set GLOO_SOCKET_IFNAME to an interface that connects the hosts, and check that no firewall" in message
+    assert "NCCL" not in message and not dist.is_initialized()
+
+
+def test_ranks_that_do_not_start_are_named():
+    with pytest.raises(ValueError, match=r"ranks 1, 3 of 4 did not start within 0.2 seconds; look .* --node_rank"):
+        store = store_of([])
+        store.set("host/2", "two")
+        connect(store, 0, 4, CPU, timedelta(seconds=0.2))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_a_network_that_does_not_answer_ends_the_process(monkeypatch, capfd):
+    """The other rank has started, but gloo waits for its address, as it waits for a connection behind a firewall."""
+    monkeypatch.setattr(network, "CONNECT_SECONDS", 0.5)
+    store = store_of(["", "far"])
+    child = fork(lambda: connect(store, 0, 2, CPU, timedelta(seconds=60)))
+    assert exit_code(child) == 2
+    errors = capfd.readouterr().err
+    assert f"rank 0 on {HOST} cannot exchange tensors with the ranks on {HOST}, far (no answer within 0.5 s" in errors
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ValueError, match=f"rank 1 on .* cannot reach rank 0 at 127.0.0.1:{port} .*--master_addr"):
+        attempt_store(timedelta(seconds=1))
+
+
+@pytest.fixture
+def group_of_gpus(monkeypatch):
+    """Replace the process group of two ranks with GPUs, and return its options and the devices of its sums."""
+    options, sums = {}, []
+
+    def init_process_group(backend, **given):
+        options.update(given, backend=backend)
+
+    def all_reduce(tensor):
+        sums.append(tensor.device)
+        tensor.mul_(2)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return options, sums
+
+
+def test_gpus_are_connected_by_nccl_before_the_model_is_loaded(group_of_gpus):
+    """Gloo transfers objects and NCCL transfers tensors; NCCL knows the GPU of its rank."""
+    options, sums = group_of_gpus
+    with PretendCuda():
+        connect(store_of(["", "other"]), 0, 2, CUDA, timedelta(seconds=30))
+    assert options["backend"] == "cpu:gloo,cuda:nccl" and options["device_id"] == CUDA
+    assert sums == [CPU, CUDA]
+
+
+def test_gpus_that_exchange_wrong_numbers_are_refused(group_of_gpus):
+    message = (
+        r"\(the sum of 3 ones is 2 on cpu\). GLOO_SOCKET_IFNAME=.*, NCCL_SOCKET_IFNAME=not set, .* Set GLOO_SOCKET"
+        r"_IFNAME and NCCL_SOCKET_IFNAME to .*, and run with NCCL_DEBUG=INFO"
+    )
+    with PretendCuda(), pytest.raises(ValueError, match=message):
+        connect(store_of(["", "b", "c"]), 0, 3, CUDA, timedelta(seconds=30))
+
+
+def test_a_barrier_waits_on_the_cpu(monkeypatch):
+    """With a device, dist.barrier would wait for the work of all GPUs."""
+    sums = []
+    monkeypatch.setattr(dist, "barrier", None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: sums.append(tensor.device))
+    World(0, 2).barrier()
+    assert sums == [CPU]
