@@ -1,4 +1,4 @@
-"""Configs of the models that the benchmarks use: Qwen2.5-VL 3B and 7B, and a toy model that a CPU runs in seconds."""
+"""Configs of the models of the benchmarks: Qwen2.5-VL 3B, 7B and 72B, and a toy model that a CPU runs in seconds."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,11 @@ HUB = {
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
         "vision_config": TOWER | {"out_hidden_size": 3584},
     },
+    "72b": {
+        "model_type": "qwen2_5_vl", "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False,
+        "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 8192},
+    },
     "toy": {
         "model_type": "qwen2_5_vl", "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
@@ -34,7 +39,7 @@ HUB = {
 
 
 def config_of(size: str) -> ModelConfig:
-    """Return a config of HUB: "3b", "7b" or "toy"."""
+    """Return a config of HUB: "3b", "7b", "72b" or "toy"."""
     return config_json.from_dict(HUB[size])
 
 

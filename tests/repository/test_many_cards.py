@@ -1,0 +1,106 @@
+"""Test that the predictions for many cards count the collective operations that FSDP calls on real ranks."""
+
+import json
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from links import ROOT
+from on_ranks import launch
+
+from minivlmrl.diagnostics.memory import MemoryEstimator
+from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import reshard
+from minivlmrl.model.families.registry import FAMILIES
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
+from minivlmrl.run.loop import optimizer_step
+from minivlmrl.run.setup import choose_sharding
+from minivlmrl.trainers.base import Step
+
+import tiny
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import many_cards
+from many_cards import CollectiveCounter, recipe
+
+MODES = {**many_cards.MODES, "two replicas": ["--sharding.enabled=true", "--sharding.replicas=2"]}
+
+
+def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter, Counter]:
+    """Run one optimizer step and gather the weights of a rollout on a real rank, and return the operations by kind."""
+    run = recipe(world.size, mode)
+    config = tiny.config()
+    model = FAMILIES[config.model_type].model(config)
+    sharding = choose_sharding(run, world)
+    sharding.shard(model)
+    generator = torch.Generator().manual_seed(world.rank)
+    prompt = tiny.prompt(generator, [(1, 4, 6)], dtype=torch.bfloat16)
+    batch = pack([prompt], tiny.to_completions([[tiny.completion(generator, length) for length in (3, 5)]]), config)
+
+    def training_loss(micro_batch):
+        return per_token_logps(model, batch)[0].sum() * 1e-3, {}
+
+    trainer = SimpleNamespace(
+        world=world, trained=model, run=run, config=run.grpo, training_loss=training_loss,
+        dropout=lambda number, index: nullcontext(), after_step=lambda number: None,
+    )  # fmt: skip
+    step = Step([SimpleNamespace(weight=1.0)] * many_cards.PROMPTS)
+    with CollectiveCounter() as counter:
+        optimizer_step(trainer, step, torch.optim.SGD(model.parameters(), 1e-3), 0)
+    reshard(model)
+    with CollectiveCounter() as rollout:
+        sharding.gather(model)
+    return counter.calls + rollout.calls, counter.bytes + rollout.bytes
+
+
+@pytest.fixture(scope="module")
+def real_operations(tmp_path_factory):
+    """Return the operations of each mode on four ranks; a host has only two of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(many_cards, "CARDS_PER_HOST", 2)
+        return launch(4, tmp_path_factory.mktemp("ranks"), MODES, operations_of_a_step)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_predicted_operations_are_those_of_real_ranks(real_operations, monkeypatch, mode):
+    """The gradients of all micro-batches and the weights of a rollout have the same bytes and numbers of calls."""
+    monkeypatch.setattr(many_cards, "CARDS_PER_HOST", 2)
+    estimator = MemoryEstimator(tiny.config())
+    predicted = many_cards.count_step(recipe(4, MODES[mode]), estimator, 4)
+    # gradients of all parameters are reduced in float32, and padded so that all ranks have equally many
+    gradient_bytes = many_cards.PROMPTS * 4 * estimator.parameters
+    assert gradient_bytes <= predicted.bytes["reduced"] < 1.05 * gradient_bytes
+    assert gradient_bytes < 2 * predicted.bytes["gathered"]
+    for calls, sizes in (rank[mode] for rank in real_operations):
+        assert (calls, sizes) == (predicted.calls, predicted.bytes)
+
+
+def test_the_script_prints_and_writes_its_rows(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(
+        sys, "argv", ["many_cards.py", "--sizes=toy", "--cards", "16", f"--json={tmp_path / 'out.json'}"]
+    )
+    many_cards.main()
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [row["mode"] for row in rows] == list(many_cards.MODES)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| toy | 16 |")]
+    assert len(lines) == len(rows) * len(many_cards.NETWORKS)
+
+
+def test_seconds_by_hand(monkeypatch):
+    """8 cards of 350 GB/s gather 350 GB in 7/8 s. Two hosts with 8 network cards of 45 GB/s reach 350 GB/s, too."""
+    one_call = many_cards.Communication(Counter(gathered=1), Counter())
+    assert many_cards.seconds(one_call, 8, 8, 0) == pytest.approx(20e-6 + 7 * 5e-6)
+    monkeypatch.setattr(many_cards, "START", 0.0)
+    monkeypatch.setattr(many_cards, "HOP", 0.0)
+    flat = many_cards.Communication(Counter(gathered=1), Counter(gathered=350e9))
+    assert many_cards.seconds(flat, 8, 8, 0) == pytest.approx(7 / 8)
+    assert many_cards.seconds(flat, 16, 16, 8) == pytest.approx(15 / 16)
+    assert many_cards.seconds(flat, 16, 16, 1) == pytest.approx(15 / 16 * 350 / 45)
+    # each of 8 cards sends its 45 GB of gradients to one other host, and a host has one network card
+    hybrid = many_cards.Communication(Counter({"all-reduced": 1}), Counter({"all-reduced": 45e9}))
+    assert many_cards.seconds(hybrid, 16, 8, 1) == pytest.approx(8)
+    assert many_cards.efficiency(4.0, 4.0) == (0.5, pytest.approx(4 / 5.6))
