@@ -96,8 +96,7 @@ class Sharding:
         vision = DummyVisionForward()
         # this hook runs after FSDP's pre-forward hook, which gathers the root
         model.register_forward_pre_hook(vision.before)
-        # this hook runs before FSDP's post-forward hook, which registers the backward hooks
-        model.register_forward_hook(vision.after, prepend=True)
+        model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
@@ -215,12 +214,19 @@ class DummyVisionForward:
                 model.visual, model.config.vision_config, batch.input_ids.device
             )
 
-    def after(self, model: VisionLanguageModel, arguments: tuple, hidden: Tensor) -> Tensor:
+    def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
+        """Add the output for the black image, which is 0, to the embeddings.
+
+        The input of the decoder then has a gradient on all ranks or on none. Otherwise, with frozen
+        embeddings, FSDP would reduce the gradients of the first layer and of the root in another
+        order on ranks with images than on ranks without.
+        """
         if self.zero is None:
-            return hidden
-        hidden = hidden + self.zero
-        self.zero = None  # frees the autograd graph of the black image
-        return hidden
+            return None
+        x, *others = arguments
+        x = x + self.zero
+        self.zero = None  # frees the autograd graph of the black image after the backward pass
+        return (x, *others)
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:

@@ -341,12 +341,14 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     text = pack([tiny.prompt(torch.Generator().manual_seed(0), [])], [[]], model.config)
     hidden = model(text)
     vision.before(model, (text,))
-    joint = vision.after(model, (text,), hidden)
+    inputs = vision.before_decoder(model.model, (hidden, None))
+    assert (inputs is None) == (not elsewhere)
+    joint = inputs[0] if elsewhere else hidden
     assert torch.equal(joint, hidden)
     joint.sum().backward()
     gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
     assert {*gradients} == {0.0 if elsewhere else None}
-    assert vision.after(model, (text,), hidden) is hidden  # the next forward pass adds nothing
+    assert vision.before_decoder(model.model, (hidden,)) is None  # the next forward pass adds nothing
     seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # embeddings of its images are already there
     vision.before(model, (seen,))
     assert (vision.zero is not None) == bool(elsewhere)
