@@ -320,6 +320,9 @@ class ShardingOptions:
     # number of full copies of the model; with one copy per node, weights are gathered within nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
+    # gather weights and reduce gradients once per optimizer step, not once per micro-batch; needs
+    # memory for all weights in the dtype of the layers, and for all gradients in float32
+    once_per_step: bool = False
 
 
 # ------------------------------------------------------------------------------------------ stages

@@ -116,7 +116,7 @@ def check_adapter(run: RunConfig) -> WithoutEffect:
 
 def check_sharding(run: RunConfig) -> WithoutEffect:
     if not run.sharding.enabled:
-        for name in ("replicas", "cpu_offload"):
+        for name in ("replicas", "cpu_offload", "once_per_step"):
             yield f"sharding.{name}", "no weights are sharded unless sharding.enabled is true"
 
 

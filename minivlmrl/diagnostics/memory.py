@@ -298,8 +298,12 @@ def estimate_phases(
     gradients = bytes_of(trained_parameters(models)) * share
     if gpus > 1 and not run.uses_fsdp:
         gradients *= 2  # because the ranks sum a copy of the gradients
+    gathered *= 2  # both the weights and their gradients
+    if run.sharding.once_per_step:
+        gathered, accumulated = once_per_step_bytes(run, models, gathered)
+        gradients += accumulated
     phases["train"] = {
-        "gathered": 2 * gathered,  # both the weights and their gradients
+        "gathered": gathered,
         "gradients": gradients,
         "forward and backward": estimator.activations(run, models, micro_batch, train=True),
         "logits": logits,
@@ -351,6 +355,23 @@ def gathered_bytes(run: RunConfig, model: VisionLanguageModel) -> int:
     blocks = [computed_bytes(block, dtype) for block in family_of(model).blocks(model)]
     # Two blocks are gathered at a time, because one is gathered while the other is computed.
     return computed_bytes(model, dtype) - sum(blocks) + 2 * max(blocks)
+
+
+def once_per_step_bytes(run: RunConfig, models: TrainedModels, gathered: int) -> tuple[int, int]:
+    """Return the bytes of gathered tensors and of full gradients with sharding.once_per_step.
+
+    All weights stay gathered, and the gradients are added up in float32 or wider. In addition, the
+    gradients of the current blocks exist in the dtype of the layers.
+
+    Args:
+        gathered: bytes of weights and gradients that are gathered without the option.
+    """
+    weights = sum(computed_bytes(backbone, compute_dtype(run)) for backbone in models.backbones)
+    accumulated = 0
+    for parameter in trained_parameters(models):
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        accumulated += parameter.numel() * dtype.itemsize
+    return weights + gathered // 2, accumulated
 
 
 def rollout_items(

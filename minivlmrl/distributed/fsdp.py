@@ -27,7 +27,15 @@ from torch.distributed.tensor import DTensor
 
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import num_shards, recompute_blocks, reshard, shard_rows, units
+from minivlmrl.distributed.weights import (
+    Communication,
+    communication_of,
+    num_shards,
+    recompute_blocks,
+    reshard,
+    shard_rows,
+    units,
+)
 from minivlmrl.model.attention import GroupAttention, GroupLayout
 from minivlmrl.model.build import assign
 from minivlmrl.model.config import VisionConfig
@@ -60,6 +68,7 @@ class Sharding:
         self.device = torch.device("cpu") if section.cpu_offload else world.device
         self.mesh = make_mesh(num_shards(section, world.size), world)
         self.recompute = recompute
+        self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
         # inputs are not cast, so that rotary angles stay float32, and so do the inputs of adapters
         # on a base with lower precision
@@ -92,6 +101,9 @@ class Sharding:
             blocks = sharded_blocks(tower)
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
                 block.set_modules_to_backward_prefetch([previous_block])
+                communication_of(block).is_block = True
+        for layer in layers_without_experts(model):
+            communication_of(layer).all_reduces_once = True
         family_of(model).count_over_ranks(model, sum_counts)
         vision = DummyVisionForward()
         # this hook runs after FSDP's pre-forward hook, which gathers the root
@@ -110,6 +122,7 @@ class Sharding:
             # sum the gradients, because each loss is already divided by the counts of all ranks
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            vars(unit)["communication"] = Communication(self.once_per_step)
         root.set_modules_to_backward_prefetch([root])
         return root
 
@@ -183,6 +196,17 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
 def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
     """Return the modules of a vision tower or decoder that FSDP2 shards as separate units."""
     return [block for block in tower if isinstance(block, FSDPModule)]
+
+
+def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
+    """Return the decoder layers in which all parameters have gradients in every micro-batch.
+
+    An expert has none in a micro-batch without tokens for it. The same holds for the vision tower,
+    and for the merger, which is in the root, in a micro-batch without images.
+    """
+    experts = model.config.experts
+    layers = enumerate(sharded_blocks(model.model.layers))
+    return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
 
 
 def sum_counts(counts: list[int]) -> list[int]:

@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -85,6 +86,53 @@ def reshard_interrupted(module: nn.Module):
     for unit in units(module):
         unit.set_reshard_after_forward(True, recurse=False)
         unit.reshard()
+
+
+@dataclass
+class Communication:
+    """When an FSDP unit gathers its weights and reduces its gradients, see begin_micro_batch."""
+
+    once_per_step: bool  # the option sharding.once_per_step
+    # True for vision blocks and decoder layers, whose weights are freed after a forward pass
+    is_block: bool = False
+    # True if the same parameters have gradients in every micro-batch of a step. Only then can the
+    # sum over replicas wait, because FSDP keeps one tensor with all gradients until that sum.
+    all_reduces_once: bool = False
+    was_gathered: bool = False  # only a unit that was gathered before can postpone its reduction
+
+
+def communication_of(unit: "FSDPModule") -> Communication:
+    """Return the Communication of a unit, which distributed.fsdp.Sharding has set."""
+    return vars(unit)["communication"]
+
+
+def begin_micro_batch(module: nn.Module, is_last: bool):
+    """Postpone communication of a sharded module to the last micro-batch of an optimizer step.
+
+    With sharding.once_per_step, gathered weights are kept, and gradients are added up on each rank.
+    In the last micro-batch, they are reduced, also for a unit that does not run in it, such as
+    the vision tower if no rank has an image. Otherwise, only the sum over replicas is postponed.
+    """
+    for unit in units(module):
+        communication = communication_of(unit)
+        if communication.once_per_step:
+            if not communication.was_gathered:
+                unit.unshard()
+                unit.reshard()
+                communication.was_gathered = True
+            unit.set_requires_gradient_sync(is_last, recurse=False)
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.set_reshard_after_backward(is_last, recurse=False)
+        elif communication.all_reduces_once:
+            unit.set_requires_all_reduce(is_last, recurse=False)
+
+
+def end_micro_batches(module: nn.Module):
+    """Free all gathered weights after the last micro-batch of an optimizer step."""
+    for unit in units(module):
+        if communication_of(unit).once_per_step:
+            unit.set_reshard_after_forward(communication_of(unit).is_block, recurse=False)
+    reshard(module)
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:

@@ -17,6 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches
 from minivlmrl.errors import phase
 from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -213,6 +214,7 @@ def optimizer_step(
     parts = []  # metrics of each micro-batch, and the number of tokens or pairs they are means over
     for index, batch in enumerate(step.micro_batches):
         world.stop_if_preempted()
+        begin_micro_batch(trainer.trained, is_last=index + 1 == len(step.micro_batches))
         with trainer.dropout(number, index):
             trainer.timer.start("forward")
             with phase("forward"):
@@ -222,6 +224,7 @@ def optimizer_step(
                 loss.backward()
         values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
         parts.append((values, batch.weight))
+    end_micro_batches(trainer.trained)
     trainer.timer.start("update")
     metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
     max_grad_norm = trainer.run.optimizer.max_grad_norm

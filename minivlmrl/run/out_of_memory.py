@@ -162,13 +162,15 @@ def cheapest_cure(config: RunConfig, stage: str | None, phase: str) -> str:
     The options are tried in a fixed order, the strongest first; an option that is already set is
     left out.
     """
+    training = [frequent_communication, recomputation, smaller_micro_batch]
+    training += [quantized, half_precision]
     cures = {
         "sampling": [batch_tokens, quantized, half_precision],
         "evaluation": [batch_tokens, quantized, half_precision],
         "scoring": [smaller_micro_batch, quantized, half_precision],
         "reference": [smaller_micro_batch, quantized, half_precision],
-        "forward": [recomputation, smaller_micro_batch, quantized, half_precision],
-        "backward": [recomputation, smaller_micro_batch, quantized, half_precision],
+        "forward": training,
+        "backward": training,
         "optimizer": [lora, small_moments, half_precision],
     }
     for cure in cures.get(phase, [quantized, lora, half_precision]):
@@ -198,6 +200,11 @@ def smaller_micro_batch(config: RunConfig, stage: str | None) -> str:
     if getattr(section, "max_tokens_per_micro_batch", 0) is None:
         return f"--{stage}.max_tokens_per_micro_batch={4 * config.sampling.max_new_tokens}"
     return ""
+
+
+def frequent_communication(config: RunConfig, stage: str | None) -> str:
+    """Free gathered weights and reduce gradients in each micro-batch."""
+    return "--sharding.once_per_step=false" if config.sharding.once_per_step else ""
 
 
 def recomputation(config: RunConfig, stage: str | None) -> str:

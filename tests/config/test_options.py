@@ -231,6 +231,7 @@ ELSEWHERE = {
     "sharding.enabled": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
     "sharding.replicas": "distributed/test_fsdp.py: test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint",
     "sharding.cpu_offload": "distributed/test_fsdp.py: test_offloading_does_not_change_results",
+    "sharding.once_per_step": "distributed/test_uneven_steps.py: test_communication_of_a_step",
     "rollout.gather_weights": "generation/test_sampler.py: test_sharded_weights_sample_the_same_tokens",
     "sampling.max_batch_tokens": "generation/test_sampler.py: test_samples_depend_only_on_keys",
     "sampling.cuda_graph": "generation/test_sampler.py: test_the_option_cuda_graph_selects_the_decode_step",

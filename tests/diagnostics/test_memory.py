@@ -233,6 +233,27 @@ def test_options_that_save_memory():
     assert estimate_phases(run, "grpo", costs, 4, *lengths)["train"]["weights"] == 0
 
 
+@pytest.mark.parametrize("form", ["all weights", "LoRA"])
+def test_once_per_step_keeps_weights_and_gradients(form):
+    """All weights stay gathered in bfloat16, and each rank adds up the gradients of trained weights in float32."""
+    costs, lengths = MemoryEstimator(config_json.from_dict(MODEL)), (WORK.text_tokens, WORK.image_tokens)
+    found = {}
+    for once in (False, True):
+        run = run_config(sharding=ShardingOptions(enabled=True, once_per_step=once))
+        run.adapter = LoRAOptions(r=4 if form == "LoRA" else 0)
+        run.model.compute_dtype = "bfloat16"
+        found[once] = estimate_phases(run, "grpo", costs, 4, *lengths)
+    assert found[True].keys() == found[False].keys()
+    plain, train = found[False].pop("train"), found[True].pop("train")
+    assert found[True] == found[False]  # other phases do not change
+    model = costs.build(run, "grpo")
+    size = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert train["gathered"] - plain["gathered"] / 2 == 2 * size
+    assert train["gradients"] - plain["gradients"] == 4 * trained
+    assert all(train[name] == plain[name] for name in train.keys() - {"gathered", "gradients"})
+
+
 @pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.num_shared_layers=1", "reference.path"])
 def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
     """The reference is counted besides the policy. Weights that both share have no gradients."""

@@ -178,8 +178,10 @@ CRITIC = [*ADAPTED, "--ppo.critic=separate"]
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
 # the adapters are on only some of the quantized layers
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]
+ONCE = [*ONE_BY_ONE, "--sharding.once_per_step=true"]
 QUICK = {
-    "replicated": GRPO, "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
+    "replicated": GRPO, "once": [*GRPO, *ONCE], "experts, once": [*EXPERTS, *ONCE],
+    "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_batch_tokens=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
@@ -222,7 +224,7 @@ def quick_results(tmp_path_factory):
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
-@pytest.mark.parametrize("way", ["replicated", "8 bits, sharded", "pieces"])
+@pytest.mark.parametrize("way", ["replicated", "8 bits, sharded", "pieces", "once"])
 def test_two_ranks_equal_one(quick_results, way):
     """Two steps of GRPO with a reference have equal results in float64."""
     alone, process_group = quick_results
@@ -248,7 +250,7 @@ def test_two_ranks_have_the_same_reference_as_one(quick_results, way):
     assert [len(rows) for rows in joined] == [len(expected.weights[name]) for name in trained]
 
 
-@pytest.mark.parametrize("way", ["experts, sharded", "experts, layer by layer", "experts, replicated"])
+@pytest.mark.parametrize("way", ["experts, sharded", "experts, layer by layer", "experts, replicated", "experts, once"])
 def test_two_ranks_with_experts_equal_one(quick_results, way):
     """An expert may get tokens on one rank only, and has no gradient if it gets none. Routes are those of sampling."""
     alone, process_group = quick_results

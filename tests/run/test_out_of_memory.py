@@ -195,6 +195,7 @@ def test_a_sharded_forward_that_is_interrupted_is_saved(home, plain, lively, tmp
     ({"sampling.max_batch_tokens": 8192}, "evaluation", "--sampling.max_batch_tokens=4096"),
     ({"sampling.max_batch_tokens": 512, "adapter.r": 4}, "sampling", "--adapter.quantize=nf4"),
     ({}, "backward", "--model.activation_checkpointing=true"),
+    ({"sharding.once_per_step": True}, "forward", "--sharding.once_per_step=false"),
     ({"model.activation_checkpointing": True}, "forward", "--grpo.micro_batch_size=16"),
     ({"grpo.micro_batch_size": 1}, "reference", "--grpo.max_tokens_per_micro_batch=1024"),
     ({}, "optimizer", "--adapter.r=16"),

@@ -1,0 +1,162 @@
+"""Train steps of several micro-batches, in which every rank has other shapes, on 4 ranks and on one process.
+
+A completion in four ends at its first token, a prompt in three has equal rewards, and most rows have no image, so that
+the tower runs in some micro-batches only, and never in the last one of the second step.
+"""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from on_ranks import SHARDS_BYTES, launch, stage_on_ranks
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from minivlmrl.distributed.weights import units
+from minivlmrl.generation.sampler import Sampler
+from minivlmrl.rewards.registry import REWARDS
+from minivlmrl.run import loop
+from tests.distributed.test_process_group import (
+    ADAPTED,
+    EIGHT_BITS,
+    EXPERTS,
+    NF4,
+    ONE_BY_ONE,
+    QWEN3,
+    SHARDED,
+    STAGES,
+    prepare,
+)
+
+from tiny import RUN_MODEL
+
+ONCE = "--sharding.once_per_step=true"
+STEPS = ["--{}.prompts_per_step=12", "--{}.max_steps=2"]
+GRPO = [*(step.format("grpo") for step in STEPS), "--rewards={uneven: 1}"]
+RECIPES = {  # three micro-batches in each of two steps
+    "sft": [*STAGES["sft"], *(step.format("sft") for step in STEPS)],
+    "grpo": [*STAGES["grpo"], *GRPO],
+    "reference": [*STAGES["with a reference"], *GRPO, "--grpo.num_iterations=1"],
+    "experts": [*EXPERTS[1:], *GRPO],
+    "Qwen3-VL": [*STAGES["grpo"], *QWEN3, *GRPO],
+    "token budget": [*STAGES["grpo"], *GRPO, "--grpo.max_tokens_per_micro_batch=90"],
+    "frozen tower": [*STAGES["grpo"], *GRPO, "--model.freeze=[vision]"],
+    "8 bits": [*STAGES["grpo"], *GRPO, EIGHT_BITS],
+    "adapters": [*ADAPTED[1:], "--ppo.critic=separate", *(step.format("ppo") for step in STEPS)],
+    "NF4": [*NF4[1:], *(step.format("ppo") for step in STEPS)],
+}  # fmt: skip
+REPLICAS = [*ONE_BY_ONE, "--sharding.replicas=2"]
+WAYS = {
+    "replicated": [], "sharded": SHARDED, "replicas": REPLICAS, "once": [*SHARDED, ONCE],
+    "once, layer by layer": [*ONE_BY_ONE, ONCE], "once, replicas": [*REPLICAS, ONCE],
+    "compute_dtype": ["--model.compute_dtype=float64"],
+}  # fmt: skip
+CASES = [
+    *(("grpo", way) for way in WAYS), ("sft", "sharded"), ("sft", "once"), ("sft", "replicas"),
+    ("reference", "once, replicas"), ("experts", "replicas"), ("experts", "once, replicas"), ("experts", "once"),
+    ("Qwen3-VL", "once"), ("token budget", "once"), ("frozen tower", "once"), ("frozen tower", "replicas"),
+    ("8 bits", "once"), ("adapters", "sharded"), ("adapters", "once"), ("adapters", "once, replicas"),
+    *([("NF4", "once, layer by layer")] if SHARDS_BYTES else []),
+]  # fmt: skip
+
+
+def uneven_rewards(completions, margin, **columns):
+    """Return rewards that are equal for every third row."""
+    letters = [sum(c.isalpha() for c in completion) / 6 for completion in completions]
+    return [0.5 if round(10 * row) % 3 == 0 else value for row, value in zip(margin, letters, strict=True)]
+
+
+def uneven_steps(folder: Path, overrides: list[str], world):
+    """Train a stage as stage_on_ranks does, with completions that end at the first token."""
+    REWARDS["uneven"] = uneven_rewards
+    sample = Sampler.__call__
+
+    def cut(completion):
+        values = {name: getattr(completion, name)[:1] for name in ("ids", "logps", "policy_mask")}
+        return dataclasses.replace(completion, **values, stopped=True)
+
+    def sample_and_cut(self, prompts, num_generations, keys):
+        groups = sample(self, prompts, num_generations, keys)
+        for key, group in zip(keys, groups, strict=True):
+            if int(key.rpartition("/")[2]) % 4 == 1:
+                group[:] = map(cut, group)
+        return groups
+
+    Sampler.__call__ = sample_and_cut
+    try:
+        return stage_on_ranks(folder, overrides, world)
+    finally:
+        Sampler.__call__ = sample
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uneven")
+    prepare(folder)
+    alone = launch(1, folder, {name: RECIPES[name] for name, _ in CASES}, uneven_steps)[0]
+    ranks = launch(4, folder, {case: [*RECIPES[case[0]], *WAYS[case[1]]] for case in CASES}, uneven_steps)
+    return alone, ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_uneven_ranks_equal_one_process(results, case):
+    """Weights equal those of one process to 1e-14, and are the same on all ranks."""
+    alone, ranks = results
+    expected = alone[case[0]]
+    assert all(line["grad_norm"] > 1e-3 for line in expected.lines)
+    for rank in ranks:
+        assert rank[case].texts == expected.texts
+        for name, weight in expected.weights.items():
+            torch.testing.assert_close(rank[case].weights[name], weight, rtol=0, atol=1e-14, msg=name)
+            assert torch.equal(rank[case].weights[name], ranks[0][case].weights[name]), name
+
+
+def count_communication(folder: Path, overrides: list[str], world):
+    """Return the numbers of gathers and reductions of FSDP in each step of a stage, and the number of units."""
+    calls = {"foreach_all_gather": 0, "foreach_reduce": 0, "all_reduce": 0}
+
+    def counted(name, function):
+        def call(*given):
+            calls[name] += 1
+            if name == "foreach_reduce":
+                named = inspect.signature(function).bind(*given).arguments
+                calls["all_reduce"] += named["all_reduce_group"] is not None and named["all_reduce_grads"]
+            return function(*given)
+
+        return call
+
+    steps = []
+    optimizer_step = loop.optimizer_step
+
+    def step(trainer, *given):
+        before = dict(calls)
+        result = optimizer_step(trainer, *given)
+        steps.append([calls[name] - before[name] for name in calls] + [len(units(trainer.trained))])
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("foreach_all_gather", "foreach_reduce"):
+            patch.setattr(_fsdp_param_group, name, counted(name, getattr(_fsdp_param_group, name)))
+        patch.setattr(loop, "optimizer_step", step)
+        stage_on_ranks(folder, overrides, world)
+    return steps
+
+
+def test_communication_of_a_step(tmp_path):
+    """With once_per_step, each unit is gathered and reduced once, in spite of four micro-batches.
+
+    Without the option, units with gradients in every micro-batch are summed over replicas once.
+    """
+    prepare(tmp_path)
+    sft = [*STAGES["sft"], "--sft.prompts_per_step=16", "--sft.max_steps=2"]
+    ways = {"sharded": SHARDED, "once": [*SHARDED, ONCE], "replicas": REPLICAS}
+    for rank in launch(4, tmp_path, {name: [*sft, *way] for name, way in ways.items()}, count_communication):
+        [*_, (gathers, reductions, sums, num_units)] = rank["once"]
+        assert (gathers, reductions, sums) == (num_units, num_units, 0)
+        [*_, (gathers, reductions, sums, _)] = rank["sharded"]
+        assert gathers > 4 * num_units and reductions > 2 * num_units and sums == 0
+        [*_, (_, reductions, sums, _)] = rank["replicas"]
+        num_layers = RUN_MODEL["num_hidden_layers"]
+        assert sums == reductions - 3 * num_layers
