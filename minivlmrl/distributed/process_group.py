@@ -4,9 +4,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -39,6 +39,8 @@ class World:
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
     # the thread with which ranks wait for each other; None in a single process
     pulse: Pulse | None = None
+    # seconds for which this rank has waited for other ranks since the last call of take_wait
+    seconds_waited: float = 0.0
     # False if an inference engine has joined the process group and destroys it itself
     ends_group: bool = True
 
@@ -70,7 +72,8 @@ class World:
             return list(values)
         # on the CPU, so that no rank waits for its GPU
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
+        with self.waiting():
+            dist.all_reduce(total)
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -90,7 +93,8 @@ class World:
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders, which all_gather_object replaces
-        dist.all_gather_object(values, value)
+        with self.waiting():
+            dist.all_gather_object(values, value)
         return values
 
     def wait(self, work: str):
@@ -102,7 +106,22 @@ class World:
             work: the work that the ranks have done, for this message.
         """
         if self.pulse is not None:
-            self.pulse.wait(work)
+            with self.waiting():
+                self.pulse.wait(work)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds of a block that waits for other ranks."""
+        start = time.perf_counter()
+        yield
+        self.seconds_waited += time.perf_counter() - start
+
+    def take_wait(self) -> float:
+        """Return the seconds that a rank waited since the last call, averaged over all ranks."""
+        waited, self.seconds_waited = self.seconds_waited, 0.0
+        mean = self.sum(waited)[0] / self.size
+        self.seconds_waited = 0.0  # without the time of this sum
+        return mean
 
     def run_on_all_ranks(self, work: Callable[[], Value], name: str = "work on all ranks") -> Value:
         """Call work on every rank, and raise the first error of any rank on all ranks.

@@ -5,6 +5,7 @@ calls optimizer_step for each step.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches
+from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import phase
 from minivlmrl.kernels.batch_invariant import batch_invariant_mode
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -32,7 +33,7 @@ from minivlmrl.run.results import Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
 from minivlmrl.run.trainer_state import TrainerState
-from minivlmrl.trainers.base import Step, Trainer
+from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 from minivlmrl.trainers.registry import find_trainers
 
 
@@ -210,26 +211,10 @@ def optimizer_step(
     Raises:
         FloatingPointError: if the loss or the gradient norm is not finite.
     """
-    world = trainer.world
-    parts = []  # metrics of each micro-batch, and the number of tokens or pairs they are means over
-    for index, batch in enumerate(step.micro_batches):
-        world.stop_if_preempted()
-        begin_micro_batch(trainer.trained, is_last=index + 1 == len(step.micro_batches))
-        with trainer.dropout(number, index):
-            trainer.timer.start("forward")
-            with phase("forward"):
-                loss, metrics = trainer.training_loss(batch)
-            trainer.timer.start("backward")
-            with phase("backward"):
-                loss.backward()
-        values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
-        parts.append((values, batch.weight))
-    end_micro_batches(trainer.trained)
-    trainer.timer.start("update")
-    metrics, _ = merge(world.gather_objects(merge(to_floats(parts))))
+    metrics = run_micro_batches(trainer, step.micro_batches, number)
     max_grad_norm = trainer.run.optimizer.max_grad_norm
     with phase("backward"):
-        grad_norm = finish_gradients(trainer.trained, world, max_grad_norm)
+        grad_norm = finish_gradients(trainer.trained, trainer.world, max_grad_norm)
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(
             f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite"
@@ -242,3 +227,60 @@ def optimizer_step(
         optimizer.zero_grad()
         trainer.after_step(number + 1)
     return metrics | step.metrics | {"grad_norm": grad_norm, "learning_rate": rate}
+
+
+def run_micro_batches(
+    trainer: Trainer, batches: Sequence[MicroBatch], number: int
+) -> dict[str, float]:
+    """Add up the gradients of a step's micro-batches, and return their metrics over all ranks."""
+    world = trainer.world
+    parts = []  # metrics of each micro-batch, and the number of tokens or pairs they are means over
+    in_lockstep = world.size > 1 and is_sharded(trainer.trained)
+    if in_lockstep:
+        # Ranks wait for each other in every layer. If all begin with their longest micro-batch,
+        # micro-batches of similar lengths run at the same time.
+        batches = sorted(batches, key=num_tokens, reverse=True)
+    start = time.perf_counter()
+    for index, batch in enumerate(batches):
+        world.stop_if_preempted()
+        begin_micro_batch(trainer.trained, is_last=index + 1 == len(batches))
+        with trainer.dropout(number, index):
+            trainer.timer.start("forward")
+            with phase("forward"):
+                loss, metrics = trainer.training_loss(batch)
+            trainer.timer.start("backward")
+            with phase("backward"):
+                loss.backward()
+        values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
+        parts.append((values, batch.weight))
+    end_micro_batches(trainer.trained)
+    trainer.timer.start("update")
+    means = merge(to_floats(parts))  # waits until the GPU has finished
+    seconds = time.perf_counter() - start
+    of_ranks = world.gather_objects((means, [num_tokens(batch) for batch in batches]))
+    metrics, _ = merge([means for means, _ in of_ranks])
+    if in_lockstep:
+        lengths = [lengths for _, lengths in of_ranks]
+        world.seconds_waited += seconds * lockstep_wait(lengths, world.rank)
+    return metrics
+
+
+def num_tokens(batch: MicroBatch) -> int:
+    """Count the tokens of a micro-batch, of which each image patch after merging is one."""
+    return len(batch.group.input_ids)
+
+
+def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int) -> float:
+    """Estimate the share of the micro-batches' time that a rank waits for longer micro-batches.
+
+    Sharded ranks run each micro-batch in step, so that it takes as long as on the slowest rank. The
+    time is assumed to be proportional to the tokens, because waiting on a GPU cannot be measured.
+
+    Example: two ranks with [[30, 10], [10, 10]] tokens need the time of 40 tokens. The second rank
+        computes 20 tokens, so it waits for half of the time.
+
+    Args:
+        lengths: numbers of tokens of the micro-batches of each rank.
+    """
+    slowest = [max(of_ranks) for of_ranks in zip(*lengths, strict=True)]
+    return 1 - sum(lengths[rank]) / sum(slowest)

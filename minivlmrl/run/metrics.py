@@ -139,6 +139,7 @@ class MetricsLog(ExitStack):
         routers = self.trainer.router_log  # None if the model has no experts
         values = metrics | (routers.take() if routers else {})
         phases = self.trainer.timer.take()
+        seconds_waited = self.world.take_wait()
         if not self.files:
             self.completions.step(self.trainer, step, number)  # rank 0 gathers completions
             return values
@@ -148,6 +149,8 @@ class MetricsLog(ExitStack):
         self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
         step_time = seconds - self.last_seconds
         timing = {"seconds": seconds} | self.speed(step, step_time, phases) | memory_use()
+        if self.world.size > 1:
+            timing["wait_share"] = seconds_waited / step_time
         self.write(TIMINGS, line | timing)
         self.last_seconds = seconds
         self.show(number, metrics, step_time)
@@ -211,6 +214,7 @@ class MetricsLog(ExitStack):
             seconds: duration of the evaluation, which does not count as training time.
         """
         self.begin_time += seconds
+        self.world.seconds_waited = 0.0  # waiting in the evaluation, which is no part of a step
         if not self.files:
             return
         line = {"stage": stage, "step": steps_done}

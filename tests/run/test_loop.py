@@ -19,7 +19,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as results_file
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.loop import run_training
+from minivlmrl.run.loop import lockstep_wait, run_training
 from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import sft as sft_file
 
@@ -244,3 +244,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
     monkeypatch.setattr(grpo_file, "grpo_loss", loss)
     with pytest.raises(ValueError, match=r"grpo step 0: the loss .* gradient norm nan"):
         run("--stages=[grpo]")
+
+
+def test_sharded_ranks_wait_for_the_longest_micro_batch():
+    """Two ranks with 40 and 20 tokens need the time of 40 tokens, and the time of 50 tokens in another order."""
+    assert [lockstep_wait([[30, 10], [10, 10]], rank) for rank in (0, 1)] == [0, 0.5]
+    assert lockstep_wait([[10, 30], [20, 10]], 0) == 1 - 40 / 50

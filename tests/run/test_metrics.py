@@ -122,6 +122,20 @@ def test_speed_is_a_mean_of_steps_and_memory_is_that_of_the_last():
     assert describe_speed([old]) == "1.00 s a step, 1,000 tokens/s"
 
 
+def test_the_share_of_a_step_that_ranks_wait(tmp_path):
+    """The share is a mean over ranks. Waiting in an evaluation and in an earlier step does not count."""
+    log = begin(open_log(tmp_path), "grpo", 2)
+    log.world = World(size=2)
+    log.world.sum = lambda *values: [value + 1.0 for value in values]  # the other rank has waited for a second
+    log.world.seconds_waited = 50.0
+    log.evaluation("grpo", 0, {}, 0.0)
+    for number, waited in enumerate((3.0, 0.5)):
+        log.world.seconds_waited += waited
+        log.step(number, {"loss": 1.0}, STEP)
+    for timing, waited in zip(metrics(tmp_path, "timings.jsonl"), (3.0, 0.5), strict=True):
+        assert timing["wait_share"] == pytest.approx((waited + 1.0) / 2 / timing["step_time"])
+
+
 @pytest.mark.parametrize("kind", ["the same folder", "another folder"])
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, kind):
     """In its own folder the file is truncated in place."""
