@@ -7,11 +7,14 @@ Only config.json of the model is read. diagnostics/memory.py explains the estima
 
 import argparse
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig, ShardingOptions
 from minivlmrl.data.download import find_folder
 from minivlmrl.diagnostics.memory import (
     GB,
@@ -60,17 +63,20 @@ def main(arguments: list[str]):
     print(f"{options.model}: {parameters_text}; {gpu_text}")
     run = load_config(recipe, overrides)
     printed = ["in reserve"]
+    sizes = options.gpus, options.text_tokens, options.image_tokens, options.frames
+
+    def estimate(config: RunConfig, stage: str) -> dict[str, dict[str, float]]:
+        return estimate_phases(config, stage, costs, *sizes)
+
     for stage in run.stage_names:
-        phases = estimate_phases(
-            run,
-            stage,
-            costs,
-            options.gpus,
-            options.text_tokens,
-            options.image_tokens,
-            options.frames,
-        )
+        phases = estimate(run, stage)
         print(f"\n{stage}\n{memory_table(phases, gpu_bytes)}")
+        for section, advice in faster_sharding(run, options.gpus):
+            changed = copy(run)
+            changed.sharding = section
+            needed_bytes = peak_bytes(estimate(changed, stage))
+            if needed_bytes <= gpu_bytes:
+                print(f"{advice}. It needs {needed_bytes / GB:.1f} GB on each GPU.")
         if peak_bytes(phases) > gpu_bytes:
             print(
                 "This does not fit into a GPU. docs/memory.md lists options that save memory; "
@@ -81,6 +87,28 @@ def main(arguments: list[str]):
     for name, meaning in LEGEND.items():
         if name in printed:
             print(f"{name}: {meaning}")
+
+
+def faster_sharding(run: RunConfig, gpus: int) -> Iterator[tuple[ShardingOptions, str]]:
+    """Yield sections `sharding` that send less between GPUs but need more memory, with a sentence.
+
+    A section is no advice if it makes a run slower, or if its options are already set.
+    """
+    section = run.sharding
+    if gpus == 1 or not section.enabled or section.cpu_offload:
+        return
+    if run.adapter.r:
+        yield (
+            ShardingOptions(),
+            "sharding.enabled=false sends only the gradients of the adapters between GPUs, once "
+            "per step, because each GPU has all weights",
+        )
+    if not section.once_per_step:
+        yield (
+            replace(section, once_per_step=True),
+            "sharding.once_per_step=true gathers weights and reduces gradients once per step, and "
+            "not once per micro-batch",
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -55,11 +55,10 @@ def cached_activations():
         yield
 
 
-def needed(config, stage, model, num_layers=None):
-    """Return the peak memory in GB of a step on one GPU, as the command prints it."""
-    return (
-        peak_bytes(estimate_phases(config, stage, estimator_for(model, num_layers), 1, TEXT_TOKENS, IMAGE_TOKENS)) / GB
-    )
+def needed(config, stage, model, num_layers=None, gpus=1):
+    """Return the peak memory in GB of a step on each GPU, as the command prints it."""
+    estimator = estimator_for(model, num_layers)
+    return peak_bytes(estimate_phases(config, stage, estimator, gpus, TEXT_TOKENS, IMAGE_TOKENS)) / GB
 
 
 def needed_by_layers(config, stage, model):
@@ -107,10 +106,32 @@ def test_the_command(tmp_path, capsys):
     assert "This does not fit into a GPU. docs/memory.md" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_faster_ways_to_shard_are_named_if_they_fit(tmp_path, capsys, adapted):
+    """once_per_step takes more memory than shards, and replicated adapters send the least."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny.RUN_MODEL))
+    small = ["--model", str(file), "--text_tokens=20", "--image_tokens=16", "recipes/own_data.yaml"]
+    small += ["--sampling.max_new_tokens=8", *(["--adapter.r=2"] if adapted else [])]
+    names = ["sharding.enabled=false sends", "sharding.once_per_step=true gathers"]
+
+    def advice(*options):
+        start(["memory", *small, *options])
+        shown = capsys.readouterr().out
+        return [name for name in names if name in shown]
+
+    assert advice("--gpus=8", "--sharding.enabled=true") == (names if adapted else names[1:])
+    assert advice("--gpus=8", "--sharding.enabled=true", "--sharding.once_per_step=true") == names[: int(adapted)]
+    for options in (["--gpus=1", "--sharding.enabled=true"], ["--gpus=8"]):
+        assert advice(*options) == []
+    assert advice("--gpus=8", "--sharding.enabled=true", "--gpu_memory=1") == []
+    assert advice("--gpus=8", "--sharding.enabled=true", "--sharding.cpu_offload=true") == []
+
+
 @pytest.mark.slow
 def test_recipes_fit_the_gpus_that_their_comments_name():
     """Recipes state the memory on an 80 GB GPU, and the options for a GPU of 24 GB."""
-    recipes = []
+    recipes, on_eight = [], []
     for path in sorted(Path("recipes").glob("*.yaml")):
         head = head_of(path)
         if "80 GB: " not in head:
@@ -118,12 +139,17 @@ def test_recipes_fit_the_gpus_that_their_comments_name():
         recipes.append(path.stem)
         sizes = (re.search(text, head)[1] for text in (r"80 GB: (\d+) GB by", r": (\d+) GB on the card"))
         by_plan, on_small = map(int, sizes)
-        small = re.search(r"on the card with (--\S+ --\S+[^,. ])", head)[1].split()
+        small = re.search(r"on the card with ((?:--[^\s,]+ ?)+)", head)[1].split()
         for options, expected, card in (([], by_plan, 80), (small, on_small, 24)):
             run = load_config(path, options)
             [stage] = run.stages
             assert round(needed(run, stage, "Qwen2.5-VL-3B")) == expected <= card, (path, options)
-    assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"]
+        if eight := re.search(r"8 GPUs needs (\d+) GB.*and (\d+) GB with (--\S+),", head):
+            for options, expected in (([], eight[1]), ([eight[3]], eight[2])):
+                run = load_config(path, options)
+                assert round(needed(run, stage, "Qwen2.5-VL-3B", gpus=8)) == int(expected)
+            on_eight.append(path.stem)
+    assert recipes == ["own_data", "own_pairs", "rec_qwen2_5_vl_3b"] and on_eight == ["rec_qwen2_5_vl_3b"]
 
 
 @pytest.mark.slow
