@@ -38,6 +38,9 @@ class ModelOptions:
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype of the forward and backward pass, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
+    # dtype of the weights in checkpoint/; None is the dtype of the folder `path`, or `dtype` if the
+    # model began with random weights
+    save_dtype: Dtype | None = None
     # parts that are not trained; `vision` does not include the merger
     freeze: list[Part] = field(default_factory=list)
     # keep only the input of each block and recompute its activations in the backward pass

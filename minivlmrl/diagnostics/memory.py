@@ -485,7 +485,8 @@ def written_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> dic
     sizes = {}
     if run.checkpoint_steps or run.checkpoint_minutes:
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(run, stage, estimator)
-    weights = estimator.parameters * DTYPES[run.model.dtype].itemsize
+    dtype = run.model.save_dtype or estimator.config.torch_dtype
+    weights = estimator.parameters * DTYPES[dtype].itemsize
     adapter = bytes_of(adapter_parameters(estimator.build(run, stage)))
     saved = adapter if run.save == "adapter" else weights
     folder = Path(run.output_dir)

@@ -167,6 +167,7 @@ class Sharding:
             model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype
         )
         self.shard(duplicate)
+        duplicate.save_dtype = model.save_dtype
         dtypes = {name: parameter.dtype for name, parameter in duplicate.named_parameters()}
         weights = {}
         for name, parameter in model.named_parameters():

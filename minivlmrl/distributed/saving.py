@@ -14,7 +14,6 @@ from minivlmrl.errors import phase
 from minivlmrl.files import replacing, save_tensors
 from minivlmrl.model import checkpoint
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.plain_weights import gather_full_tensor
 
 
 def gather_and_save_model(
@@ -67,7 +66,8 @@ def save_sharded(
     write_adapter = checkpoint.adapter_writer(model, base)
     unread = world.run_on_rank_zero(lambda: checkpoint.unused_tensors(model)) or {}
     # all ranks use the split into files of rank 0, because only rank 0 has the unread tensors
-    files = world.gather_objects(checkpoint.split_weights(weights | unread, max_shard_size))[0]
+    split = checkpoint.split_weights(model, weights, unread, max_shard_size)
+    files = world.gather_objects(split)[0]
     with ExitStack() as saving:
         # ranks other than 0 write nothing
         new_folder = world.run_on_rank_zero(
@@ -91,7 +91,7 @@ def save_sharded(
             tensors = {}
             for name in names:
                 if name in weights:
-                    weight = gather_full_tensor(weights[name])  # gathered by all ranks
+                    weight = checkpoint.full_weight(model, weights[name])  # by all ranks
                     if world.is_main:
                         tensors[name] = weight.cpu().contiguous()
                 elif world.is_main:

@@ -89,6 +89,7 @@ def load_critic(
             "cannot be its critic; use a critic or reward model with the policy's tokenizer and "
             "model family"
         )
+    critic.backbone.save_dtype = policy.save_dtype
     init_adapters(critic.backbone, run.seed)
     if run.model.activation_checkpointing and policy.sharding is None:
         recompute_blocks(critic.backbone)

@@ -326,7 +326,8 @@ def save_model(
 
     Adapters are merged into the weights, and also written to the subfolder adapter/ in PEFT's
     format. The folder is replaced atomically. For a model that is sharded or trained by several
-    ranks, use gather_and_save_model in distributed/saving.py.
+    ranks, use gather_and_save_model in distributed/saving.py. Weights are saved in
+    model.save_dtype, if that is set.
 
     Args:
         base: folder or repository of the base model, for PEFT's adapter_config.json.
@@ -338,13 +339,13 @@ def save_model(
     weights = file_weights(model)
     write_adapter = adapter_writer(model, base)
     unused = unused_tensors(model)
-    files = split_weights(weights | unused, max_shard_size)
+    files = split_weights(model, weights, unused, max_shard_size)
     with replacing(folder) as new_folder:
         for file, names in files.filename_to_tensors.items():
             tensors = {}
             for name in names:
                 if name in weights:
-                    tensors[name] = gather_full_tensor(weights[name]).cpu().contiguous()
+                    tensors[name] = full_weight(model, weights[name]).cpu().contiguous()
                     check_finite(name, tensors[name], folder)
                 else:
                     tensors[name] = unused[name]
@@ -405,14 +406,28 @@ def write_extras(
         write_more_files(folder)
 
 
-def split_weights(weights: Mapping[str, Weight], max_shard_size: int) -> StateDictSplit:
-    """Assign each weight to a file of at most max_shard_size bytes.
+def full_weight(model: VisionLanguageModel, weight: Weight) -> Tensor:
+    """Compute a full weight of a model in the dtype in which the model is saved."""
+    full = gather_full_tensor(weight)
+    return full.to(model.save_dtype or full.dtype)
+
+
+def split_weights(
+    model: VisionLanguageModel,
+    weights: Mapping[str, Weight],
+    unused: Mapping[str, Tensor],
+    max_shard_size: int,
+) -> StateDictSplit:
+    """Assign each weight of a model, and each unused tensor, to a file of max_shard_size bytes.
 
     A weight that is larger than max_shard_size gets its own file.
     """
     shapes = {}
     for name, weight in weights.items():
-        shapes[name] = on_meta(weight)
+        shape = on_meta(weight)
+        shapes[name] = shape.to(model.save_dtype or shape.dtype)
+    for name, tensor in unused.items():
+        shapes[name] = on_meta(tensor)
     return split_torch_state_dict_into_shards(shapes, max_shard_size=max_shard_size)
 
 
@@ -446,7 +461,7 @@ def check_finite(name: str, tensor: Tensor, folder: str | Path):
 
 def write_settings(folder: Path, model: VisionLanguageModel, processor: Processor):
     """Write all files of a model's folder except the weights."""
-    dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+    dtype = str(model.save_dtype or model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
     carried = tokenizer.files

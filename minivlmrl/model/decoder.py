@@ -54,6 +54,7 @@ class VisionLanguageModel(nn.Module):
 
     sharding: Sharder | None = None  # None if every rank has all weights
     folder: Path | None = None  # folder from which the weights were loaded, if any
+    save_dtype: torch.dtype | None = None  # dtype of saved weights; None keeps the dtype of weights
 
     def __init__(
         self,

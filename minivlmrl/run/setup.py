@@ -101,6 +101,7 @@ def build_model(
     if section.path is not None and section.config is None:
         processor = load_processor(section.path, *pixel_bounds)
         model = load_model(section.path, dtype, world.device, sharding, adapt)
+        model.save_dtype = DTYPES[model.config.torch_dtype]
     elif section.config is not None and section.path is None:
         tokenizer = make_tokenizer(config, section.config, datasets)
         model, processor = random_model(section.config, tokenizer, config.seed, *pixel_bounds)
@@ -122,6 +123,8 @@ def build_model(
         from minivlmrl.model.peft import load_adapter_weights
 
         load_adapter_weights(model, config.adapter.path)
+    if section.save_dtype is not None:
+        model.save_dtype = DTYPES[section.save_dtype]
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)

@@ -220,6 +220,7 @@ ELSEWHERE = {
     "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
     "max_reward_seconds": "rewards/test_registry.py: test_a_reward_over_its_time_limit_is_reported",
     "model.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",
+    "model.save_dtype": "distributed/test_fsdp.py: test_a_checkpoint_has_the_dtype_of_its_folder",
     "model.compute_dtype": "distributed/test_fsdp.py: test_weights_stay_float32_while_layers_compute_in_bfloat16",
     "model.activation_checkpointing": "diagnostics/test_memory.py: test_the_peak_of_a_step",
     "adapter.path": "model/test_trainable.py: test_a_run_continues_from_an_adapter",

@@ -384,6 +384,9 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3.9 * weights))
     with pytest.raises(ValueError, match=r"sft writes \S+ GB of weights, but only"):
         MemoryCheck().on_setup(run, World())
+    run.model.save_dtype = "bfloat16"  # half as large
+    MemoryCheck().on_setup(run, World())
+    run.model.save_dtype = None
     run.adapter.r = 2
     with pytest.raises(ValueError, match="set save to adapter, or skip"):
         MemoryCheck().on_setup(run, World())

@@ -20,7 +20,7 @@ from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp
 from minivlmrl.distributed.fsdp import DummyVisionForward, Sharding, in_lockstep
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.saving import save_sharded
+from minivlmrl.distributed.saving import gather_and_save_model, save_sharded
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
 from minivlmrl.files import weight_files
 from minivlmrl.model import lora, vision
@@ -368,3 +368,24 @@ def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):
 def test_ranks_must_be_a_multiple_of_the_replicas():
     with pytest.raises(ValueError, match=r"sharding\.replicas is 2, but the number of ranks, 3, is not a multiple"):
         Sharding(ShardingOptions(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)
+
+
+@pytest.mark.parametrize("sharding", [[], ["--sharding.enabled=true"]])
+def test_a_checkpoint_has_the_dtype_of_its_folder(alone, folder, tmp_path, sharding):
+    """Weights are trained in float32, saved in bfloat16, and saved in float32 only if save_dtype asks for it."""
+    save_model(tmp_path / "half", load_model(folder / "untied").bfloat16(), load_processor(folder / "untied"))
+    overrides = [f"--model.path={tmp_path / 'half'}", "--model.dtype=float32", *sharding]
+    for more, expected in (([], "bfloat16"), (["--model.save_dtype=float32"], "float32")):
+        model, processor = build_model(load_config(folder / "recipe.yaml", [*overrides, *more]), ONE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.001)  # a value that bfloat16 rounds
+        for trained in (model, copy_model(model)):  # a critic may be a copy
+            gather_and_save_model(tmp_path / "out", trained, processor, ONE)
+            saved = dict(chain(*map(read_tensors, weight_files(tmp_path / "out"))))
+            assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == expected
+            dtype = getattr(torch, expected)
+            for name, parameter in model.named_parameters():
+                full = parameter.full_tensor() if sharding else parameter
+                assert full.dtype == torch.float32 and saved[name].dtype == dtype
+                assert torch.equal(saved[name], full.to(dtype)), name
