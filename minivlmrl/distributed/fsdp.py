@@ -1,8 +1,8 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
 The code of the models does not know about sharding. Each vision block and each decoder layer is an
-FSDP unit, whose weights are gathered when it runs and freed afterwards. All other weights form one
-more unit, the root, because embeddings and output head may be one tensor.
+FSDP unit, whose weights are gathered when it runs and freed afterwards. If embeddings and output head
+are two tensors, each of them is a unit, too. All other weights form one more unit, the root.
 
 All ranks must run the same units in the same order, otherwise they deadlock. Therefore ranks have
 equal numbers of prompts and of micro-batches. DummyVisionForward runs the vision tower on ranks
@@ -92,6 +92,10 @@ class Sharding:
             recompute_blocks(model)
         for block in family_of(model).blocks(model):
             self.make_unit(block, self.precision)
+        is_untied = model.lm_head.weight is not model.model.embed_tokens.weight
+        if is_untied:
+            self.make_unit(model.model.embed_tokens, self.precision)
+            self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
         # The backward pass of a unit prefetches the previous unit. FSDP's default order follows the
         # forward passes since the last backward pass. A rank may have run more of them than
@@ -105,6 +109,8 @@ class Sharding:
         for layer in layers_without_experts(model):
             communication_of(layer).all_reduces_once = True
         family_of(model).count_over_ranks(model, sum_counts)
+        if is_untied:
+            gather_embedding_and_head(model)
         vision = DummyVisionForward()
         # this hook runs after FSDP's pre-forward hook, which gathers the root
         model.register_forward_pre_hook(vision.before)
@@ -208,6 +214,31 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
     experts = model.config.experts
     layers = enumerate(sharded_blocks(model.model.layers))
     return [layer for i, layer in layers if experts is None or not experts.has_experts(i)]
+
+
+def gather_embedding_and_head(model: VisionLanguageModel):
+    """Gather the units of an untied embedding and head in each forward pass of a model.
+
+    Their weights are used without a call of their modules, so that FSDP's hooks do not run. As the
+    weights of the root, they stay gathered until the end of the backward pass, in which FSDP
+    reduces their gradients, or until `reshard`. One unit for both would need a buffer for the
+    gradients of both in float32, which is 4.4 GB for a 7B model.
+    """
+    embedding, head = model.model.embed_tokens, model.lm_head
+    assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
+
+    def gather_embedding(*_given):
+        embedding.unshard()
+
+    def gather_head(*_given):
+        head.unshard()
+
+    for unit in (embedding, head):
+        unit.set_reshard_after_forward(False)  # a decode step calls the module of the embedding
+        communication_of(unit).all_reduces_once = True
+    # these hooks run after FSDP's pre-forward hook of the root
+    model.register_forward_pre_hook(gather_embedding)
+    model.register_forward_hook(gather_head)
 
 
 def sum_counts(counts: list[int]) -> list[int]:
