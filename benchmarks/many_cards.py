@@ -34,7 +34,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator, estimate_phases, meta_batch, peak_bytes
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import num_shards, reshard
+from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, num_shards, reshard
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run.setup import choose_sharding
@@ -48,10 +48,13 @@ OPTIONS = [
     "--grpo.micro_batch_size=1", "--grpo.num_generations=8", "--sampling.max_new_tokens=256",
     "--model.activation_checkpointing=true", "--model.dtype=float32", "--model.compute_dtype=bfloat16",
 ]  # fmt: skip
+SHARDED, REPLICAS, ONCE = "--sharding.enabled=true", "--sharding.replicas=HOSTS", "--sharding.once_per_step=true"
 # {name: options}; HOSTS is replaced by the number of hosts. A mode that needs several hosts is skipped on one host.
 MODES = {
-    "sharded over all cards": ["--sharding.enabled=true"],
-    "a replica for each host": ["--sharding.enabled=true", "--sharding.replicas=HOSTS"],
+    "sharded over all cards": [SHARDED],
+    "a replica for each host": [SHARDED, REPLICAS],
+    "once per step": [SHARDED, ONCE],
+    "once per step, a replica for each host": [SHARDED, REPLICAS, ONCE],
 }
 # {name: number of network cards of a host}
 NETWORKS = {"8 network cards a host": 8, "1 network card a host": 1}
@@ -158,6 +161,7 @@ def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Commun
         sharding.shard(model)
         shape = BatchShape(1, 2, 8, 4, 2)  # the communication does not depend on the number of tokens
         batch = meta_batch(estimator.config, shape, torch.bfloat16)
+        run_micro_batch(model, batch, PROMPTS - 1)  # because the first step of a run gathers some weights once more
         total = Communication(Counter(), Counter())
         for index, times in ((0, 1), (1, PROMPTS - 2), (PROMPTS - 1, 1)):
             with CollectiveCounter() as counter:
@@ -172,9 +176,13 @@ def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Commun
 
 
 def run_micro_batch(model: VisionLanguageModel, batch, index: int):
-    """Run the forward and the backward pass of one micro-batch, as run.loop.optimizer_step does."""
+    """Run the forward and the backward pass of one micro-batch, as run.loop.run_micro_batches does."""
+    is_last = index + 1 == PROMPTS
+    begin_micro_batch(model, is_last)
     logps, _ = per_token_logps(model, batch)
     logps.sum().backward()
+    if is_last:
+        end_micro_batches(model)
 
 
 def add(total: Communication, counter: CollectiveCounter, times: int):
