@@ -3,7 +3,7 @@
 from itertools import groupby
 from pathlib import Path
 
-from minivlmrl.data.messages import content_parts, part_kind
+from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
 
 class Control(str):
@@ -95,9 +95,16 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
         Pieces as in `render`, each with a flag. The flag is True if the assistant writes the piece:
         the text of an assistant turn, or the <|im_end|> that closes this turn. Generation stops
         after the last piece.
+    Raises:
+        ValueError: an answer has a thought outside of its content, such as reasoning_content.
     """
     flagged = []
     for turn in turns:
+        if any(turn.get(key) for key in THOUGHT_KEYS):
+            raise ValueError(
+                f"the chat template does not render the thought of the answer {turn!r:.80}; write "
+                "it into the content, as <think>...</think>, or remove it"
+            )
         start, role, *inside, newline = layout_turn(turn)  # inside ends with <|im_end|>
         flagged += [(start, False), (role, False)]
         flagged += [(piece, turn["role"] == "assistant") for piece in inside]

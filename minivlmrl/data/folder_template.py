@@ -48,6 +48,7 @@ from minivlmrl.data.messages import (
     shown_parts_of,
     text_of,
 )
+from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import parse_json, read_json
@@ -159,6 +160,10 @@ class ChatTemplate:
         Args:
             messages: see chat_template.render. An assistant message can have tool_calls instead of
                 content.
+
+        Raises:
+            ValueError: the template cannot render the messages, or does not render an image, a
+                video or a text of a message. Only the thoughts of assistant turns may be missing.
         """
         if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
@@ -175,6 +180,7 @@ class ChatTemplate:
                 f"the template renders the images and videos {shown_kinds}, but the messages "
                 f"contain {message_kinds}; use a template that renders all images and videos"
             )
+        self._check_texts(messages, "".join(pieces), len(messages))
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
@@ -193,7 +199,8 @@ class ChatTemplate:
         Raises:
             RewrittenTurnsError: the template renders a turn differently if more turns follow.
             ValueError: the template does not end assistant turns with <|im_end|> and a line break,
-                or has no {% generation %} block around their text although it has the tag.
+                does not render a text, or has no {% generation %} block around the text of an
+                assistant turn although it has the tag.
         """
         if self.is_qwen3 and not _needs_jinja([*messages, *turns]):
             return render_completion(turns)
@@ -224,6 +231,7 @@ class ChatTemplate:
                 "the answer is outside of all {% generation %} blocks, so no token would be "
                 "trained; put a block around the text of assistant turns, or remove the tag"
             )
+        self._check_texts([*messages, *turns], text.replace(mark, ""), len(messages))
         return join_flagged(flagged)
 
     def _lay_out_blocks(self, messages: list[dict], mark: str) -> tuple[str, list[int]]:
@@ -242,6 +250,14 @@ class ChatTemplate:
         block_mark = chr(ord(mark) + 1)
         pieces = self._lay_out(messages, False, block_mark).split(block_mark)
         return "".join(pieces), list(accumulate(map(len, pieces[:-1])))
+
+    def _check_texts(self, messages: list[dict], rendered: str, history: int):
+        """Raise ValueError if the template has not rendered a text, see find_missing_text."""
+        if missing := find_missing_text(messages, rendered, history):
+            raise self._error(
+                f"the template does not render {missing}. Use a template that renders every text "
+                "unchanged, or remove this text from the row"
+            )
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
         """Return the length of the rendered first messages of a conversation.

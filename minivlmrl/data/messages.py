@@ -15,6 +15,8 @@ MAX_MEDIA = 1000  # maximum number of images and videos in a row
 # Maximum number of characters in a message. The library `tokenizers` encodes this number of
 # characters in a second, but fails on ten million characters.
 MAX_TEXT = 2**20
+# keys of a message under which its thought can stand apart from its content
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def content_parts(message: dict) -> list[dict]:

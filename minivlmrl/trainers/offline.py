@@ -14,6 +14,7 @@ from torch import Tensor
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Dataset, Prompt, Row
 from minivlmrl.distributed.weights import reshard
+from minivlmrl.errors import error_context
 from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer, row_mean
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
@@ -65,7 +66,8 @@ class OfflineTrainer(Trainer):
         answers = []
         for row in rows:
             texts = [getattr(row, name) for name in self.answers]
-            answers.append([encode_answer(self.processor, row, x) for x in texts])
+            with error_context(row.where or "row"):
+                answers.append([encode_answer(self.processor, row, x) for x in texts])
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:

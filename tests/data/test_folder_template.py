@@ -3,12 +3,13 @@
 import copy
 import itertools
 import json
+import re
 
 import jinja2
 import pytest
 from talk import CHATML, assistant, bracketed, renders_as_transformers
 
-from minivlmrl.data.chat_template import Control, render
+from minivlmrl.data.chat_template import Control, render, render_completion
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, environment, with_values
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 
@@ -258,6 +259,103 @@ def test_parts_that_a_template_would_drop_are_refused():
         template.render_completion([*HI, CALL], [assistant("a")])
 
 
+SYSTEM_TALK = [
+    {"role": "system", "content": "Answer in French."}, {"role": "user", "content": "  2 + 2?\n"}, assistant("4"),
+    {"role": "user", "content": [{"text": "What is 4 + 4?"}, {"text": "Think."}]},
+]  # fmt: skip
+LOSSES = {  # what each template does to CHATML's text of a message, and the message and the text that the error names
+    "no system messages": ("{{ content if message.role != 'system' }}", (0, "Answer in French.")),
+    "no assistant turns": ("{{ content if message.role != 'assistant' }}", (2, "4")),
+    "only the last message": ("{{ content if loop.last }}", (0, "Answer in French.")),
+    "cut texts": ("{{ content[:10] }}", (0, "Answer in French.")),
+    "capital letters": ("{{ content | upper }}", (0, "Answer in French.")),
+    "escaped as in HTML": ("{{ content | replace('+', '&#43;') }}", (1, "  2 + 2?\\n")),
+    "only the first part": (
+        "{{ message.content if message.content is string else message.content[0].text }}", (3, "Think.")
+    ),
+}  # fmt: skip
+OPEN = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% set content %}"
+PARTS = "{% if message.content is string %}{{ message.content }}{% else %}{% for p in message.content %}{{ p.text }}"
+TEXTS = OPEN + PARTS + "{% endfor %}{% endif %}{% endset %}CONTENT{{ '<|im_end|>\n' }}{% endfor %}"
+GENERATION = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_text_that_a_template_loses_is_named(name):
+    change, (number, text) = LOSSES[name]
+    template = ChatTemplate(TEXTS.replace("CONTENT", change) + GENERATION, "t.jinja")
+    message = rf"^t\.jinja: chat template: the template does not render message {number} completely: the text "
+    with pytest.raises(ValueError, match=message + re.escape(f"'{text}'")):
+        template.render(SYSTEM_TALK)
+
+
+@pytest.mark.parametrize("change", ["{{ content | trim }}", "{{ content.split() | join('\n') }}"])
+def test_a_template_may_change_whitespace_and_the_order(change):
+    ChatTemplate(TEXTS.replace("CONTENT", change), "t").render(SYSTEM_TALK)
+    ChatTemplate(TEXTS.replace("in messages", "in messages | reverse").replace("CONTENT", change), "t").render(
+        SYSTEM_TALK
+    )
+
+
+def test_a_lost_text_of_an_answer_is_named():
+    template = ChatTemplate(TEXTS.replace("CONTENT", "{{ content.split('</think>')[-1] }}") + GENERATION, "t")
+    thought = assistant("<think>hm</think>four")
+    # thoughts of earlier turns may be missing, also if there are several
+    for earlier in (
+        thought,
+        assistant("<think>a</think>\n<think>hm</think>four"),
+        thought | {"reasoning_content": "a"},
+    ):
+        template.render([*HI, earlier, *HI])
+    with pytest.raises(ValueError, match="render message 1 completely: the text '<think>hm</think>four' of the role"):
+        template.render_completion(HI, [thought])
+    template.render_completion(HI, [assistant("four")])
+    with pytest.raises(ValueError, match=r"^the chat template does not render the thought of the answer .*'hm'"):
+        render_completion([{"role": "assistant", "content": "four", "reasoning_content": "hm"}])
+
+
+CALLS = "{% for call in message.tool_calls %}{{ call.function.NAME }}{{ call.function.VALUE }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("name", "value", "missing"), [
+    ("name", "arguments", None), ("name", "arguments | tojson", None), ("name", "arguments | tojson | tojson", None),
+    ("x", "arguments", "add"), ("name", "x", "city"), ("name", "arguments.values() | list", "city"),
+    ("name", "arguments.keys() | list", 'São "Paulo"\n'),
+])  # fmt: skip
+def test_a_lost_text_of_a_tool_call_is_named(name, value, missing):
+    function = {"name": "add", "arguments": {"city": 'São "Paulo"\n', "n": [1]}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "7", "type": "function", "function": function}]}
+    change = "{{ content }}" + CALLS.replace("NAME", name).replace("VALUE", value)
+    template = ChatTemplate(TEXTS.replace("CONTENT", change), "t")
+    if missing is None:
+        template.render([*HI, call])
+        return
+    with pytest.raises(ValueError, match="render message 1 completely: the tool call with " + re.escape(repr(missing))):
+        template.render([*HI, call])
+
+
+def test_published_templates_lose_no_text(load):
+    """Only thoughts of earlier turns are dropped, in each spelling; Qwen's templates strip texts."""
+    thought = {"role": "assistant", "content": "\n\nfour", "reasoning_content": "hm"}
+    talk = [{"role": "system", "content": " Be brief. "}, *HI, thought, {"role": "user", "content": " And? \n"}]
+    spelled = [*talk[:2], assistant("<think>\nhm\n</think>\n\nfour"), *talk[3:]]
+    for name in (
+        "qwen2_5",
+        "qwen2_5_vl",
+        "qwen3",
+        "qwen3_vl",
+        "qwen3_5_think",
+        "qwen3_5_nothink",
+        "qwen3_6",
+        "qwen3_8",
+    ):
+        for messages in (talk, spelled):
+            load(name).render(messages)
+        if name not in ("qwen2_5_vl", "qwen3_5_nothink"):
+            calls = [TOOL_TALK[0], {**CALL, "content": "I add."}, *TOOL_TALK[2:]]
+            load(name).render(calls)
+
+
 def test_messages_are_checked_as_in_chat_py():
     template = ChatTemplate(CHATML, "t")
     for message in ({"role": "user"}, "hi", {"role": "user", "content": [{"type": "audio"}]}):
@@ -336,8 +434,9 @@ def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path
     text = "{{ bos_token }}{{ eos_token }}{{ pad_token }}<x>\r\n"
     files = {"tokenizer_config.json": config, "chat_template.jinja": text}
     template = ChatTemplate.from_folder(write(tmp_path, files), [*SPECIAL_TOKENS, "<|pad|>"])
-    assert [type(piece) for piece in template.render(HI)] == [Control, Control, str]
-    assert template.render(HI) == ["<|im_end|>", "<|pad|>", "<x>"]
+    pieces = template.render([{"role": "user", "content": "<x>"}])
+    assert [type(piece) for piece in pieces] == [Control, Control, str]
+    assert pieces == ["<|im_end|>", "<|pad|>", "<x>"]
     assert template.source == tmp_path / "chat_template.jinja"
 
 
@@ -363,6 +462,7 @@ def test_unreadable_files_are_reported(tmp_path, name, content):
     "{% set content = messages[0].content %}{{ content.split('</think>')[-1] }}{{ '<think>' in content }}",
 ])  # fmt: skip
 def test_template_features_match_transformers(text, transformers):
+    text += "{% for message in messages %}{{ message.content }}{% endfor %}"  # a text must not be missing
     template = ChatTemplate(text, "t", token_names={"eos_token": "<|im_end|>"})
     renders_as_transformers(template, [{"role": "user", "content": "<think>é</think> hi & ho "}, *HI])
 
@@ -441,7 +541,7 @@ def test_trained_text_is_that_of_return_assistant_tokens_mask(load, transformers
 
 
 PARTIAL = CHATML.replace("{{ message.content | trim }}", (
-    "{% set parts = message.content.split('/') %}{{ parts[0] }}"
+    "{% set parts = message.content.split(' ') %}{{ parts[0] }}"
     "{% if message.role == 'assistant' %}{%- generation -%}{{ parts[1] }}{% endgeneration %}{{ parts[2] }}"
     "{% generation %}{{ parts[3] }}{%- endgeneration %}{% endif %}"
 ))  # fmt: skip
@@ -450,7 +550,7 @@ PARTIAL = CHATML.replace("{{ message.content | trim }}", (
 def test_only_the_text_in_generation_blocks_is_trained(transformers):
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template, turns = ChatTemplate(PARTIAL, "t"), [assistant("a/b/c/d"), *HI, assistant("e/<|im_end|>//")]
+    template, turns = ChatTemplate(PARTIAL, "t"), [assistant("a b c d"), *HI, assistant("e <|im_end|>  ")]
     flagged = template.render_completion(HI, turns)
     end, start = "<|im_end|>", "<|im_start|>"
     between = f"{end}\n{start}user\nhi{end}\n{start}assistant\ne"
@@ -461,4 +561,4 @@ def test_only_the_text_in_generation_blocks_is_trained(transformers):
     theirs = "".join(rendered[start:end] for start, end in spans)
     assert theirs == "".join(piece for piece, is_written in flagged if is_written) == "bd<|im_end|>"
     with pytest.raises(ValueError, match=r"t: chat template: the answer is outside of all {% generation %} blocks"):
-        template.render_completion(HI, [assistant("a//c/")])
+        template.render_completion(HI, [assistant("a  c ")])

@@ -115,7 +115,8 @@ class Dialogues(Shapes):
     def __getitem__(self, index):
         row = super().__getitem__(index)
         for name in ("chosen", "rejected", "completion"):
-            first, last = (assistant(f"<think>\n{x}\n</think>\n\n{getattr(row, name)}") for x in ("easy", "hard"))
+            answer = getattr(row, name).rpartition("</think>")[2]  # the template would drop a second thought
+            first, last = (assistant(f"<think>\n{x}\n</think>\n\n{answer}") for x in ("easy", "hard"))
             setattr(row, name, [first, user(f"what {index}?"), last])
         row.columns["label"] = index % 2 == 0
         return row

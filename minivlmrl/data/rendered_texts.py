@@ -1,0 +1,122 @@
+"""Find the texts of messages again in the conversation that a chat template has rendered."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from minivlmrl.config.types import Plain
+from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
+
+# thoughts at the beginning of a text; the opening tag of the first one may be missing, because a prompt
+# can open it
+THOUGHT = re.compile(
+    r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL
+)
+
+
+def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
+    """Describe the first text of the messages that a rendered conversation lacks.
+
+    Whitespace is ignored, because many templates strip texts. The texts may be reordered. The values
+    of tool calls may be escaped as in JSON.
+
+    Args:
+        messages: messages of the conversation.
+        rendered: text that a chat template rendered from the messages.
+        history: number of first messages whose thoughts may be missing, because templates of
+            reasoning models drop the thoughts of earlier assistant turns.
+
+    Returns:
+        "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", for the end
+        of a sentence, or None if no text is missing.
+    """
+    remaining = _compact(rendered)
+    texts = []  # (text, number of the message, kind of the text)
+    for number, message in enumerate(messages):
+        texts += [(text, number, "text") for text in _written_texts(message, number < history)]
+    missing = _missing_texts([text for text, _, _ in texts], remaining)
+    found = texts[missing[0]] if missing else None
+    for number, message in enumerate(messages):
+        for value in _call_texts(message.get("tool_calls") or []):
+            if found is None and not any(form in remaining for form in _json_forms(value)):
+                found = value, number, "tool call with"
+    if found is None:
+        return None
+    text, number, kind = found
+    return (
+        f"message {number} completely: the {kind} {text!r:.60} of the role "
+        f"{messages[number]['role']!r} is missing or changed"
+    )
+
+
+def _compact(text: str) -> str:
+    """Remove all whitespace from a text."""
+    return "".join(text.split())
+
+
+def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
+    """Return the indices of the texts that do not have a place of their own in a compact text."""
+    start = 0
+    for text in map(_compact, texts):
+        place = compact.find(text, start)
+        if place < 0:
+            break
+        start = place + len(text)
+    else:
+        return []
+    # A text is missing, or the texts are in another order. The longest text is searched first, so
+    # that a short text does not take a place within a longer text.
+    missing = []
+    for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
+        before, found, after = compact.partition(text) if text else (compact, " ", "")
+        if not found:
+            missing.append(index)
+        elif text:
+            compact = f"{before} {after}"  # the space prevents a match across the removed text
+    return sorted(missing)
+
+
+def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
+    """Yield the texts of a message; of an assistant turn in the history, without its thought."""
+    parts = content_parts(message)
+    texts = [part["text"] for part in parts if part_kind(part) == "text"]
+    skipped = 0  # number of first characters that belong to the thought
+    if message["role"] == "assistant":
+        if not is_history:
+            yield from (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
+        elif thought := THOUGHT.match("".join(texts)):
+            skipped = thought.end()
+    for text in texts:
+        yield text[skipped:]
+        skipped = max(0, skipped - len(text))
+
+
+def _call_texts(calls: Plain) -> Iterator[str]:
+    """Yield the names and the texts in the arguments of tool calls, at any depth."""
+    if isinstance(calls, dict):
+        for key, value in calls.items():
+            if key in ("function", "name", "arguments"):
+                yield from _call_texts(value)
+            elif key not in ("id", "type", "index"):
+                yield key
+                yield from _call_texts(value)
+    elif isinstance(calls, list):
+        for value in calls:
+            yield from _call_texts(value)
+    elif isinstance(calls, str):
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(calls)  # the arguments of a call can be JSON text
+            if isinstance(parsed, dict):
+                yield from _call_texts(parsed)
+                return
+        yield calls
+
+
+def _json_forms(text: str) -> list[str]:
+    """Return the compact forms in which a text can occur: as it is, or escaped by JSON."""
+    forms = [text]
+    for ensure_ascii in (False, True):
+        escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
+        forms += [escaped, json.dumps(escaped, ensure_ascii=ensure_ascii)[1:-1]]
+    return list(map(_compact, forms))
