@@ -200,7 +200,11 @@ def encode_completion(
 
 def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> Completion:
     """Tokenize an answer of a row, see encode_completion."""
-    return encode_completion(processor, row.messages, answer, row.images, row.videos)
+    completion = encode_completion(processor, row.messages, answer, row.images, row.videos)
+    for turn in completion.turns:
+        if turn.prompt is not None:
+            turn.prompt.row = row
+    return completion
 
 
 def encode_windows(

@@ -1,8 +1,8 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
 run/loop.py calls the methods of each callback on all ranks, at the moment that the method's name
-describes. The default callbacks check memory, warn if a run is not learning, and write
-report.html. To add a callback, pass a list:
+describes. The default callbacks check memory, warn if an input does not reach the loss
+or a run is not learning, and write report.html. To add a callback, pass a list:
 `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
@@ -59,11 +59,11 @@ class Callback:
 
 
 def default_callbacks(config: RunConfig) -> list[Callback]:
-    """Build the default callbacks: the memory check, the training warnings and the report page.
+    """Build the default callbacks: the checks of memory and inputs, the warnings and the report.
 
     The classes are imported by name, so that modules of run/ do not depend on diagnostics/.
     """
-    names = ["warnings:TrainingWarnings", "report:ReportPage"]
+    names = ["inputs:InputCheck", "warnings:TrainingWarnings", "report:ReportPage"]
     if config.check_memory and config.model.path:
         names.insert(0, "memory:MemoryCheck")
     return [load_name(f"minivlmrl.diagnostics.{name}")() for name in names]

@@ -133,7 +133,7 @@ class Step:
     groups: Sequence[list[Sample]] = ()  # groups of the rollout that this step trains on
 
 
-def check_loss(name: str, function: Callable, result: Any):
+def check_loss(name: str, function: Callable, result: Any, needs_gradient: bool = True):
     """Raise ValueError unless a loss function returned a scalar with a gradient, and its metrics.
 
     The values are not read, because reading them would wait for the GPU.
@@ -142,6 +142,7 @@ def check_loss(name: str, function: Callable, result: Any):
         name: what the function is, for the error message.
         function: the function, whose file and line the error message contains.
         result: the value that the function returned.
+        needs_gradient: False also accepts a scalar without a gradient.
     """
 
     def check(valid: bool, found: str, expected: str):
@@ -166,7 +167,7 @@ def check_loss(name: str, function: Callable, result: Any):
         "normalizer.tokens",
     )
     check(
-        loss.requires_grad,
+        loss.requires_grad or not needs_gradient,
         "a loss without gradient",
         "a loss that is computed from the log-probabilities, without detach(), item() and no_grad()",
     )
@@ -329,10 +330,17 @@ class Trainer:
             loss = loss + self.config.router_aux_loss_coef * fraction * metrics["aux_loss"]
         return loss, metrics
 
-    def checked_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute `loss`, and raise ValueError if it does not return a loss and metrics."""
+    def checked_loss(
+        self, batch: MicroBatch, needs_gradient: bool = True
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute `loss`, and raise ValueError if it does not return a loss and metrics.
+
+        Args:
+            needs_gradient: True also raises ValueError if the loss has no gradient.
+        """
         result = self.loss(batch)
-        check_loss(f"the method loss of the stage {self.stage}", self.loss, result)
+        name = f"the method loss of the stage {self.stage}"
+        check_loss(name, self.loss, result, needs_gradient)
         return result
 
     def modules(self) -> dict[str, nn.Module]:

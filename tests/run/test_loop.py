@@ -214,19 +214,16 @@ def test_the_loop_needs_no_diagnostics():
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch):
     options = ["--stages=[sft]", "--save_steps=1", "--sft.lr_scheduler_type=constant"]
     good = run(*options, "--sft.max_steps=1", name="good")
-    calls = []
-
+    bad = good.with_name("bad")
     original = sft_file.sft_loss
 
     @functools.wraps(original)
     def loss(*arguments, **counts):
-        calls.append(1)
-        return original(*arguments, **counts) * (float("nan") if len(calls) == 2 else 1)
+        return original(*arguments, **counts) * (float("nan") if len(metrics(bad)) == 1 else 1)
 
     monkeypatch.setattr(sft_file, "sft_loss", loss)
     with pytest.raises(ValueError, match=r"sft step 1: the loss nan.* lower sft\.learning_rate"):
         run(*options, name="bad")
-    bad = good.with_name("bad")
     kept = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (good, bad)]
     assert kept[0] == kept[1]  # the weights of step 0
     assert [line["step"] for line in metrics(bad)] == [0]

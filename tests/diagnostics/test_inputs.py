@@ -1,0 +1,327 @@
+"""Test the check that images and texts reach the loss: planted faults are named, and healthy steps raise no alarm."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import PIL.Image
+import pytest
+import torch
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.data import processor as processors
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Row
+from minivlmrl.diagnostics.inputs import InputCheck, check_inputs
+from minivlmrl.model import decoder
+from minivlmrl.run.loop import run_training
+from minivlmrl.trainers import offline
+from minivlmrl.trainers.base import Step
+from tests.trainers.test_offline import Dialogues
+
+MODELS = ("model", "tied", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
+STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo", "distill", "kto")
+FROZEN = "--model.freeze=[vision, merger]"
+
+
+@pytest.mark.parametrize(("model", "name"), product(MODELS, STAGES))
+def test_healthy_steps_raise_no_alarm(stage, model, name):
+    options = ["--distill.teacher_prompt=teachers:hint"] if name == "distill" else []
+    run = stage(name, *options, model=model)
+    run.next()
+    assert check_inputs(run.trainer, run.step) == []
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo"])
+@pytest.mark.parametrize("option", [FROZEN, "--model.freeze=[]", "--adapter.r=2"])
+def test_frozen_parts_and_adapters_raise_no_alarm(stage, name, option):
+    run = stage(name, option)
+    run.next()
+    assert check_inputs(run.trainer, run.step) == []
+
+
+A, U = "assistant", "user"
+ROWS = {  # answers are texts that tokenizers divide in several ways
+    "a column": {"problem": "What is it?\n", "image": "red.png", "completion": " a <b> c "},
+    "two images": {"problem": "<image> or <image>?", "images": ["red.png", "blue.png"], "completion": "both"},
+    "no image": {"problem": "e\u0301 <|im_end|> <|image_pad|>", "completion": "<think>\nhm\n</think>\n\nd"},
+    "parts": {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": U, "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "What?"}]},
+            {"role": A, "content": "red"},
+            {"role": U, "content": [{"type": "text", "text": "And?"}, {"type": "image", "image": "blue.png"}]},
+            {"role": A, "content": "blue"},
+        ]
+    },
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "<image>Now?"}, {"from": "gpt", "value": "red"}],
+        "image": "red.png",
+    },
+    "a list of frames": {"problem": "How many?", "video": ["red.png", "blue.png", "red.png"], "completion": "three"},
+}
+
+
+@pytest.mark.parametrize("model", ["model", "qwen3_vl", "qwen3_5"])
+def test_healthy_rows_raise_no_alarm(stage, tmp_path, write_rows, model):
+    rows = write_rows(*ROWS.values())
+    for color in ("red", "green", "blue"):
+        PIL.Image.effect_noise((56, 84), 50).convert("RGB").save(tmp_path / f"{color}.png")
+    run = stage("sft", "--sft.prompts_per_step=6", rows=FileDataset(rows, ("problem", "completion")), model=model)
+    run.next()
+    assert check_inputs(run.trainer, run.step) == []
+
+
+@pytest.fixture
+def dialogues(stage, published):
+    """A function that builds a trainer and a step in which each answer of a dialogue has a prompt of its own."""
+
+    def build(name):
+        trainer = stage(name).trainer
+        trainer.processor = replace(trainer.processor, template=ChatTemplate(published("qwen3_5_think"), "t"))
+        return trainer, Step([trainer.micro_batch([Dialogues(8, "rows")[i] for i in range(3)])])
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
+def test_answers_with_prompts_of_their_own_raise_no_alarm(dialogues, name):
+    trainer, step = dialogues(name)
+    [batch] = step.micro_batches
+    assert len(batch.group.prompts) > 3
+    assert check_inputs(trainer, step) == []
+
+
+def test_a_fault_in_the_prompt_of_a_later_answer_is_named(dialogues, monkeypatch):
+    original = offline.encode_answer
+
+    def cut(*arguments):
+        made = original(*arguments)
+        made.turns[1].prompt.input_ids = made.turns[1].prompt.input_ids[:-12]
+        return made
+
+    monkeypatch.setattr(offline, "encode_answer", cut)
+    warnings = check_inputs(*dialogues("sft"))
+    assert any(": the tokens of the step do not contain message" in warning for warning in warnings), warnings
+
+
+# ---- planted faults: before the step is prepared (early), or afterwards (late)
+
+
+def changed(run, **changes):
+    """Change fields of the group of each micro-batch; a function gets the old value."""
+    batches = []
+    for batch in run.step.micro_batches:
+        new = {name: change(getattr(batch.group, name)) for name, change in changes.items()}
+        batches.append(replace(batch, group=replace(batch.group, **new)))
+    run.step.micro_batches = batches
+
+
+def tower(change):
+    """Return a plant that changes the output of the vision tower."""
+    return lambda run, patch: run.model.visual.register_forward_hook(lambda module, arguments, out: change(out))
+
+
+def prompts(change):
+    """Return a plant that changes each prompt that the trainer makes; `change` gets the row, too."""
+
+    def plant(run, patch):
+        original = Row.prompt
+        calls = []
+
+        def prompt(row, processor):
+            made = original(row, processor)
+            calls.append(row)
+            if len(calls) > 4:  # the check itself calls the function after the four rows of the step
+                return made
+            made = change(row, made, processor)
+            made.row = row
+            return made
+
+        patch.setattr(Row, "prompt", prompt)
+
+    return plant
+
+
+def without_images(row, prompt, processor):
+    texts = [{**message, "content": text} for message in row.messages if (text := processors.text_of(message))]
+    return processor(texts)
+
+
+def encoder(change):
+    """Return a plant that changes the answers that the trainer encodes."""
+
+    def plant(run, patch):
+        original = offline.encode_answer
+        patch.setattr(offline, "encode_answer", lambda *arguments: change(original(*arguments)))
+
+    return plant
+
+
+def without_placing(run, patch):
+    patch.setattr(decoder, "place_images", lambda x, embeds, index: (x, []))
+
+
+def first_image_alone(run, patch):
+    original = decoder.place_images
+    keep = lambda embeds: torch.cat([embeds[:1], embeds[1:].detach()])  # noqa: E731
+    patch.setattr(decoder, "place_images", lambda x, embeds, index: original(x, keep(embeds), index))
+
+
+def hidden(choose):
+    """Return a plant in which no token attends to the keys and values of some positions."""
+
+    def plant(run, patch):
+        original = decoder.GroupAttention.__call__
+
+        def attend(self, index, q, k, v):
+            positions = choose(run.step.micro_batches[0].group)
+            return original(self, index, q, k.index_fill(0, positions, 0), v.index_fill(0, positions, 0))
+
+        patch.setattr(decoder.GroupAttention, "__call__", attend)
+
+    return plant
+
+
+def prompt_starts(group):
+    return torch.cat([torch.arange(span.start, span.stop - 2) for span in group.layout.prompt_spans])
+
+
+def letters(run, patch):
+    original = Processor.encode
+    patch.setattr(
+        Processor, "encode",
+        lambda self, pieces, grids: [
+            ids if type(piece) is not str else [x for letter in piece for x in self.tokenizer.encode(letter)]
+            for piece, ids in zip(pieces, original(self, pieces, grids), strict=True)
+        ],
+    )  # fmt: skip
+
+
+def without_texts(run, patch):
+    original = processors.render
+    emptied = lambda message: {**message, "content": [p for p in message["content"] if p.get("type") == "image"]}  # noqa: E731
+    patch.setattr(processors, "render", lambda messages: original([emptied(message) for message in messages]))
+
+
+def gray_processor(run, patch):
+    original = ImageProcessor.__call__
+
+    def gray(self, image, **options):
+        patches, grid = original(self, image, **options)
+        return torch.zeros_like(patches), grid
+
+    patch.setattr(ImageProcessor, "__call__", gray)
+
+
+def detached_loss(run, patch):
+    original = run.trainer.loss
+    weight = next(iter(run.model.parameters()))
+    patch.setattr(run.trainer, "loss", lambda batch: (original(batch)[0].detach() + 0 * weight.sum(), {}))
+
+
+def untrained_row(run):
+    for batch in run.step.micro_batches:
+        batch.loss_mask[0] = 0
+
+
+def stale_cache(run):
+    changed(run, vision_embeds=lambda embeds: embeds.roll(7, 0))
+
+
+def blank(run):
+    changed(run, pixel_values=torch.zeros_like)
+
+
+def of_other_rows(run):
+    changed(run, pixel_values=lambda x: x.roll(len(x) // 2, 0))
+
+
+def of_the_first_row(run):
+    changed(run, pixel_values=lambda x: x[: len(x) // 2].repeat(2, 1))
+
+
+PATCHES, IMAGE = "the patches of the images differ", "the loss has no gradient at an image"
+LACK, COUNT = (
+    "the tokens of the step do not contain message 0",
+    "the step has 0 images of the prompt, but the row has 1",
+)
+ANSWER = "the tokens of the step do not contain message 1"
+TEXT = "the loss has no gradient at the text of the prompt"
+# name: (stage, plant before the step, plant after it, beginning of the problem)
+PLANTED = {
+    "blank patches": ("sft", None, blank, PATCHES),
+    "blank patches in a pair": ("dpo", None, blank, PATCHES),
+    "blank patches after sampling": ("grpo", None, blank, PATCHES),
+    "blank patches of a reward model": ("reward_model", None, blank, PATCHES),
+    "images of other rows": ("sft", None, of_other_rows, PATCHES),
+    "the first image for all rows": ("sft", None, of_the_first_row, PATCHES),
+    "images dropped by the collator": ("sft", prompts(without_images), None, COUNT),
+    "images dropped from a pair": ("dpo", prompts(without_images), None, COUNT),
+    "an image processor that returns gray": ("sft", gray_processor, None, "the hidden states do not change"),
+    "a detached vision tower": ("sft", tower(torch.detach), None, IMAGE),
+    "a merger that outputs zeros": ("grpo", tower(lambda out: out * 0), None, IMAGE),
+    "embeddings that are never placed": ("sft", without_placing, None, IMAGE),
+    "only the first image is placed": ("sft", first_image_alone, None, "the loss has no gradient at"),
+    "images hidden by the attention mask": ("sft", hidden(lambda group: group.vision_index), None, IMAGE),
+    "cached embeddings of other images": ("grpo", None, stale_cache, "the cached embeddings of the images"),
+    "a prompt hidden by the attention mask": (
+        "sft", hidden(prompt_starts), None, "the loss has no gradient at most of the text of the prompt"
+    ),
+    "a detached loss": ("sft", detached_loss, None, TEXT),
+    "a row without a loss mask": ("sft", None, untrained_row, TEXT),
+    "a prompt cut at its end": (
+        "sft", prompts(lambda row, made, processor: replace(made, input_ids=made.input_ids[:-6])), None, LACK
+    ),
+    "a prompt without its text": ("sft", without_texts, None, LACK),
+    "token ids of another vocabulary": (
+        "grpo",
+        prompts(
+            lambda row, made, processor: replace(
+                made, input_ids=torch.where(made.input_ids < 400, (made.input_ids + 1) % 400, made.input_ids)
+            )
+        ),
+        None,
+        LACK,
+    ),
+    "a prompt spelled in letters": ("sft", letters, None, "the text of the prompt is not divided"),
+    "an answer cut at a length": (
+        "sft", encoder(lambda made: replace(made, ids=made.ids[:2], policy_mask=made.policy_mask[:2])), None, ANSWER
+    ),
+    "answers of another pair": (
+        "dpo", encoder(lambda made: replace(made, ids=made.ids.flip(0))), None, ANSWER
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named(stage, monkeypatch, name):
+    kind, early, late, problem = PLANTED[name]
+    run = stage(kind, *([FROZEN] if late is stale_cache else []))
+    if early:
+        early(run, monkeypatch)
+    run.next()
+    if late:
+        late(run)
+    warnings = check_inputs(run.trainer, run.step)
+    assert any(f": {problem}" in warning for warning in warnings), warnings
+
+
+def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, lively, monkeypatch):
+    """With and without the check, the weights are equal to the bit."""
+
+    def go(name, callbacks):
+        options = [f"--output_dir={folder / name}", "--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=2"]
+        config = load_config(folder / "recipe.yaml", options)
+        run_training(config, callbacks)
+        return (folder / name / "checkpoint/model.safetensors").read_bytes()
+
+    assert go("checked", [InputCheck()]) == go("plain", [])
+    assert not (folder / "checked/warnings.jsonl").read_text()
+    monkeypatch.setattr(decoder, "place_images", lambda x, embeds, index: (x, []))
+    go("blind", [InputCheck()])
+    warnings = [json.loads(line) for line in (folder / "blind/warnings.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["step"]) for line in warnings if IMAGE in line["warning"]] == [("sft", 0), ("grpo", 0)]
