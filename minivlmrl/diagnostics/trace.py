@@ -124,6 +124,8 @@ class StepTracer:
             return self.line
         caller_frame = frame.f_back
         while caller_frame and caller_frame not in self.frames:
+            if caller_frame.f_code.co_name == "on_step_begin":
+                return None  # callbacks, such as InputCheck, are not a part of the step
             caller_frame = caller_frame.f_back
         caller = self.frames.get(caller_frame, self.root)
         is_lambda = code.co_name[0] == "<"
