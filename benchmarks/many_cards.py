@@ -34,9 +34,10 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator, estimate_phases, meta_batch, peak_bytes
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, num_shards, reshard
+from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded, num_shards, reshard
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.setup import choose_sharding
 
 GB = 10**9
@@ -49,12 +50,15 @@ OPTIONS = [
     "--model.activation_checkpointing=true", "--model.dtype=float32", "--model.compute_dtype=bfloat16",
 ]  # fmt: skip
 SHARDED, REPLICAS, ONCE = "--sharding.enabled=true", "--sharding.replicas=HOSTS", "--sharding.once_per_step=true"
+LORA = ["--adapter.r=64", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
 # {name: options}; HOSTS is replaced by the number of hosts. A mode that needs several hosts is skipped on one host.
 MODES = {
     "sharded over all cards": [SHARDED],
     "a replica for each host": [SHARDED, REPLICAS],
     "once per step": [SHARDED, ONCE],
     "once per step, a replica for each host": [SHARDED, REPLICAS, ONCE],
+    "LoRA, sharded over all cards": [*LORA, SHARDED],
+    "LoRA, not sharded": LORA,
 }
 # {name: number of network cards of a host}
 NETWORKS = {"8 network cards a host": 8, "1 network card a host": 1}
@@ -72,7 +76,7 @@ completions of 256 tokens.
 - A collective operation takes {START * 1e6:g} microseconds, {HOP * 1e6:g} more for each further card of its ring, and \
 the time for its bytes on the slowest link.
 - A step of 3B takes {STEP_SECONDS} s without communication, scaled from phases that one H200 measured. Other sizes take
-  as many seconds more as they have parameters more.
+  as many seconds more as they have parameters more, and LoRA takes as long as full weights.
 - The first efficiency hides no communication behind computation. The second hides it behind {HIDDEN:.0%} of a step.
 - All cards have equally many tokens. Uneven completions make training wait, which is not in these numbers.
 """
@@ -88,8 +92,9 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kind, full = collective(function, args)
-        # counts of tokens are int64, and metrics are float64, see World.sum
-        if full is not None and full.dtype in (torch.float32, torch.bfloat16):
+        # counts of tokens are int64, and metrics are float64, see World.sum; FSDP gathers a unit with weights of two
+        # dtypes as uint8
+        if full is not None and full.dtype in (torch.float32, torch.bfloat16, torch.uint8):
             self.calls[kind] += 1
             self.bytes[kind] += full.nbytes
         return function(*args, **(kwargs or {}))
@@ -157,17 +162,21 @@ def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Commun
     streams, device, check = fsdp_on_meta()
     with pretend_ranks(cards), streams, device, check:
         model = estimator.build(run, "grpo")
-        sharding = choose_sharding(run, World(0, cards, torch.device("meta")))
-        sharding.shard(model)
+        world = World(0, cards, torch.device("meta"))
+        sharding = choose_sharding(run, world)
+        if sharding:
+            sharding.shard(model)
         shape = BatchShape(1, 2, 8, 4, 2)  # the communication does not depend on the number of tokens
         batch = meta_batch(estimator.config, shape, torch.bfloat16)
-        run_micro_batch(model, batch, PROMPTS - 1)  # because the first step of a run gathers some weights once more
+        run_micro_batch(
+            model, batch, PROMPTS - 1, world
+        )  # because the first step of a run gathers some weights once more
         total = Communication(Counter(), Counter())
         for index, times in ((0, 1), (1, PROMPTS - 2), (PROMPTS - 1, 1)):
             with CollectiveCounter() as counter:
-                run_micro_batch(model, batch, index)
+                run_micro_batch(model, batch, index, world)
             add(total, counter, times)
-        if run.rollout.gather_weights:
+        if sharding and run.rollout.gather_weights:
             reshard(model)
             with CollectiveCounter() as counter:
                 sharding.gather(model)
@@ -175,14 +184,16 @@ def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Commun
     return total
 
 
-def run_micro_batch(model: VisionLanguageModel, batch, index: int):
-    """Run the forward and the backward pass of one micro-batch, as run.loop.run_micro_batches does."""
+def run_micro_batch(model: VisionLanguageModel, batch, index: int, world: World):
+    """Run the forward and the backward pass of one micro-batch, as run.loop.optimizer_step does."""
     is_last = index + 1 == PROMPTS
     begin_micro_batch(model, is_last)
     logps, _ = per_token_logps(model, batch)
     logps.sum().backward()
     if is_last:
         end_micro_batches(model)
+        if not is_sharded(model):
+            world.sum_gradients(trained_parameters(model))
 
 
 def add(total: Communication, counter: CollectiveCounter, times: int):
@@ -197,16 +208,17 @@ def seconds(communication: Communication, cards: int, shards: int, network_cards
 
     Weights are gathered and gradients are reduced over `shards` cards, each of which sends (shards - 1) / shards of the
     tensor. Over hosts, all network cards of a host work for the one ring. Gradients are all-reduced over the replicas:
-    each card of a host does so for its own shard, and shares the network cards with the other cards of the host.
+    each card does so for its own shard. The cards of a host that hold different shards share its network cards.
     """
     replicas = cards // shards
-    between_hosts = min(NVLINK, network_cards * NETWORK_CARD)
-    speed = NVLINK if shards <= CARDS_PER_HOST else between_hosts
+    between_hosts = network_cards * NETWORK_CARD
+    speed = NVLINK if shards <= CARDS_PER_HOST else min(NVLINK, between_hosts)
     calls = communication.calls
     sent = (communication.bytes["gathered"] + communication.bytes["reduced"]) * (shards - 1) / shards
     result = sent / speed / GB + (calls["gathered"] + calls["reduced"]) * (START + HOP * (shards - 1))
     if replicas > 1:
-        speed = min(NVLINK, network_cards * NETWORK_CARD / CARDS_PER_HOST)
+        rings = min(shards, CARDS_PER_HOST)
+        speed = NVLINK if cards <= CARDS_PER_HOST else min(NVLINK, between_hosts / rings)
         sent = 2 * communication.bytes["all-reduced"] * (replicas - 1) / replicas
         result += sent / speed / GB + calls["all-reduced"] * (START + HOP * (replicas - 1))
     return result

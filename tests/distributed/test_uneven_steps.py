@@ -1,4 +1,4 @@
-"""Train steps of several micro-batches, in which every rank has other shapes, on 4 ranks and on one process.
+"""Train steps of several micro-batches, in which every rank has other shapes, on 4 and 8 ranks and on one process.
 
 A completion in four ends at its first token, a prompt in three has equal rewards, and most rows have no image, so that
 the tower runs in some micro-batches only, and never in the last one of the second step.
@@ -32,9 +32,9 @@ from tests.distributed.test_process_group import (
 from tiny import RUN_MODEL
 
 ONCE = "--sharding.once_per_step=true"
-STEPS = ["--{}.prompts_per_step=12", "--{}.max_steps=2"]
+STEPS = ["--{}.prompts_per_step=24", "--{}.max_steps=2"]
 GRPO = [*(step.format("grpo") for step in STEPS), "--rewards={uneven: 1}"]
-RECIPES = {  # three micro-batches in each of two steps
+RECIPES = {  # six micro-batches on each of 4 ranks in each of two steps, three on each of 8
     "sft": [*STAGES["sft"], *(step.format("sft") for step in STEPS)],
     "grpo": [*STAGES["grpo"], *GRPO],
     "reference": [*STAGES["with a reference"], *GRPO, "--grpo.num_iterations=1"],
@@ -91,19 +91,23 @@ def uneven_steps(folder: Path, overrides: list[str], world):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uneven")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
     prepare(folder)
-    alone = launch(1, folder, {name: RECIPES[name] for name, _ in CASES}, uneven_steps)[0]
-    ranks = launch(4, folder, {case: [*RECIPES[case[0]], *WAYS[case[1]]] for case in CASES}, uneven_steps)
-    return alone, ranks
+    return launch(1, folder, {name: RECIPES[name] for name, _ in CASES}, uneven_steps)[0]
+
+
+@pytest.fixture(scope="module", params=[4, 8])
+def ranks(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    prepare(folder)
+    return launch(request.param, folder, {case: [*RECIPES[case[0]], *WAYS[case[1]]] for case in CASES}, uneven_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_uneven_ranks_equal_one_process(results, case):
+def test_uneven_ranks_equal_one_process(alone, ranks, case):
     """Weights equal those of one process to 1e-14, and are the same on all ranks."""
-    alone, ranks = results
     expected = alone[case[0]]
     assert all(line["grad_norm"] > 1e-3 for line in expected.lines)
     for rank in ranks:

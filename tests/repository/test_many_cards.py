@@ -16,7 +16,9 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import inject_adapters
 from minivlmrl.model.packing import pack
+from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.setup import choose_sharding
 from minivlmrl.trainers.base import Step
@@ -36,8 +38,11 @@ def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter
     run = recipe(world.size, mode)
     config = tiny.config()
     model = FAMILIES[config.model_type].model(config)
+    if run.adapter.r:
+        inject_adapters(model.to(torch.bfloat16), run.adapter)
     sharding = choose_sharding(run, world)
-    sharding.shard(model)
+    if sharding:
+        sharding.shard(model)
     generator = torch.Generator().manual_seed(world.rank)
     prompt = tiny.prompt(generator, [(1, 4, 6)], dtype=torch.bfloat16)
     batch = pack([prompt], tiny.to_completions([[tiny.completion(generator, length) for length in (3, 5)]]), config)
@@ -50,13 +55,14 @@ def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter
         dropout=lambda number, index: nullcontext(), after_step=lambda number: None, timer=PhaseTimer(world.device),
     )  # fmt: skip
     step = Step([SimpleNamespace(weight=1.0, group=batch)] * many_cards.PROMPTS)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    optimizer = torch.optim.SGD(trained_parameters(model), 1e-3)
     for number in range(2):  # the first step of a run gathers some weights once more
         with CollectiveCounter() as counter:
             optimizer_step(trainer, step, optimizer, number)
     reshard(model)
     with CollectiveCounter() as rollout:
-        sharding.gather(model)
+        if sharding:
+            sharding.gather(model)
     return counter.calls + rollout.calls, counter.bytes + rollout.bytes
 
 
@@ -74,11 +80,15 @@ def test_predicted_operations_are_those_of_real_ranks(real_operations, monkeypat
     monkeypatch.setattr(many_cards, "CARDS_PER_HOST", 2)
     estimator = MemoryEstimator(tiny.config())
     predicted = many_cards.count_step(recipe(4, MODES[mode]), estimator, 4)
-    # gradients of all parameters are reduced in float32, and padded so that all ranks have equally many
-    times = 1 if many_cards.ONCE in MODES[mode] else many_cards.PROMPTS
-    gradient_bytes = times * 4 * estimator.parameters
-    assert gradient_bytes <= predicted.bytes["reduced"] < 1.05 * gradient_bytes
-    assert gradient_bytes < 2 * predicted.bytes["gathered"]
+    run = recipe(4, MODES[mode])
+    # gradients of trained parameters are reduced in float32, and padded so that all ranks have equally many
+    once = run.sharding.once_per_step or not run.sharding.enabled
+    numbers = [parameter.numel() for parameter in trained_parameters(estimator.build(run, "grpo"))]
+    gradient_bytes = (1 if once else many_cards.PROMPTS) * 4 * sum(numbers)
+    kind = "reduced" if run.sharding.enabled else "all-reduced"
+    assert gradient_bytes <= predicted.bytes[kind] < 1.1 * gradient_bytes
+    weight_bytes = (1 if once else many_cards.PROMPTS) * 2 * estimator.parameters  # in bfloat16
+    assert predicted.bytes["gathered"] > weight_bytes if run.sharding.enabled else not predicted.bytes["gathered"]
     for calls, sizes in (rank[mode] for rank in real_operations):
         assert (calls, sizes) == (predicted.calls, predicted.bytes)
 
@@ -107,4 +117,7 @@ def test_seconds_by_hand(monkeypatch):
     # each of 8 cards sends its 45 GB of gradients to one other host, and a host has one network card
     hybrid = many_cards.Communication(Counter({"all-reduced": 1}), Counter({"all-reduced": 45e9}))
     assert many_cards.seconds(hybrid, 16, 8, 1) == pytest.approx(8)
+    # without shards, one ring of all cards has the network card of each host for itself
+    assert many_cards.seconds(hybrid, 16, 1, 1) == pytest.approx(2 * 15 / 16)
+    assert many_cards.seconds(hybrid, 8, 1, 0) == pytest.approx(2 * 7 / 8 * 45 / 350)
     assert many_cards.efficiency(4.0, 4.0) == (0.5, pytest.approx(4 / 5.6))
