@@ -17,9 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
+import minivlmrl
 from tests.repository.test_developer_guide import DIFFS, apply
 
 ROOT = Path(__file__).parents[2]
@@ -290,7 +292,8 @@ def test_the_wheels_pass_the_checks_of_an_index(wheels):
         assert {name.partition("/")[0] for name in names} == {own, f"{own}-{about.version}.dist-info"} | plugin
         assert f"{own}-{about.version}.dist-info/licenses/LICENSE" in names
         versions.append(str(about.version))
-    assert versions[0] == versions[1] and [*map(str, about.requires_dist)] == [f"minivlmrl=={versions[0]}"]
+    assert versions == [minivlmrl.__version__] * 2
+    assert [*map(str, about.requires_dist)] == [f"minivlmrl=={minivlmrl.__version__}"]
 
 
 @pytest.mark.slow
@@ -298,6 +301,16 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
     with tarfile.open(sdist(clone, tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert [name for name in files() if name not in names and name[0] != "."] == []
+
+
+def test_all_files_name_the_same_version():
+    """The package, the audit, the citation and the newest section of the changelog agree, also about the date."""
+    audit = tomllib.loads((ROOT / "audit" / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = re.search(r"(?m)^## (.*)$", (ROOT / "docs" / "changelog.md").read_text())[1]
+    assert newest == f"{minivlmrl.__version__} ({citation['date-released']})"
+    assert citation["version"] == audit["version"] == minivlmrl.__version__
+    assert audit["dependencies"] == [f"minivlmrl=={minivlmrl.__version__}"]
 
 
 def test_what_is_installed_is_pinned():
