@@ -8,14 +8,8 @@ mask.svg     attention mask of a packed sequence with two groups, by model.atten
 windows.svg  attention windows of the vision tower for an odd grid, by model.vision.window_order
 mrope.svg    positions of text, an image and text on three axes, by model.rope.get_rope_index
 recurrent.svg  inputs that each output of a recurrent layer depends on, found by gradients
-zoom.svg     accuracy of recipes/zoom.yaml on ten seeds, and texts of seed 0, from zoom.json (written by `keep`)
-public_task.svg  held-out accuracy on the public task, from docs/public_task.json
-form.svg     accuracy and answered calls of a run of zoom.yaml whose calls get no reward, from zoom.json
 """
 
-import base64
-import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +24,6 @@ from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
 
 DOCS = Path(__file__).parents[1]
-ZOOM = Path(__file__).with_name("zoom.json")
 INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
@@ -368,128 +361,8 @@ def recurrent() -> str:
     return picture.svg()
 
 
-def keep(runs: list[Path], lost: Path, chosen: dict[int, int]):
-    """Write zoom.json: curves of `runs` and of `lost`, and completions of the first run.
-
-    chosen: step -> accuracy of the completion that is shown for this step.
-    """
-
-    def curve(run: Path, name: str) -> list[float]:
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [round(line[name], 4) for line in lines if line["stage"] == "grpo"]
-
-    correct = "rewards/accuracy/mean"
-    curves = {"accuracy": [curve(run, correct) for run in runs]}
-    curves["lost"] = {"accuracy": curve(lost, correct), "answered calls": curve(lost, "tools/answered_frequency")}
-    logged = [json.loads(line) for line in (runs[0] / "completions.jsonl").read_text().splitlines()]
-    rollouts = []
-    for step, right in chosen.items():
-        found = [(line, one) for line in logged if line["step"] == step for one in line["completions"]]
-        line, said = next(pair for pair in found if pair[1]["rewards"]["accuracy"] == right and pair[1].get("pictures"))
-        shown = [*line["images"], *said["pictures"]]
-        shown = [base64.b64encode((runs[0] / path).read_bytes()).decode() for path in shown]
-        kept = {"step": step, "text": said["text"], "solution": line["solution"], "reward": said["reward"]}
-        rollouts.append(kept | {"images": shown})
-    ZOOM.write_text(json.dumps(curves | {"rollouts": rollouts}, indent=0))
-
-
-def shares(picture: Picture, corner: tuple[int, int], curves: list[list[float]], colors: tuple[str, ...]):
-    """Draw curves from 0 to 1 over the steps of runs, each a moving mean of five steps, 300 x 190 pixels."""
-    (left, top), wide, high = corner, 300, 190
-    for share in (0, 0.5, 1):
-        y = top + high * (1 - share)
-        picture.line([(left, y), (left + wide, y)], FAINT)
-        picture.text(left - 8, y + 4, f"{share:g}", 12, SOFT, "end")
-    for curve, color in zip(curves, colors, strict=False):
-        last = [curve[max(0, i - 4) : i + 1] for i in range(len(curve))]
-        means = [
-            math.fsum(some) / len(some) for some in last
-        ]  # fsum, because sum() rounds differently since Python 3.12
-        points = [(left + wide * i / (len(means) - 1), top + high * (1 - mean)) for i, mean in enumerate(means)]
-        picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 1.8)
-    picture.text(left, top + high + 20, "0", 12, SOFT)
-    picture.text(left + wide, top + high + 20, f"{len(curves[0])} steps of GRPO", 12, SOFT, "end")
-
-
-def form() -> str:
-    """Draw accuracy and answered calls of a run that rewards only the final answer."""
-    curves = json.loads(ZOOM.read_text())["lost"]
-    picture = Picture(400, 320, "a policy forgets the format of its tool calls")
-    picture.text(200, 26, "Reward for the answer only, seed 1", 16, bold=True)
-    shares(picture, (60, 50), [*curves.values()], (BLUES[0], ORANGES[1]))
-    for number, (name, color) in enumerate(zip(curves, (BLUES[0], ORANGES[1]), strict=True)):
-        picture.text(60 + 90 * number, 290, name, 12, color, "start", bold=True)
-    return picture.svg()
-
-
-def zoom() -> str:
-    """Draw the accuracy of each seed, and three completions with the crop that each requested."""
-    data = json.loads(ZOOM.read_text())
-    picture = Picture(860, 300, "a model learns to zoom into an image")
-    picture.text(430, 26, "The model learns where to zoom", 16, bold=True)
-    shares(picture, (50, 50), data["accuracy"], BLUES * 4)
-    picture.text(50, 278, f"accuracy, {len(data['accuracy'])} seeds", 12, INK, "start")
-    for number, one in enumerate(data["rollouts"]):
-        x, y = 390, 62 + 78 * number
-        before, _, after = one["text"].partition("</zoom>")
-        picture.text(x, y - 6, f"step {one['step']}: {one['solution']}, reward {one['reward']:g}", 12, SOFT, "start")
-        for at, image in zip((x, x + 300), one["images"], strict=False):
-            picture.lines.append(
-                f"<image x='{at}' y='{y}' width='52' height='52' style='image-rendering:pixelated' "
-                f"href='data:image/webp;base64,{image}'/>"
-            )
-        for row, words in enumerate((before.replace("</think>", "</think>\n") + "</zoom>").split("\n")):
-            picture.text(x + 60, y + 22 + 17 * row, words.replace("<", "&lt;"), 12, INK, "start")
-        picture.text(
-            x + 360, y + 30, after.replace("<answer>", "").replace("</answer>", ""), 12, INK, "start", bold=True
-        )
-    picture.text(390, 290, "the image, the text of the model, the crop that it requests, its answer", 12, SOFT, "start")
-    return picture.svg()
-
-
-TRAINERS = {"ours": ("minivlmrl, {} seeds", BLUES[1]), "trl": ("TRL 1.16, {} seeds", ORANGES[1])}
-SYMPTOMS = {
-    "ours": ("no bug", INK),
-    "no_kl": ("no KL", BLUES[1]),
-    "images_of_next_row": ("images of the next row", ORANGES[0]),
-    "labels_of_next_row": ("labels of the next row", ORANGES[2]),
-    "mask_off_by_one": ("mask without the last token", BLUES[2]),
-}
-
-
-def public_task() -> str:
-    """Draw held-out accuracy over completions, of two trainers and of one trainer with bugs (means of three seeds)."""
-    runs = json.loads((DOCS / "public_task.json").read_text())
-    curves = {name: [run["accuracies"] for run in runs if run["run"] == name] for name in SYMPTOMS | TRAINERS}
-    picture = Picture(860, 330, "held-out accuracy over completions, of two trainers and of a trainer with bugs")
-    for left, title, shown in ((60, "Two trainers without a bug", TRAINERS), (470, "minivlmrl with bugs", SYMPTOMS)):
-        wide, top, high = 330, 50, 210
-        picture.text(left + wide / 2, 28, title, 15, bold=True)
-        for share in (0, 0.25, 0.5, 0.75, 1):
-            y = top + high * (1 - share)
-            picture.line([(left, y), (left + wide, y)], FAINT)
-            picture.text(left - 8, y + 4, f"{share:g}", 12, SOFT, "end")
-        for name, (_, color) in shown.items():
-            each = curves[name]
-            if shown is SYMPTOMS:  # fsum, because sum() rounds differently since Python 3.12
-                each = [[math.fsum(values) / 3 for values in zip(*each[:3], strict=True)]]
-            for curve in each:
-                points = [(left + wide * i / (len(curve) - 1), top + high * (1 - x)) for i, x in enumerate(curve)]
-                picture.line([(round(x, 1), round(y, 1)) for x, y in points], color, 2 if shown is SYMPTOMS else 1.4)
-        for x, words in ((left, "0"), (left + wide / 2, "10,240"), (left + wide, "20,480 completions")):
-            picture.text(x, top + high + 20, words, 12, SOFT, "end" if x == left + wide else "middle")
-        for number, (name, (words, color)) in enumerate(shown.items()):
-            column, row = divmod(number, 2)
-            x, y = left + 180 * number, top + high + 42
-            if shown is SYMPTOMS:
-                x, y = left + (0, 65, 210)[column], y + 18 * row
-            picture.text(x, y, words.format(len(curves[name])), 12, color, "start", bold=True)
-    return picture.svg()
-
-
 PICTURES = {"step.svg": step, "clip.svg": clip, "gae.svg": gae_picture}
 PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent}
-PICTURES |= {"zoom.svg": zoom, "form.svg": form, "public_task.svg": public_task}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

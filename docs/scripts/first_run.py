@@ -8,14 +8,15 @@ random numbers of the run's own evaluation, so the first and the last point are 
 Random numbers go by key, so these additional answers change nothing in the run.
 """
 
+import base64
+import io
 import json
 import sys
 from html import escape
 from itertools import chain, islice
 from pathlib import Path
 
-from docs.scripts.draw import BLUES, FAINT, INK, ORANGES, SOFT, Picture
-from docs.scripts.held_out import column, moving, png
+from docs.scripts.draw import BLUES, FAINT, FONT, INK, ORANGES, SOFT, Picture
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
@@ -36,6 +37,7 @@ EVERY = 4  # number of steps between two recordings
 FILE = Path(__file__).with_suffix(".json")
 # edges of the chart in pixels
 LEFT, RIGHT, BOTTOM, TOP = 58, 640, 408, 238
+REST, END, MOMENT = 3, 14, 0.25  # extra moments at the first and last one; seconds per moment
 
 
 class Recorder(Callback):
@@ -64,6 +66,12 @@ class Recorder(Callback):
         self.moments.append({"step": step, "accuracy": accuracy, "answers": list(answers[:SHOWN])})
 
 
+def png(image) -> str:
+    """Encode an image as PNG, in base64."""
+    image.save(file := io.BytesIO(), "png", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def record(options: list[str]):
     """Train with these options, and write first_run.json."""
     config = load_config(recipes_folder() / "shapes.yaml", options)
@@ -80,6 +88,41 @@ def record(options: list[str]):
     }
     text = json.dumps(recording, separators=(",", ":"))
     FILE.write_text(text.replace('{"step"', '\n{"step"') + "\n")
+
+
+def held(values: list) -> list:
+    """Repeat the first and the last value, so that the animation pauses at both ends."""
+    return [values[0]] * REST + values + [values[-1]] * END
+
+
+def moving(attribute: str, values: list, discrete=False, kind="animate", more="") -> str:
+    """Return an SVG element that animates one attribute of its parent in an endless loop."""
+    values = held(values)
+    mode = " calcMode='discrete'" if discrete else ""
+    return (
+        f"<{kind} attributeName='{attribute}'{more} values='{';'.join(values)}' dur='{len(values) * MOMENT:g}s'"
+        f"{mode} repeatCount='indefinite'/>"
+    )
+
+
+def column(x: float, y: float, lines: list[tuple[str, str]], size: int, name: str, anchor="middle", font=FONT) -> str:
+    """Return an animated text that shows one line per moment.
+
+    `lines` has the text and the colour for each moment. The lines are drawn below each other, and a
+    window that is one line high moves over them.
+    """
+    step = 2 * size
+    written = "".join(
+        f"<tspan x='{x:g}' y='{y + step * i:g}' fill='{fill}'>{words}</tspan>" for i, (words, fill) in enumerate(lines)
+    )
+    shifts = [f"0 {-step * i}" for i in range(len(lines))]
+    turn = moving("transform", shifts, True, "animateTransform", " type='translate'")
+    window = f"x='{x - 150:g}' y='{y - 1.2 * size:g}' width='300' height='{1.6 * size:g}'"
+    return (
+        f"<clipPath id='{name}'><rect {window}/></clipPath>"
+        f"<g clip-path='url(#{name})'><g transform='translate({shifts[-1]})'>{turn}"
+        f"<text font-size='{size}' text-anchor='{anchor}' font-weight='bold' {font}>{written}</text></g></g>"
+    )
 
 
 def colour(is_right: bool) -> str:

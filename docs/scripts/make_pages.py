@@ -5,23 +5,12 @@ tests/repository/test_docs.py compares the pages with the files, test_exercises.
 
 from pathlib import Path
 
-from docs.scripts import (
-    draw,
-    exercises,
-    first_hour,
-    first_run,
-    from_parts,
-    held_out,
-    miniwob,
-    photographs,
-    tested_versions,
-    walkthrough,
-)
+from docs.scripts import draw, exercises, first_hour, first_run, photographs, tested_versions, walkthrough
 
 DOCS = Path(__file__).parents[1]
 PAGES = {"walkthrough.md": walkthrough.page, "tested_versions.md": tested_versions.page, **walkthrough.PICTURES}
 NOTEBOOKS = {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
-PAGES |= draw.PICTURES | held_out.PICTURES | first_run.PICTURES | from_parts.PICTURES | miniwob.PICTURES
+PAGES |= draw.PICTURES | first_run.PICTURES
 
 
 def main():

@@ -9,14 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import from_parts as benchmark
 from minivlmrl.__main__ import main as command
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.packing import pack
 from recipes import from_parts
-from tests.recipes.test_fashion import write_debian
 
 TEXTS = ["the cat sat on the mat, a small red cat", "a colour has a name, and so has a shape"] * 3
 VOCAB = 400  # more rows than the tokenizer has tokens
@@ -342,28 +340,3 @@ def test_damaged_gguf_files_are_sentences(tmp_path):
 def test_a_missing_source_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"none is neither a folder with config.json nor a \.gguf file"):
         from_parts.main([str(tmp_path / "none"), str(tmp_path / "vlm")])
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs_sft_once_and_adds_results(tmp_path):
-    for folder in ("data", "work"):
-        (tmp_path / folder).mkdir()
-    write_debian(tmp_path / "data")
-    make_text_model(tmp_path / "text", dtype=torch.float32)
-    from_parts.main([str(tmp_path / "text"), str(tmp_path / "vlm"), *SMALL, "--patch_size=7"])
-    arguments = [*map(str, (tmp_path / "vlm", tmp_path / "work")), f"--data={tmp_path / 'data'}", "--json"]
-    steps = [f"--{stage}.{option}" for stage in ("sft", "grpo") for option in ("max_steps=1", "prompts_per_step=2")]
-    shorter = ["--options", "--data.eval_rows=4", "demonstrations=4", *steps]
-    benchmark.main([*arguments, str(tmp_path / "out.json"), "--runs", "grpo", "exchanged images", *shorter])
-    first = (tmp_path / "work" / "sft_0" / "run.json").stat().st_mtime_ns
-    benchmark.main([*arguments, str(tmp_path / "out.json"), "--runs", "more sft", *shorter])
-    assert (tmp_path / "work" / "sft_0" / "run.json").stat().st_mtime_ns == first
-    results = json.loads((tmp_path / "out.json").read_text())
-    assert [result["run"] for result in results] == ["sft", "grpo", "exchanged images", "more sft"]
-    assert [len(result["rewards"]) for result in results] == [0, 1, 1, 0]
-    assert all(len(result["sampled"]) == 2 and result["gigabytes"] > 0 for result in results)
-    tower = [
-        load_file(tmp_path / "work" / folder / "checkpoint" / "model.safetensors")["visual.patch_embed.proj.weight"]
-        for folder in ("sft_0", "more_sft_0")
-    ]
-    assert not torch.equal(*tower)

@@ -23,7 +23,7 @@ def run(tmp_path, script, *arguments):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """A function that runs a script's main in this process, for example call("decode", "--repeats=1", SIZES=...).
+    """A function that runs a script's main in this process, for example call("grpo_step", "--steps=1", CASES=...).
 
     Keyword arguments replace constants of the script, so that it has less work.
     """
@@ -44,7 +44,7 @@ def call(tmp_path, monkeypatch, capsys):
 def test_a_machine_without_other_trainers_measures_our_side():
     """A rented machine has neither TRL nor a network, so scripts import other trainers only where they compare them."""
     missing = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'transformers', 'liger_kernel')))"
-    names = "gpu_kernels, gpu_parts, gpu_step, grpo_step, lengths"
+    names = "gpu_kernels, gpu_parts, gpu_step, grpo_step"
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = "-1"
     run = "sys.argv[1:] = ['--toy', '--repeats=1']; gpu_step.main(); gpu_parts.step(toy=True)"
@@ -74,25 +74,6 @@ def test_the_load_of_other_programs_leaves_out_our_own(monkeypatch, call):
 
 
 @pytest.mark.slow
-def test_lengths(call):
-    """transformers and our model both run. The script asserts that their log-probabilities are equal."""
-    sizes = {"prompts": (40,), "completions": (16, 256), "groups": (2,)}
-    table, numbers = call("lengths", "--quick", "--max_tokens=200", QUICK=sizes, WIDE={"hidden_size": 128})
-    assert "| default | 40 | 256 | 2 | 1.07 | left out | left out |" in table and "wide, decoding: " in table
-    short, long = numbers["rows"][:2]
-    assert short["counted"] == pytest.approx(112 / 72) and "decoding" not in long
-    assert all(short[name] > 0 for name in ("decoding", "training", "MB", "MB of transformers"))
-
-
-@pytest.mark.slow
-def test_real_size(call, monkeypatch):
-    """At toy size, the script trains, loads the exported model and reports the estimate of the command `memory`."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    _, numbers = call("real_size", "toy", "--steps=1")
-    assert numbers["planned_gb"] < 0.1 < numbers["peak_gb"] and numbers["export_gb"] > 0 < numbers["seconds"]
-
-
-@pytest.mark.slow
 def test_learning(tmp_path):
     short = ["--data.eval_rows=2", "--sft.max_steps=1"]
     for stage in ("dpo", "reward_model", "grpo"):
@@ -113,18 +94,6 @@ def test_every_stage_and_policy_loss_is_in_the_learning_table():
     stages = {stage for name in recipes for stage in load_config(ROOT / "recipes" / name).stage_names}
     assert stages == {*TRAINERS, "kto"}
     assert {"shapes.yaml", "shapes_mpo.yaml"} <= recipes
-
-
-@pytest.mark.slow
-def test_batch_invariant(call):
-    table, numbers = call("batch_invariant", "bits", FAMILIES={"Qwen2.5-VL": "shapes_model.json"})
-    assert "| Qwen2.5-VL | float32 | one batch |" in table
-    assert {row["batch_invariant"] for row in numbers["rows"]} == {"100.00 %, 0.0e+00"}
-    table, numbers = call("batch_invariant", "rules", "--repeats=1")
-    assert [row["rules"] for row in numbers["rows"]][::5] == ["all rules", "no rule"]
-    short = ["--sft.max_steps=2", "--grpo.max_steps=2", "--data.eval_rows=4"]
-    table, numbers = call("batch_invariant", "curves", "--seeds", "3", *["--options=" + " ".join(short)])
-    assert numbers["rows"][0]["mismatch with"] == 0
 
 
 def test_an_adapter_adds_two_kernels_to_a_decode_step(monkeypatch):
