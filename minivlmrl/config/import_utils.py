@@ -161,20 +161,14 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     """
     cls, options = resolve_object("stage", stage, table or {})
     with error_context(f"stages: {stage}"):
-        has_options = dataclasses.is_dataclass(getattr(cls, "config_type", None))
-        check_field(
-            has_options,
-            f"the object{defined_in(cls)}",
-            cls,
-            "a Trainer of minivlmrl.trainers.base, with a dataclass of options as its config_type",
-        )
+        # defined_in is only called for errors, because it reads and parses the file
+        if not dataclasses.is_dataclass(getattr(cls, "config_type", None)):
+            expected = "a Trainer of minivlmrl.trainers.base, with a dataclass of options as its config_type"
+            check_field(False, f"the object{defined_in(cls)}", cls, expected)
         name = getattr(cls, "stage", None)
-        check_field(
-            isinstance(name, str) and name.isidentifier(),
-            f"the attribute stage of the class{defined_in(cls)}",
-            name,
-            "the name of its section in the recipe",
-        )
+        if not (isinstance(name, str) and name.isidentifier()):
+            expected = "the name of its section in the recipe"
+            check_field(False, f"the attribute stage of the class{defined_in(cls)}", name, expected)
         check_field(not options, "the text in brackets", options, "in the section of the stage")
     return cls
 
