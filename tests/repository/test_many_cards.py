@@ -31,6 +31,7 @@ import many_cards
 from many_cards import CollectiveCounter, recipe
 
 MODES = many_cards.MODES
+many_cards.PROMPTS = 4  # of eight micro-batches, the middle six call the same operations
 
 
 def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter, Counter]:
