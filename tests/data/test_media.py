@@ -270,7 +270,6 @@ def test_options_that_are_none_are_ignored():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"fps": 2}, "options of the image: unknown key fps; did you mean "),
     ({"max_pixels": 200704.0}, r"max_pixels is 200704.0, but it must be of type int"),
     ({"min_pixels": 0}, r"min_pixels is 0, but it must be in \[1, 33554432\]"),
     ({"min_pixels": 10**12, "max_pixels": 10**12}, "min_pixels is 1000000000000, but it must be in"),

@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 import typing
@@ -41,7 +42,8 @@ from tiny import FILES
 
 families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+PATTERNS = "README.md", ".github/*.md", "audit/*.md", "docs/**/*.md"
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for name in PATTERNS for path in ROOT.glob(name)}
 NAMED = "README.md", "docs/results.md", "docs/rewards.md", "docs/data.md"
 README, RESULTS, REWARDS_PAGE, DATA = (PAGES[name] for name in NAMED)
 
@@ -490,6 +492,18 @@ def test_a_page_is_as_committed(name):
 def test_the_readme_installs_the_pinned_torch():
     [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
     assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_the_accuracies_of_the_public_task_are_the_recorded_ones():
+    """The table has every second evaluation of our runs, and the text has the last ones of TRL."""
+    page = PAGES["docs/public_task.md"]
+    recorded = json.loads((ROOT / "docs" / "public_task.json").read_text())
+    ours = [run["accuracies"][::2] for run in recorded if run["run"] == "ours"]
+    lines = {"lowest": min, "median": statistics.median, "highest": max}
+    for name, pick in lines.items():
+        assert f"| {name} | {' | '.join(f'{pick(values):.2f}' for values in zip(*ours, strict=True))} |" in page
+    ends = sorted(f"{run['accuracies'][-1]:.3f}" for run in recorded if run["run"] == "trl")
+    assert f"TRL 1.16 ends at {', '.join(ends[:-1])} and {ends[-1]} with" in page
 
 
 @pytest.mark.slow

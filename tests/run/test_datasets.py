@@ -12,7 +12,6 @@ from minivlmrl.data import file_dataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.run import datasets
-from minivlmrl.run.datasets import check_shares
 from minivlmrl.run.setup import fit_rows
 from minivlmrl.tasks.shapes import tokenizer
 
@@ -97,10 +96,3 @@ def test_only_rank_0_asks_the_file_system_for_images(write_rows):
 def test_exactly_one_of_task_and_file_is_needed(data):
     with pytest.raises(ValueError, match=r"set exactly one of data\.task, data\.train_file"):
         load_datasets(data, {"grpo": "prompts"}, 0)
-
-
-def test_a_step_that_the_ranks_cannot_share_equally_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^ppo\.prompts_per_step is 32, but it must be a multiple of 3, the number of"
-    ):
-        check_shares("ppo", 32, 3)
