@@ -22,8 +22,6 @@ from minivlmrl.diagnostics.replay import run_config
 from recipes.distill import DistillConfig
 from recipes.kto import KTOConfig
 
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-
 
 @pytest.fixture
 def write(tmp_path):
@@ -378,14 +376,6 @@ def test_written_and_read_again_it_is_equal(write):
     assert load_config(write(to_yaml(config), "config.yaml")) == config
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
-def test_every_recipe_loads_and_its_model_config_exists(file):
-    config = load_config(file)
-    assert config != RunConfig()
-    if config.model.config:
-        assert Path(config.model.config).is_file()
-
-
 def test_a_recipe_of_ours_is_found_by_its_name(tmp_path, monkeypatch):
     """Outside of a clone too; a file of that name here comes first."""
     monkeypatch.chdir(tmp_path)
@@ -398,7 +388,7 @@ def test_a_copy_of_a_recipe_finds_the_files_beside_the_original(tmp_path, monkey
     """Its model config and its task are found from any folder; a file beside the copy comes first."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
-    copy = shutil.copy(RECIPES[0].parent / "site.yaml", tmp_path / "own")
+    copy = shutil.copy(ROOT / "recipes" / "site.yaml", tmp_path / "own")
     ours = recipes_folder()
     config = load_config(copy)
     assert config.model.config == str(ours / "shapes_model.json") and config.data.task == f"{ours / 'site.py'}:TASK"

@@ -6,6 +6,7 @@ tests/config/test_options.py shows that every option has an effect.
 import ast
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -195,8 +196,10 @@ def test_defaults_and_options_of_unused_stages_are_accepted(empty):
 
 
 @pytest.mark.parametrize("path", sorted(recipes_folder().glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_recipes_have_no_option_without_effect(path):
-    check(load_config(path))
+def test_every_recipe_loads_and_has_no_option_without_effect(path):
+    config = load_config(path)
+    assert config != RunConfig() and (config.model.config is None or Path(config.model.config).is_file())
+    check(config)
 
 
 @pytest.mark.parametrize("command", [train_recipe, check_main])
