@@ -1,4 +1,4 @@
-"""Tools to copy: a zoom into an image, and a calculator. docs/tools.md explains how to write such a class.
+"""Tools to copy: a zoom into an image, and a calculator. docs/agents.md explains how to write such a class.
 
 Use one in a recipe in the same folder:
     sampling: {environment: tools.py:Zoom}

@@ -54,7 +54,7 @@ def test_the_page_lists_all_public_names():
 
 def test_the_examples_of_the_page():
     """The first example trains one step on two completions; the second calls parity.check, which passes."""
-    first, second = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    first, second, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     space = {}
     exec(first, space)
     assert space["loss"].item() == pytest.approx(0.0, abs=1e-6)

@@ -1,6 +1,6 @@
 """Load tool environments by name, and inspect their tools and settings.
 
-See docs/tools.md for an example of an environment.
+See docs/agents.md for an example of an environment.
 """
 
 import inspect

@@ -251,13 +251,13 @@ class SamplingOptions:
     # maximum number of tokens of prompts and completions in one sampling batch, where completions
     # count with their full length; None samples all prompts in one batch
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
-    # environment whose tools a completion may call, as file.py:NAME, see docs/tools.md
+    # environment whose tools a completion may call, as file.py:NAME, see docs/agents.md
     environment: Code | None = None
     # number of newest rounds whose images the prompt of each turn contains, see docs/agents.md;
     # None includes all rounds
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
-    # model that computes the logits of rollouts: the policy (native), vLLM (docs/vllm.md), or a
+    # model that computes the logits of rollouts: the policy (native), vLLM (docs/notes/vllm.md), or a
     # class in your own file; filtering and sampling are the same for all engines
     engine: Literal["native", "vllm"] | Code = "native"
     # options of vllm.LLM, such as dtype and max_model_len

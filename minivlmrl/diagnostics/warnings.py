@@ -210,7 +210,7 @@ class WarningRules:
                 f"Only {answered:.2g} of {expected:.2g} tool calls per completion succeed. (The "
                 "second number counts the calls of the last steps, or the successful calls of the "
                 "first step if these were more.) See completions.jsonl for the failed calls. If "
-                "this persists, reward successful calls (docs/tools.md).",
+                "this persists, reward successful calls (docs/agents.md).",
             )
         if self.always("tools/cut_ratio", lambda share: share >= 0.5):
             limit = self.run.sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""Sample rollouts from logits that vLLM computes; see docs/vllm.md.
+"""Sample rollouts from logits that vLLM computes; see docs/notes/vllm.md.
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
@@ -142,7 +142,9 @@ class VLLMSampler(Sampler):
 
     @classmethod
     def check(cls, run: RunConfig):
-        with error_context("sampling.engine=vllm needs vLLM; install it as docs/vllm.md describes"):
+        with error_context(
+            "sampling.engine=vllm needs vLLM; install it as docs/notes/vllm.md describes"
+        ):
             fields = dataclasses.fields(load_name("vllm:EngineArgs"))
         names = {field.name for field in fields} - RESERVED_OPTIONS
         unknown = sorted(run.sampling.vllm.keys() - names)
@@ -335,7 +337,7 @@ class VLLMSampler(Sampler):
                 f"vLLM computes a different policy: its log-probabilities for {where} differ from "
                 f"the policy's by {mismatch:.3g} nats, but at most {bound} * "
                 f"rollout.max_logp_mismatch = {bound * max_logp_mismatch:g} nats are accepted; see "
-                "docs/vllm.md"
+                "docs/notes/vllm.md"
             )
         self.is_verified = True
 

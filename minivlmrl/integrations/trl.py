@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with a loss function of yours.
 
-docs/trl.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or
+docs/library.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or
 newer, because older releases divide some losses by other totals.
 """
 

@@ -173,9 +173,10 @@ def test_invalid_environments_are_refused(own, name, error):
 
 
 def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
-    """The 40 lines of code and recipe in docs/tools.md give the documented answers, and train."""
-    page = (ROOT / "docs" / "tools.md").read_text()
-    [code], [recipe] = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))
+    """The 40 lines of code and recipe in docs/agents.md give the documented answers, and train."""
+    page = (ROOT / "docs" / "agents.md").read_text()
+    code = re.search(r"```python\n(# my_tools\.py.*?)```", page, re.DOTALL)[1]
+    recipe = re.search(r"```yaml\n(# turn\.yaml.*?)```", page, re.DOTALL)[1]
     assert len((code + recipe).splitlines()) <= 40
     (tmp_path / "my_tools.py").write_text(code)
     environment = get_environment(f"{tmp_path}/my_tools.py:Turn")()

@@ -190,13 +190,13 @@ def test_recipes_for_one_gpu_fit(name, model, other, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B"])
 def test_recipes_for_mixture_of_experts_models_fit(model):
-    """docs/experts.md states the same size."""
+    """docs/notes/experts.md states the same size."""
     name = f"lora_{model.lower().replace('-', '_').replace('.', '_')}"
     path = Path("recipes") / f"{name}.yaml"
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m min", head_of(path)).groups())
     size = needed_by_layers(load_config(path), "grpo", model)
     assert round(size) == by_plan <= card
-    assert f"[{name}.yaml](../recipes/{name}.yaml) needs {size:.1f} GB" in Path("docs/experts.md").read_text()
+    assert f"[{name}.yaml](../../recipes/{name}.yaml) needs {size:.1f} GB" in Path("docs/notes/experts.md").read_text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Tests of rollouts with a stand-in for vLLM, and with vLLM itself if it is installed (see docs/vllm.md)."""
+"""Tests of rollouts with a stand-in for vLLM, and with vLLM itself if it is installed (see docs/notes/vllm.md)."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ from stages import ONE
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "vllm_0.32.0.json"
 ENGINE = "--sampling.engine=vllm"
-missing = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is missing: docs/vllm.md installs it")
+missing = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is missing: docs/notes/vllm.md installs it")
 
 
 @pytest.fixture(params=["stand-in", pytest.param("vllm", marks=[pytest.mark.slow, missing])])

@@ -1,4 +1,4 @@
-"""The scripts for TRL on docs/public_task.md and docs/trl.md run."""
+"""The scripts for TRL on docs/public_task.md and docs/library.md run."""
 
 import os
 import re
@@ -12,9 +12,16 @@ from trl_fixtures import model
 
 from minivlmrl.__main__ import main
 
-PAGES = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("public_task.md", "trl.md")]
-# the first script in Python of each page
-SCRIPT, OUR_TRAINER = (re.search(r"```python\n(.*?)```", page, re.DOTALL)[1] for page in PAGES)
+TASK_PAGE, LIBRARY_PAGE = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("public_task", "library"))
+
+
+def script_of(page: str, text: str) -> str:
+    """Return the first block of Python code of a page that contains a text."""
+    return next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text in code)
+
+
+SCRIPT = script_of(TASK_PAGE, "import trl")
+OUR_TRAINER = script_of(LIBRARY_PAGE, "minivlmrl.integrations.trl")
 THEIR_TRAINER = re.search(r"^trl\.GRPOTrainer\(.*\n", SCRIPT, re.MULTILINE)[0]
 
 
@@ -37,6 +44,6 @@ def test_the_script_trains_and_its_model_is_evaluated(task_folder, tmp_path, tra
     assert done.returncode == 0, done.stderr
     weights = [dict(model(folder / name).named_parameters()) for name in ("model", "out/model")]
     assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) > 1e-4
-    [command] = re.findall(r"python -m minivlmrl (evaluate .*)", PAGES[0])
+    [command] = re.findall(r"python -m minivlmrl (evaluate .*)", TASK_PAGE)
     monkeypatch.chdir(folder)
     assert main(command.split()) == 0

@@ -104,7 +104,8 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_index():
     index = PAGES["docs/README.md"]
-    pages = {path.name for pattern in ("*.md", "*.ipynb") for path in (ROOT / "docs").glob(pattern)} - {"README.md"}
+    files = [path for pattern in ("**/*.md", "*.ipynb") for path in (ROOT / "docs").glob(pattern)]
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in files} - {"README.md"}
     assert [page for page in sorted(pages) if f"({page})" not in index] == []
     assert "(docs/README.md)" in README
 
