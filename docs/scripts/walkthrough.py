@@ -63,6 +63,8 @@ You can see a step of your own run in the same way. `python -m minivlmrl replay 
 [a page](step.html) that shows every line of the reading list with the tensors that it computed, and
 `--trace=step5.html,my_rewards.py` adds a file of yours.
 
+[![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
+
 ![A GRPO step as a flow chart](step.svg)
 
 The pictures use these letters for sizes:
@@ -104,7 +106,9 @@ count up from there. The text after the image continues from the largest positio
 # Packed sequence
 The prompt is processed once for all eight completions. With `GroupAttention`, a token of a completion attends to the
 prompt and to the earlier tokens of its own completion. The last token of a completion predicts nothing and is left out,
-so the sequence has {length} + {M} - 8 = {N} tokens.
+so the sequence has {length} + {M} - 8 = {N} tokens. The picture shows a smaller sequence with two prompts:
+
+![Each row is a token, and its colours show the tokens to which it attends](mask.svg)
 
 # Log-probabilities
 The hidden state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp
