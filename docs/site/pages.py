@@ -20,6 +20,7 @@ START, INDEX = "README.md", "docs/README.md"
 PAGE = re.compile(r"\[([^]]+)\]\((\w+\.(?:md|html|ipynb))\)")
 NAMES = {"vLLM"}  # names that begin with a lower-case letter
 LANGUAGES = {
+    "": "text",  # LICENSE
     ".py": "python",
     ".txt": "text",
     ".yaml": "yaml",

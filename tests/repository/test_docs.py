@@ -11,7 +11,9 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tomllib
 import typing
+import urllib.parse
 import xml.etree.ElementTree
 
 import PIL.Image
@@ -44,6 +46,11 @@ families = functools.cache(make_families)
 NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 PATTERNS = "README.md", ".github/*.md", "audit/*.md", "docs/**/*.md"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for name in PATTERNS for path in ROOT.glob(name)}
+OTHER_SITES = (
+    "https://arxiv.org/abs/",
+    "https://github.com/minivlmrl/minivlmrl/actions/",
+    "https://img.shields.io/badge/",
+)
 NAMED = "README.md", "docs/results.md", "docs/rewards.md", "docs/data.md"
 README, RESULTS, REWARDS_PAGE, DATA = (PAGES[name] for name in NAMED)
 
@@ -86,7 +93,7 @@ def test_links_lead_somewhere(page):
     """Files and titles of links exist. If the text of a link is code, the file defines this name."""
     text = PAGES[page]
     for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
-        if target.startswith("https://arxiv.org/abs/"):
+        if target.startswith(OTHER_SITES):
             continue
         file, _, title = target.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page
@@ -169,8 +176,30 @@ def test_the_band_of_the_default_run():
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
             assert f"{run['results']['after_grpo']['eval/accuracy_sampled']:.3f}".lstrip("0") in shown
     assert f"between 0{min(shown)} and 0{max(shown)} on" in README
-    [table] = blocks(README, "text")
-    assert re.search(r"after grpo +0(\S+)", table)[1] in shown
+    [[_, _, result, _], *_] = rows_of(README, "What was measured")
+    assert result.split(" -> 0")[1] in shown
+
+
+def test_the_badges_of_the_readme_are_true():
+    """The badges name the workflow, the license and the Python version of this project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [workflow] = set(re.findall(r"/actions/workflows/([^/)]+)", README))
+    assert (ROOT / ".github" / "workflows" / workflow).is_file()
+    badges = [urllib.parse.unquote(name) for name in re.findall(r"img\.shields\.io/badge/([^)]+)\)", README)]
+    python = project["requires-python"].removeprefix(">=")
+    assert badges == [f"license-{project['license']}-blue", f"python-{python}+-blue"]
+
+
+@pytest.mark.parametrize("title", ["What was measured", "On real data"])
+def test_numbers_of_the_readme_are_on_its_pages(title):
+    """Each number of a result is also on the page to which the last cell of its row links."""
+    number = re.compile(r"\d*\.?\d+(?:e-\d+)?")
+    for row in rows_of(README, title):
+        [page] = re.findall(r"\((docs/\w+\.md)\)", row[-1])
+        found = {digits.lstrip("0") for digits in number.findall(PAGES[page])}
+        results = {digits.lstrip("0") for cell in row[2:-1] for digits in number.findall(cell)}
+        assert results, row
+        assert results - found == set(), row
 
 
 LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences", "distillation"))

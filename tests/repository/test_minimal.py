@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -49,12 +50,8 @@ def test_it_trains_on_a_gpu(page, monkeypatch):
             torch.testing.assert_close(weight.cpu(), expected[name], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("page", "most"), [("minimal.py", 150), ("minimal_dpo.py", 100)])
-def test_it_fits_a_page_and_imports_no_trainer(page, most):
-    """The page has at most `most` lines of code, without docstrings, comments and empty lines.
-
-    It imports no trainer, no training loop and nothing for several ranks.
-    """
+def lines_of_code(page: str) -> list[str]:
+    """Return the lines of a file without docstrings, comments and empty lines."""
     tree = ast.parse((ROOT / page).read_text())
     text = {
         line
@@ -63,8 +60,24 @@ def test_it_fits_a_page_and_imports_no_trainer(page, most):
         for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
     }
     lines = (ROOT / page).read_text().splitlines()
-    code = [line for n, line in enumerate(lines, start=1) if n not in text and line.split("#")[0].strip()]
-    assert len(code) <= most
+    return [line for n, line in enumerate(lines, start=1) if n not in text and line.split("#")[0].strip()]
+
+
+def test_the_readme_quotes_the_page():
+    """README shows statements of the GRPO step in their order, `...` for left-out text, and the number of lines."""
+    readme = (ROOT / "README.md").read_text()
+    assert f"one file of {len(lines_of_code('minimal.py'))} lines of code" in readme
+    excerpt = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1].replace(" ", "")
+    rest = "".join(lines_of_code("minimal.py")).replace(" ", "").partition("defgrpo(")[2]
+    for part in re.split(r"\s|\.{3}", excerpt.strip()):
+        _, found, rest = rest.partition(part)
+        assert found, part
+
+
+@pytest.mark.parametrize(("page", "most"), [("minimal.py", 150), ("minimal_dpo.py", 100)])
+def test_it_fits_a_page_and_imports_no_trainer(page, most):
+    """The page has at most `most` lines, and imports no trainer, no training loop and nothing for several ranks."""
+    assert len(lines_of_code(page)) <= most
     command = [sys.executable, "-c", MODULES.format(page.removesuffix(".py"))]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     files = [file for file in json.loads(printed) if file and file.startswith((f"{ROOT}/minivlmrl", f"{ROOT}/kernels"))]
