@@ -41,10 +41,10 @@ class GroupLayout:
     a completion predicts nothing and is left out, so n tokens occupy n - 1 positions.
 
     Args:
-        prompt_lengths: number of tokens of each of the B prompts.
-        completion_lengths: for each prompt, the number of tokens of each of its completions.
-        rows: row index of each completion. Completions with the same index form one row in the
-            losses, for example the turns of a trajectory. None gives each completion its own row.
+        prompt_lengths: lengths of the B prompts, in tokens.
+        completion_lengths: for each prompt, its completions' lengths in tokens.
+        rows: each completion's row index. Completions with the same index form one row in the
+            losses, for example a trajectory's turns. None gives each completion its own row.
     """
 
     def __init__(
@@ -76,25 +76,25 @@ class GroupLayout:
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end  # N
-        # (B,) position of the last token of each prompt
+        # (B,) position of each prompt's last token
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) position of the token that predicts each completion token
+        # (M,) position whose output predicts each completion token
         self.predict_index = index_tensor(self.predicting_tokens(), device)
-        # (M,) index of each completion token in a flattened (R, T) tensor
+        # (M,) each completion token's index in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.lay_blocks(device)
         self.shapes = [block.shape for block in blocks]
-        # index of the token in each cell of the concatenated blocks; -1 marks an empty cell
+        # token index in each cell after concatenating the blocks; -1 marks an empty cell
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        # (N,) cell of each token
+        # (N,) each token's cell
         inverse = filled.nonzero()[:, 0][order[filled].argsort()]
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
 
     def predicting_tokens(self) -> list[int]:
-        """Return, for each completion token, the position of the token that predicts it.
+        """Return, for each completion token, the position that predicts it.
 
         The last token of the prompt predicts the first token of a completion, and each token of
         the completion predicts the next token.
@@ -114,8 +114,8 @@ class GroupLayout:
         block (r, C).
 
         Returns:
-            blocks: for each prompt length, the block of prompts and then the block of completions.
-                A cell of a block contains the position of a token in the packed sequence, and -1 if
+            blocks: for each prompt length, the prompt block and then the completion block.
+                A block cell contains a token's position in the packed sequence, and -1 if
                 the cell is empty.
             slots: for each prompt length, the PromptSlots of the completions, or None if no
                 completion has a token in the packed sequence.
@@ -152,7 +152,7 @@ def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
 
 def visible(layout: GroupLayout) -> Tensor:
     """Return a packed sequence's attention mask (N, N), True where token i attends to token j."""
-    tokens = []  # (group, row) of each token; row 0 is the prompt, row i completion i of the group
+    tokens = []  # each token's (group, row); row 0 is the prompt, row i completion i of the group
     for number, prompt_span in enumerate(layout.prompt_spans):
         for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
             tokens += [(number, row)] * len(span)
@@ -166,7 +166,7 @@ class GroupAttention:
     """Attention for training, scoring and prefill, with two attention calls per prompt length.
 
     Args:
-        layout: positions of prompts and completions in the packed sequence.
+        layout: prompt and completion positions in the packed sequence.
         keep_keys: store k and v of every layer in `self.keys`, so that DecodeAttention can
             continue after a prefill.
     """
@@ -175,7 +175,7 @@ class GroupAttention:
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # layer index -> recurrent states of the prompts after their last token, see qwen3_5.py
+        # layer index -> the prompts' recurrent states after their last token, see qwen3_5.py
         self.recurrent_state: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -203,9 +203,9 @@ class DecodeAttention:
     Args:
         prompts: GroupAttention(layout, keep_keys=True), after a prefill of the prompts without
             completions.
-        prompt_index: (R,) index of each completion's prompt, in ascending order, in host memory.
+        prompt_index: (R,) prompt index for each completion, in ascending order, in host memory.
         capacity: maximum number of new tokens per completion.
-        start: (B,) position of the first token after each prompt.
+        start: (B,) first position after each prompt.
     """
 
     check_every = 1  # `generate` checks for finished rows after this number of steps
@@ -219,7 +219,7 @@ class DecodeAttention:
         lengths = prompts.layout.prompt_lengths
         first_keys = prompts.keys[0][0]
         self.device = first_keys.device
-        # Keys and values of the prompts in each layer, (B, K, P, D). Shorter prompts are padded
+        # The prompts' keys and values in each layer, (B, K, P, D). Shorter prompts are padded
         # with zeros at the end. prompt_bias (B, P) masks the padding: it is 0 for tokens and -inf
         # for padding.
         self.prompt_kv = []
@@ -229,8 +229,8 @@ class DecodeAttention:
         zeros = [first_keys.new_zeros(n) for n in lengths]
         self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
         self.masks_prompts = len(set(lengths)) > 1  # without padding, prompt_bias is not needed
-        # Keys and values of the completions in each layer, (R, K, capacity, D). row_bias is -inf
-        # after the newest token of each row, so that the unused part of the cache is masked.
+        # The completions' keys and values in each layer, (R, K, capacity, D). row_bias is -inf
+        # after each row's newest token, so that the unused cache is masked.
         R = len(prompt_index)
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
@@ -240,9 +240,9 @@ class DecodeAttention:
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)
-        self.rows = to_device(torch.arange(R), self.device)  # (R,) original index of each row
-        self.start = start[self.slots.prompt_index]  # (R,) position of each row's first token
-        # (R,) index of each row's newest token in row_kv
+        self.rows = to_device(torch.arange(R), self.device)  # (R,) each row's original index
+        self.start = start[self.slots.prompt_index]  # (R,) each row's first position
+        # (R,) each row's newest index in row_kv
         self.newest = torch.full_like(self.rows, -1)
         self.recurrent_state = {
             i: [x[prompt_index] for x in states] for i, states in prompts.recurrent_state.items()
@@ -254,12 +254,12 @@ class DecodeAttention:
         Args:
             unfinished: (R,) bool, in host memory; rows with False are dropped.
         Returns:
-            The indices of the kept rows, or None if all rows are kept.
+            The kept rows' indices, or None if all rows are kept.
         """
         if unfinished.all():
             return None
         rows = unfinished.nonzero()[:, 0]
-        # prompts: indices of prompts that still have a row; prompt_index: index into `prompts` of
+        # prompts: prompts with rows left, by index; prompt_index: index into `prompts` of
         # each kept row
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
@@ -314,7 +314,7 @@ class DecodeAttention:
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        # One matrix product multiplies the keys of a prompt by the queries of all its rows.
+        # One matrix product multiplies a prompt's keys by the queries from all its rows.
         # (B, 1, 1, P) and (R, 1, 1, C), or None if no key is masked
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None

@@ -21,7 +21,7 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, FAMILIES, ModelSpe
 if TYPE_CHECKING:
     from minivlmrl.data.folder_template import ChatTemplate
 
-# name ends of layers whose output is added to the residual stream
+# name ends for layers whose output is added to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 # fields of ImageProcessor -> fields of VisionConfig with the same meaning
 PATCHES = {
@@ -42,14 +42,14 @@ def random_model(
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # a text_config may set a vocab_size above the number of tokens in the tokenizer
+    # a text_config may set a vocab_size above the tokenizer's token count
     vocab_size = max(len(tokenizer), config.vocab_size)
     config = replace(config, vocab_size=vocab_size, **token_ids)
     model = model_from_config(config, config_file)
     initialize(model, torch.Generator().manual_seed(seed))
     family = FAMILIES[config.model_type]
     patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
-    # pixels of one merged token
+    # pixels in one merged token
     token_pixels = (patches["patch_size"] * patches["merge_size"]) ** 2
     images = read_image_processor(
         family.images | patches,
@@ -76,7 +76,7 @@ def default_template(family: ModelSpec) -> "ChatTemplate | None":
 
 
 def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageModel:
-    """Build the model of a config with uninitialised weights.
+    """Build the model for a config with uninitialised weights.
 
     Raises:
         ValueError: a model cannot be built with the sizes in the config.
@@ -92,7 +92,7 @@ def model_from_config(config: ModelConfig, where: str | Path) -> VisionLanguageM
 
 @runtime_checkable
 class ResetsItself(Protocol):
-    """Interface of modules that initialise their own parameters."""
+    """Interface for modules that initialise their own parameters."""
 
     resets_itself: bool
 
@@ -103,11 +103,11 @@ class ResetsItself(Protocol):
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialise weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
 
-    The standard deviation of position embeddings is vision_config.initializer_range instead of
-    0.02. They are added to embeddings of patches, whose values are of order 1.
+    Position embeddings' standard deviation is vision_config.initializer_range instead of
+    0.02. They are added to patch embeddings, whose values are of order 1.
 
     Matrices that write into the residual stream have a variance that is smaller by the factor
-    2 x blocks, so that the sum of all blocks does not grow with their number.
+    2 x blocks, so that the sum over all blocks does not grow with their number.
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
@@ -128,7 +128,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 
 
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace the parameters of a model on the meta device by weights with the same names.
+    """Replace a model's parameters on the meta device by weights with the same names.
 
     A tied head is the same tensor as the embedding.
     """

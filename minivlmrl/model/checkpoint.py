@@ -1,4 +1,4 @@
-"""Load and save models and processors as folders in the format of Hugging Face."""
+"""Load and save models and processors as folders in Hugging Face's format."""
 
 import re
 import shutil
@@ -56,7 +56,7 @@ from minivlmrl.model.plain_weights import (
 )
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes of one weights file
+MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes in one weights file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # files besides the weights that a saved checkpoint copies unchanged from the loaded folder
 CARRIED = re.compile(
@@ -76,15 +76,15 @@ def load_model(
     """Load a model from a local folder or a hub repository.
 
     Args:
-        folder: path of a folder or name of a repository.
-        dtype: dtype of the parameters; defaults to torch_dtype in config.json.
-        device: device of the parameters; ignored if the model is sharded.
+        folder: folder path or repository name.
+        dtype: parameter dtype; defaults to torch_dtype in config.json.
+        device: parameter device; ignored if the model is sharded.
         sharding: object that shards the model, so that each rank loads only its own shard, to
             sharding.device.
         adapt: function that adds adapters to the model while it is on the meta device. The folder
             does not have weights for these adapters.
     Raises:
-        ValueError: config.json or a file of weights is invalid.
+        ValueError: config.json or a weights file is invalid.
     """
     folder = find_folder(folder)
     config = read_config(folder)
@@ -108,7 +108,7 @@ def load_model(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read the config.json of a folder; raise ValueError if it is missing or invalid."""
+    """Read a folder's config.json; raise ValueError if it is missing or invalid."""
     check_model_folder(folder)
     return config_json.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
@@ -120,9 +120,9 @@ def _read_weights(
     take_shard: Callable,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Read the weights of a model from files, and return them by parameter name.
+    """Read a model's weights from files, and return them by parameter name.
 
-    The weights of quantised layers are not returned, because each of these layers packs and stores
+    Quantised layers' weights are not returned, because each of these layers packs and stores
     its weight as soon as it is read.
 
     Args:
@@ -199,14 +199,14 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name on the hub, tensor) for each tensor in a safetensors file.
 
-    The tensors are views of the file, so callers must copy them.
+    The tensors are views into the file, so callers must copy them.
     """
     check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
         # The file is reopened for each tensor, because all pages that were read from an open file
-        # count as memory of this process.
+        # count as this process's memory.
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -225,7 +225,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     """Return the tensors in a model's folder that no module uses, so that they can be saved again.
 
-    An example is the draft layer of Qwen3.5, whose tensors have names that start with mtp.
+    An example is Qwen3.5's draft layer, whose tensors have names that start with mtp.
     """
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
@@ -249,11 +249,11 @@ def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
 def load_processor(
     folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Processor:
-    """Load the tokenizer, chat template and image settings of a folder.
+    """Load the tokenizer, chat template and image settings from a folder.
 
     Args:
-        folder: path of a folder or name of a repository.
-        min_pixels, max_pixels: bounds of the image area in pixels. They default to the bounds in
+        folder: folder path or repository name.
+        min_pixels, max_pixels: bounds on the image area in pixels. They default to the bounds in
             the folder.
     Raises:
         ValueError: a file is invalid, or two files contradict each other.
@@ -330,9 +330,9 @@ def save_model(
     model.save_dtype, if that is set.
 
     Args:
-        base: folder or repository of the base model, for PEFT's adapter_config.json.
+        base: the base model's folder or repository, for PEFT's adapter_config.json.
         write_more_files: function that writes additional files into the new folder.
-        max_shard_size: maximum size of one file of weights, in bytes.
+        max_shard_size: maximum size for one weights file, in bytes.
     Raises:
         ValueError: a weight is not finite.
     """
@@ -361,13 +361,13 @@ def save_adapter(
     write_adapter: Callable[[Path], None],
     write_more_files: Callable[[Path], None] | None = None,
 ):
-    """Save only the adapter of a model, as the subfolder adapter/ of a folder.
+    """Save only a model's adapter, in the subfolder adapter/.
 
     The folder is replaced atomically, as in save_model, so that weights which were merged earlier
     do not stay beside a newer adapter.
 
     Args:
-        write_adapter: result of adapter_writer.
+        write_adapter: return value from adapter_writer.
     """
     with replacing(folder) as new_folder:
         if INFERENCE_CONFIG in processor.tokenizer.files:
@@ -386,7 +386,7 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
 
 
 def write_index(folder: Path, files: StateDictSplit):
-    """Write the index that maps each tensor to its file, if there are several files of weights."""
+    """Write the index that maps each tensor to its file, if there are several weights files."""
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         write_json(folder / INDEX, index)
@@ -407,7 +407,7 @@ def write_extras(
 
 
 def full_weight(model: VisionLanguageModel, weight: Weight) -> Tensor:
-    """Compute a full weight of a model in the dtype in which the model is saved."""
+    """Compute a model's full weight in the dtype in which the model is saved."""
     full = gather_full_tensor(weight)
     return full.to(model.save_dtype or full.dtype)
 
@@ -418,7 +418,7 @@ def split_weights(
     unused: Mapping[str, Tensor],
     max_shard_size: int,
 ) -> StateDictSplit:
-    """Assign each weight of a model, and each unused tensor, to a file of max_shard_size bytes.
+    """Assign each weight in a model, and each unused tensor, to a file of max_shard_size bytes.
 
     A weight that is larger than max_shard_size gets its own file.
     """
@@ -432,16 +432,16 @@ def split_weights(
 
 
 def on_meta(weight: Weight) -> Tensor:
-    """Create a tensor on the meta device, with the shape and dtype of a weight."""
+    """Create a tensor on the meta device, with a weight's shape and dtype."""
     if isinstance(weight, Stacked):
         return weight.stack(on_meta)
     return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
-    """Return the weights of a model, with the names that files of the family use.
+    """Return a model's weights, named as in its family's files.
 
-    gather_full_tensor computes the full tensor of each weight.
+    gather_full_tensor computes each weight's full tensor.
     """
     family = family_of(model)
     file_name = module_name if family.files_have_module_names else str
@@ -460,7 +460,7 @@ def check_finite(name: str, tensor: Tensor, folder: str | Path):
 
 
 def write_settings(folder: Path, model: VisionLanguageModel, processor: Processor):
-    """Write all files of a model's folder except the weights."""
+    """Write all files in a model's folder except the weights."""
     dtype = str(model.save_dtype or model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})
     tokenizer = processor.tokenizer

@@ -1,4 +1,4 @@
-"""ModelConfig and VisionConfig: the sizes and settings of a model, with the names of config.json.
+"""ModelConfig and VisionConfig: a model's sizes and settings, with config.json's names.
 
 model/config_json.py reads, checks and writes config.json. A family whose vision tower has settings
 of its own declares them in a subclass of VisionConfig, in its file in model/families/.
@@ -16,7 +16,7 @@ Depth = Annotated[int, "[1, 1000]"]
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Sizes of a mixture of experts, named as in config.json."""
+    """Mixture-of-experts sizes, named as in config.json."""
 
     num_experts: NumExperts  # E
     num_experts_per_tok: NumExperts  # k
@@ -34,21 +34,21 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """Sizes of the recurrent layers of Qwen3.5, named as in config.json."""
+    """Sizes in Qwen3.5's recurrent layers, named as in config.json."""
 
     linear_num_key_heads: Size
     linear_num_value_heads: Size
     linear_key_head_dim: Size
     linear_value_head_dim: Size
-    linear_conv_kernel_dim: Annotated[int, ">= 2"]  # kernel size of the convolution, in tokens
+    linear_conv_kernel_dim: Annotated[int, ">= 2"]  # convolution kernel size, in tokens
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Config of a vision tower, with what the towers of all families have.
+    """Vision-tower config with the fields that all families share.
 
     Qwen2-VL uses this class itself, and each other family a subclass with its own fields and
-    defaults. The defaults here are those of Qwen2-VL and Qwen2.5-VL in transformers.
+    defaults. The defaults here equal transformers' defaults for Qwen2-VL and Qwen2.5-VL.
     """
 
     depth: Depth = 32  # number of transformer blocks
@@ -57,26 +57,26 @@ class VisionConfig:
     num_heads: Size = 16
     out_hidden_size: Size = 3584  # the decoder's hidden_size
     in_channels: Size = 3
-    patch_size: Size = 14  # side of a patch in pixels
+    patch_size: Size = 14  # patch side in pixels
     temporal_patch_size: Size = 2  # frames in one patch; an image is repeated
-    # side of the square of patches that is merged into one decoder token, in patches
+    # side of the square that is merged into one decoder token, in patches
     spatial_merge_size: Size = 2
-    rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
-    # standard deviation of learned position embeddings in a new model
+    rope_theta: Annotated[float, "(0, inf)"] = 1e4  # 2-D rotary embedding's base
+    # learned position embeddings' standard deviation in a new model
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
-    # unused keys of vision_config, which to_dict writes unchanged
+    # unused keys from vision_config, which to_dict writes unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # Properties of a tower that files of all families read. They are constants, which config.json
+    # Tower properties that all families' files read. They are constants, which config.json
     # does not contain, except in a family that makes them fields.
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
-    # side of an attention window in pixels; None makes each frame one window
+    # attention window side in pixels; None makes each frame one window
     window_size: ClassVar[int | None] = None
     # indices of blocks in which patches attend to the whole frame, in a tower with windows
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
     # M-RoPE time positions per second; None uses one position per time step
     tokens_per_second: ClassVar[int | None] = None
-    # indices of blocks whose output is also added to the first layers of the decoder (DeepStack)
+    # indices of blocks whose output is also added to the decoder's first layers (DeepStack)
     deepstack_visual_indexes: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -90,7 +90,7 @@ class VisionConfig:
 
 @dataclass
 class ModelConfig:
-    """Config of a model. The defaults are the values that all Qwen2.5-VL checkpoints share."""
+    """Model config. The defaults are the values that all Qwen2.5-VL checkpoints share."""
 
     vocab_size: Size
     hidden_size: Size
@@ -99,15 +99,15 @@ class ModelConfig:
     num_attention_heads: Size
     num_key_value_heads: Size
     vision_config: VisionConfig
-    model_type: str = "qwen2_5_vl"  # a key of FAMILIES in families/registry.py
+    model_type: str = "qwen2_5_vl"  # a key in FAMILIES in families/registry.py
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-6
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
     # number of rotary frequencies that encode time, height and width
     mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
     mrope_interleaved: bool = False  # frequencies alternate between the axes, as in Qwen3-VL
     head_dim: Size = 0  # 0 means hidden_size / num_attention_heads
-    attention_bias: bool = True  # whether the projections of queries, keys and values have biases
-    qk_norm: bool = False  # whether each head of queries and keys is normalised
+    attention_bias: bool = True  # whether the query, key and value projections have biases
+    qk_norm: bool = False  # whether each query and key head is normalised
     # fraction of head_dim that is rotated
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 1.0
     # In Qwen3.5 only every full_attention_interval-th layer has attention; the other layers are
@@ -140,7 +140,7 @@ class ModelConfig:
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
-        """Return the position axis of each rotary frequency: 0 for time, 1 for height, 2 for width.
+        """Return each rotary frequency's position axis: 0 for time, 1 for height, 2 for width.
 
         Example: mrope_section (2, 1, 1) gives 0 0 1 2, and 0 1 2 0 with mrope_interleaved.
         """

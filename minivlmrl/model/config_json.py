@@ -1,4 +1,4 @@
-"""Read, check and write config.json, the file with the sizes of a model, as a ModelConfig."""
+"""Read, check and write config.json, the file with a model's sizes, as a ModelConfig."""
 
 from collections.abc import Container
 from dataclasses import asdict, fields
@@ -9,7 +9,7 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
 from minivlmrl.model.families.registry import FAMILIES, ModelSpec
 
-# keys of a config.json that are not copied to `extra`, because to_dict computes their values
+# keys in config.json that are not copied to `extra`, because to_dict computes their values
 REWRITTEN = {
     "text_config",
     "rope_parameters",
@@ -18,7 +18,7 @@ REWRITTEN = {
     "architectures",
     "transformers_version",
 }
-# keys of a vision_config that are not copied to its `extra` for the same reason
+# keys in vision_config that are not copied to its `extra` for the same reason
 REWRITTEN_IN_VISION = REWRITTEN | {
     "model_type",
     "hidden_act",
@@ -33,7 +33,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
 
     Args:
         config: the parsed JSON object.
-        where: name of the file, for error messages.
+        where: file name, for error messages.
     Raises:
         ValueError: a value is invalid or not supported.
     """
@@ -79,7 +79,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 
 def _check_model_type(config: dict, where: str):
-    """Raise ValueError unless the model is of a supported family."""
+    """Raise ValueError unless the model's family is supported."""
     model_type = config.get("model_type")
     expected = f"{' or '.join(FAMILIES)}; other mixtures of experts and qwen4_exp are not supported"
     if model_type in ("qwen2", "qwen3"):
@@ -92,7 +92,7 @@ def _check_model_type(config: dict, where: str):
 
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Return the contents of a config.json in the hub's layout.
+    """Return config.json's contents in the hub's layout.
 
     vLLM and every transformers release that supports the family can read this layout.
     """
@@ -130,7 +130,7 @@ def without(values: dict, names: Container[str]) -> dict:
 
 
 def _section(config: dict, where: str, *names: str) -> dict:
-    """Return the object at the first of these keys that is not empty; {} if all are empty."""
+    """Return the first object under these keys that is not empty; {} if all are empty."""
     for name in names:
         section = config.get(name)
         if section:
@@ -191,7 +191,7 @@ def _check(config: ModelConfig, family: ModelSpec, has_head_dim: bool):
 
 
 def _check_heads(config: ModelConfig, has_head_dim: bool):
-    """Raise ValueError if the sizes of the attention heads do not fit together."""
+    """Raise ValueError if the attention-head sizes do not fit together."""
     heads = config.num_attention_heads
     width = config.hidden_size
     fits = has_head_dim or width % heads == 0

@@ -1,12 +1,12 @@
-"""Decoder and LM head of the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+"""Decoder and LM head for the vision-language models Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
 The decoder processes a packed sequence of N tokens. Its argument `attention` decides which tokens
 attend to each other. model/families/registry.py defines the vision tower, the layers and the
-norm of each model family. Parameters have the same names as in the checkpoints on the Hugging Face
+each model family's norm. Parameters have the same names as in the checkpoints on the Hugging Face
 hub.
 
 Dimension letters: N tokens, H query heads, K key/value heads, D head_dim. `config` is the
-ModelConfig of model/config.py.
+ModelConfig in model/config.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,22 +26,22 @@ from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
 
 
 class Sharder(Protocol):
-    """Interface of Sharding in distributed/fsdp.py, which shards a model's weights over ranks."""
+    """Interface for Sharding in distributed/fsdp.py, which shards a model's weights over ranks."""
 
-    compute_dtype: torch.dtype  # dtype of gathered weights and activations
+    compute_dtype: torch.dtype  # dtype for gathered weights and activations
 
     def shard(self, model: "VisionLanguageModel") -> None:
         """Shard a model, which may be on any device, including the meta device."""
 
     def shard_head(self, head: nn.Module) -> None:
-        """Shard the value head of a sharded model."""
+        """Shard a sharded model's value head."""
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor, as a DTensor with the sharding of `like`."""
+        """Copy this rank's rows from a full tensor, as a DTensor sharded as `like`."""
         ...
 
     def gather(self, model: "VisionLanguageModel") -> "VisionLanguageModel":
-        """Gather the weights of a sharded model, and return an unsharded model with the weights."""
+        """Gather a sharded model's weights, and return an unsharded model with the weights."""
         ...
 
     def copy(self, model: "VisionLanguageModel", in_compute_dtype: bool) -> "VisionLanguageModel":
@@ -50,11 +50,11 @@ class Sharder(Protocol):
 
 
 class VisionLanguageModel(nn.Module):
-    """A vision-language model of any family: vision tower, decoder and language-model head."""
+    """A vision-language model for any family: vision tower, decoder and language-model head."""
 
     sharding: Sharder | None = None  # None if every rank has all weights
     folder: Path | None = None  # folder from which the weights were loaded, if any
-    save_dtype: torch.dtype | None = None  # dtype of saved weights; None keeps the dtype of weights
+    save_dtype: torch.dtype | None = None  # dtype for saved weights; None keeps the weights' dtype
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class VisionLanguageModel(nn.Module):
     def forward(
         self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None
     ) -> Tensor:
-        """Compute the hidden states of a packed batch.
+        """Compute hidden states for a packed batch.
 
         Each prompt, image and video is computed only once, even if several completions share it.
 
@@ -99,12 +99,12 @@ class VisionLanguageModel(nn.Module):
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Replace the embeddings of image tokens by the output of the vision tower.
+    """Replace image-token embeddings by the vision tower's output.
 
     Args:
         x: (N, hidden_size) token embeddings.
-        vision_embeds: (M, k * hidden_size) output of the tower, where k > 1 with DeepStack.
-        index: (M,) positions of the image tokens in x.
+        vision_embeds: (M, k * hidden_size) tower output, where k > 1 with DeepStack.
+        index: (M,) image-token positions in x.
     Returns:
         A copy of x, in which the first hidden_size columns of vision_embeds replace the rows
         `index`, and a list of the other k - 1 blocks of columns, for the argument `deep` of
@@ -139,16 +139,16 @@ class TextModel(nn.Module):
         the selected tokens.
 
         Args:
-            x: (N, hidden_size) embeddings of the tokens.
-            position_ids: (3, N) position of each token in time, height and width; see
+            x: (N, hidden_size) token embeddings.
+            position_ids: (3, N) each token's position in time, height and width; see
                 get_rope_index in model/rope.py.
             attention: decides which tokens attend to each other.
-            select: (S,) indices of the tokens to return. None returns all N.
-            vision_index: (M,) positions of the image tokens in x.
+            select: (S,) indices of the returned tokens. None returns all N.
+            vision_index: (M,) image-token positions in x.
             deep: DeepStack embeddings. deep[i] (M, hidden_size) comes from an inner block of the
                 vision tower and is added to the image tokens after layer i.
         Returns:
-            (S, hidden_size) hidden states of the selected tokens.
+            (S, hidden_size) hidden states for the selected tokens.
         """
         cos, sin = text_rotary(position_ids, self.config, x.dtype)
         for i, layer in enumerate(self.layers[:-1]):
@@ -161,7 +161,7 @@ class TextModel(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention. Qwen2 adds biases to q, k and v; Qwen3 normalises each q and k head.
 
-    `index` is the index of the layer. It selects the keys and values of the layer in the KV cache.
+    `index` is the layer's index. It selects the layer's keys and values in the KV cache.
     """
 
     def __init__(self, config: ModelConfig, index: int):

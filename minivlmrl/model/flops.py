@@ -1,7 +1,7 @@
-"""Count the floating-point operations (FLOPs) of a model, to compare a run with its GPU's peak.
+"""Count a model's floating-point operations (FLOPs), to compare a run with its GPU's peak.
 
-A token takes 2 FLOPs for each value of a weight matrix in the forward pass. The backward pass takes
-as many for the gradient of the input, and as many for the gradient of the weight. Attention,
+A token takes 2 FLOPs for each value in a weight matrix in the forward pass. The backward pass takes
+as many for the input gradient, and as many for the weight gradient. Attention,
 recurrence, norms and activation functions are not counted, and neither are activations that are
 computed again in the backward pass.
 """
@@ -15,8 +15,8 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import PackedLinear
 
-# FLOPs per second of dense products in bfloat16 with float32 sums, from NVIDIA's data sheets. The
-# first entry whose words all occur in the name of the GPU counts.
+# FLOPs per second for dense products in bfloat16 with float32 sums, from NVIDIA's data sheets. The
+# first entry whose words all occur in the GPU's name counts.
 BFLOAT16_PEAKS = {
     "B200": 2.25e15,
     "H200": 9.89e14,
@@ -34,7 +34,7 @@ BFLOAT16_PEAKS = {
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the peak of a GPU in FLOPs per second; None on other devices and in other dtypes."""
+    """Return a GPU's peak in FLOPs per second; None on other devices and in other dtypes."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
@@ -45,7 +45,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield the name, the number of values, and whether it is trained, of each weight matrix.
+    """Yield each weight matrix's name, number of values, and whether it is trained.
 
     Embeddings are left out, because they are looked up. A tied head counts under its own name.
     """
@@ -59,7 +59,7 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def flops_by_input(model: nn.Module, config: ModelConfig) -> dict[str, float]:
-    """Return the FLOPs of forward and backward pass for each patch, merged patch, token and score.
+    """Return the forward and backward FLOPs for each patch, merged patch, token and score.
 
     Args:
         model: module with one or more vision-language models, for example policy and value model.
@@ -69,7 +69,7 @@ def flops_by_input(model: nn.Module, config: ModelConfig) -> dict[str, float]:
     trains_tower = any(
         trained for name, _, trained in found if "visual." in name and "merger" not in name
     )
-    # The gradient of a matrix's input is needed if something before it is trained.
+    # A matrix's input gradient is needed if something before it is trained.
     has_input_gradient = {
         "patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True
     }  # fmt: skip
@@ -88,12 +88,12 @@ def flops_by_input(model: nn.Module, config: ModelConfig) -> dict[str, float]:
 
 
 def batch_flops(flops: dict[str, float], batch: GroupBatch) -> float:
-    """Return the FLOPs of forward and backward pass of a packed batch.
+    """Return the forward and backward FLOPs for a packed batch.
 
     Args:
-        flops: result of flops_by_input.
+        flops: flops_by_input's result.
     """
-    runs_tower = batch.vision_embeds is None  # False if the embeddings of images are cached
+    runs_tower = batch.vision_embeds is None  # False if image embeddings are cached
     return (
         flops["tokens"] * len(batch.input_ids)
         + flops["scored"] * len(batch.completion_ids)

@@ -1,4 +1,4 @@
-"""Log-probabilities of completions, computed alike for policy, old policy and reference model."""
+"""Completion log-probabilities, computed alike for policy, old policy and reference model."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from minivlmrl.model.packing import GroupBatch
 def plain_per_token_logps(
     model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the results of per_token_logps by their definition, with all logits in memory.
+    """Compute per_token_logps' results by their definition, with all logits in memory.
 
     Only tests and exercise 7 use this function.
     """
@@ -23,17 +23,17 @@ def plain_per_token_logps(
 def per_token_logps(
     model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each completion token given the prompt and earlier tokens.
+    """Compute each completion token's log-probability given the prompt and earlier tokens.
 
     Logits are computed block by block, and computed again in the backward pass, so that the whole
-    tensor of logits (M, vocab_size) never exists. If sampling filters such as top_p removed tokens
+    logit tensor (M, vocab_size) never exists. If sampling filters such as top_p removed tokens
     (batch.sampling_mask), the probabilities are normalised over the remaining vocabulary.
 
     Args:
         batch: packed batch with M completion tokens.
-        temperature: divisor of the logits, which should equal the sampling temperature.
+        temperature: logit divisor, which should equal the sampling temperature.
     Returns:
-        Log-probabilities (M,) of the tokens and entropies (M,) of the distributions, in nats.
+        Token log-probabilities (M,) and distribution entropies (M,), in nats.
         GroupBatch.pad arranges such values in rows.
     Source: TRL's GRPOTrainer._get_per_token_logps_and_entropies, without padding.
     """
@@ -48,7 +48,7 @@ def completion_states(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
 def logps_of_states(
     model: VisionLanguageModel, states: Tensor, batch: GroupBatch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the results of per_token_logps from the hidden states of completion_states.
+    """Compute per_token_logps' results from the hidden states in completion_states.
 
     This function is for callers that also need the hidden states.
     """

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
 A layer with an adapter computes x W^T + scaling * x A^T B^T, and only A and B are trained.
-`inject_adapters` replaces linear layers of a model that is already built, also if the model is on
+`inject_adapters` replaces linear layers in a model that is already built, also if the model is on
 the meta device and not yet sharded. The decoder, the sampler and the losses therefore do not need
 any code for adapters.
 
@@ -104,15 +104,15 @@ class LoRALinear(ReplacedLinear):
 
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
-        """Return the merged weight W + scaling * B A, in the dtype of W.
+        """Return the merged weight W + scaling * B A, in W's dtype.
 
-        All ranks must call this method, because it gathers the parameters of a sharded model.
+        All ranks must call this method, because it gathers a sharded model's parameters.
         """
         weight, update = self.weight_and_update()
         return (weight + update).to(weight.dtype)
 
     def weight_and_update(self) -> tuple[Tensor, Tensor]:
-        """Return W of the base and scaling * B A, both (out_features, in_features)."""
+        """Return the base layer's W and scaling * B A, both (out_features, in_features)."""
         A = gather_full_tensor(self.lora_A)
         B = gather_full_tensor(self.lora_B)
         weight = gather_full_tensor(self.base.weight).to(A.device)
@@ -124,7 +124,7 @@ class TF32Adapter(torch.autograd.Function):
 
     TF32 rounds the factors of a float32 product to 11 significant bits, so that tensor cores
     multiply them, and sums in float32. A bfloat16 x has 8 significant bits and is not rounded. The
-    function is needed because the precision of products is a global setting of torch, and autograd
+    function is needed because the precision of products is a global torch setting, and autograd
     computes the backward pass later, in a thread of its own.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features),
@@ -159,18 +159,18 @@ class TF32Adapter(torch.autograd.Function):
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers of a model that have an adapter, by layer name."""
+    """Return a model's layers that have an adapter, by layer name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
 
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Apply dropout with probability p to the inputs of all adapters inside a `with` block.
+    """Apply dropout with probability p to all adapters' inputs inside a `with` block.
 
-    As in PEFT, only the input of the adapter is dropped, and not the input of the base layer. The
-    mask of a layer depends only on `key` and on the layer's name. Activation recomputation in the
+    As in PEFT, only the adapter's input is dropped, and not the base layer's input. The
+    mask for a layer depends only on `key` and on the layer's name. Activation recomputation in the
     backward pass therefore repeats the same mask, and a resumed run does not have to restore the
-    state of a random generator. All completions of a prompt share one mask for the prompt.
+    state of a random generator. All completions share one mask for their prompt.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -184,8 +184,8 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Replace float32 adapters on a 16-bit base by 16-bit copies inside a `with` block, on a GPU.
 
-    A decode step multiplies few tokens, so the float32 products and conversions of an adapter take
-    longer than its base layer. With copies in the dtype of the base, an adapter is two products of
+    A decode step multiplies few tokens, so the float32 products and conversions in an adapter take
+    longer than its base layer. With copies in the base dtype, an adapter is two products of
     16 bits, as with model.compute_dtype. The adapters are not merged into the base, because W +
     scaling * B A in bfloat16 loses most updates that are small beside W. On a CPU nothing is
     replaced, so that sampler and trainer can compute equal bits there.
@@ -211,7 +211,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 def surviving_share(model: nn.Module) -> float:
     """Compute the share of the updated weights that differ from the base after a merge.
 
-    A merged weight is rounded to the dtype of the base. If the update is less than half of the
+    A merged weight is rounded to the base dtype. If the update is less than half of the
     distance to the next number, the merged weight is the base weight, and this part of the training
     is lost. All ranks must call this function.
 
@@ -249,7 +249,7 @@ def drop(p: float, seed: int, x: Tensor) -> Tensor:
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of all adapters, in the order of the model's layers."""
+    """Return all adapters' parameters, in the order of the model's layers."""
     return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
@@ -265,11 +265,11 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: VisionLanguageModel):
-    """Quantise the frozen linear layers of the decoder, and the base layers of adapters, to NF4.
+    """Quantise the decoder's frozen linear layers, and the adapters' base layers, to NF4.
 
-    The routers, the head and the embeddings are not quantised, and neither are layers of the vision
+    The routers, the head and the embeddings are not quantised, and neither are layers in the vision
     tower and the merger that do not have an adapter. In contrast, bitsandbytes in transformers 5.23
-    quantises all linear layers except the head, including the layers of the tower. This function
+    quantises all linear layers except the head, including the tower's layers. This function
     works on any device.
     """
     not_quantized = family_of(model).not_quantized
@@ -294,7 +294,7 @@ def quantize_layer(model: nn.Module, name: str):
 
 
 def init_adapters(model: VisionLanguageModel, seed: int):
-    """Initialise all adapters: A uniformly with the bounds of nn.Linear, and B with zeros."""
+    """Initialise all adapters: A uniformly with nn.Linear's bounds, and B with zeros."""
     weights = {}
     for name, layer in adapters(model).items():
         bound = 1 / math.sqrt(layer.in_features)
@@ -305,7 +305,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace parameters of a model by full tensors, from which each rank keeps its own shard.
+    """Replace a model's parameters by full tensors, from which each rank keeps its own shard.
 
     Args:
         weights: full tensors by parameter name. They are converted to the device and the dtype of
@@ -325,11 +325,11 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return the names of the linear layers that one entry of adapter.target selects.
+    """Return the linear layer names that one entry of adapter.target selects.
 
     Args:
-        target: a part of the model such as "language", or a regular expression that must match the
-            whole name of a layer. The head and the embeddings are never selected.
+        target: a model part such as "language", or a regular expression that must match the
+            whole layer name. The head and the embeddings are never selected.
     Raises:
         ValueError: the target is not a valid regular expression, or it does not select any layer.
     """
@@ -360,11 +360,11 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def kind_of(layer_name: str, kinds: Mapping[str, re.Pattern[str]]) -> str:
-    """Return the part of the model that contains a layer, under the name in adapter.target.
+    """Return the model part that contains a layer, under the name in adapter.target.
 
     Args:
         kinds: the additional parts that a model family defines, such as "experts", each with the
-            pattern of its layer names.
+            pattern for its layer names.
     """
     for kind, pattern in kinds.items():
         if pattern.search(layer_name):

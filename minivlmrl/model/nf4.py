@@ -19,7 +19,7 @@ from minivlmrl.kernels.backend import backend_for
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.model.plain_weights import PackedLinear, gather
 
-NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with the precision of float32
+NF4 = (  # the 16 quantiles in the appendix of the QLoRA paper, with float32 precision
     -1.0, -0.696192801, -0.525073051, -0.394917488, -0.284441382, -0.18477343,
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
@@ -32,7 +32,7 @@ _table = cache(lambda device: torch.tensor(NF4).to(device))  # (16,)
 # Cached, because copying the values to a device synchronises, which a CUDA graph does not allow.
 @cache
 def dynamic_code(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 values of bitsandbytes' dynamic 8-bit code, in ascending order.
+    """Return the 256 values in bitsandbytes' dynamic 8-bit code, in ascending order.
 
     The values are 0, 1 and numbers in seven decades, such as 0.01 to 0.1. Each decade has twice as
     many values as the decade below it.
@@ -54,7 +54,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
         block: number of values that share a scale.
     Returns:
         indices: (rows, n) uint8, the index of each value's nearest entry in the code.
-        scales: (rows, ceil(n / block)), the largest absolute value of each block.
+        scales: (rows, ceil(n / block)), each block's largest absolute value.
     """
     num_rows, num_values = values.shape
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
@@ -74,7 +74,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
     """Quantise a weight to NF4, with two values per byte, and quantise its scales to 8 bits.
 
     Returns:
-        A dictionary of tensors: `packed` has the values, `scale_indices` and `scale_scales` are the
+        A tensor dictionary: `packed` has the values, `scale_indices` and `scale_scales` are the
         quantised scales, and `offset` is the mean that was subtracted from the scales.
     """
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
@@ -99,9 +99,9 @@ def pack_on_meta(shape: torch.Size) -> dict[str, Tensor]:
 def unpack_nf4(
     packed: Tensor, scale_indices: Tensor, scale_scales: Tensor, offset: Tensor, dtype=torch.float32
 ) -> Tensor:
-    """Compute the values (n,) of a weight from the tensors that pack_nf4 returned.
+    """Compute a weight's values (n,) from the tensors that pack_nf4 returned.
 
-    n is the number of values in the weight, rounded up to a multiple of the block size.
+    n is the number of values in the weight, rounded up to a block-size multiple.
     """
     scale_code = dynamic_code(True, packed.device)
     value_table = _table(packed.device)
@@ -131,7 +131,7 @@ def unpack_nf4(
 class NF4Linear(PackedLinear):
     """A frozen linear layer with an NF4 weight.
 
-    In a sharded model, each rank has a shard of the packed values, but all of the scales.
+    In a sharded model, each rank has a shard of the packed values, but all scales.
     """
 
     packed: nn.Parameter

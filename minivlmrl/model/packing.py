@@ -21,27 +21,27 @@ from minivlmrl.model.rope import get_rope_index
 
 @dataclass
 class GroupBatch:
-    """A packed sequence of N tokens without padding, with R rows of M completion tokens in total.
+    """A packed sequence with N tokens and no padding, with R rows and M completion tokens in total.
 
-    A row is one completion, or all turns of a trajectory. Losses are computed per row.
+    A row is one completion, or all turns in a trajectory. Losses are computed per row.
     """
 
-    # (N,) int64, without the last token of each completion, because it predicts no token
+    # (N,) int64, without each completion's last token, because it predicts no token
     input_ids: Tensor
     position_ids: Tensor  # (3, N) int64 positions in time, height and width
-    # (patches, patch_dim) float32 or the dtype of the computation, images and videos in order
+    # (patches, patch_dim) float32 or the computation dtype, images and videos in order
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64
-    vision_index: Tensor  # (merged tokens,) positions of image and video tokens in input_ids
+    vision_index: Tensor  # (merged tokens,) image-token and video-token positions in input_ids
     completion_ids: Tensor  # (M,) int64, the tokens that are scored, completions in order
     # (M,) float32, 1 for tokens that the policy generated, 0 for tool output or other turns
     policy_mask: Tensor
-    # (2, K) int64, pairs of the index of a completion token and a vocabulary id that the sampling
+    # (2, K) int64, pairs of a completion token's index and a vocabulary id that the sampling
     # filters kept for this token; (2, 0) without filters
     sampling_mask: Tensor
     layout: GroupLayout
     prompts: Sequence[Prompt] = ()  # the B packed prompts
-    # (merged tokens, width) cached embeddings of all images; None if some are not cached
+    # (merged tokens, width) cached embeddings for all images; None if some are not cached
     vision_embeds: Tensor | None = None
 
     def pad(self, per_token: Tensor) -> Tensor:
@@ -73,10 +73,10 @@ def pack(
 
     Args:
         prompts: the B prompts.
-        completions: the completions of each prompt; a prompt may have none.
-        config: config of the model, which determines token ids and image positions.
-        device: device of all tensors in the batch except image_grid_thw.
-        rows: row index of each completion; see GroupLayout.
+        completions: each prompt's completions; a prompt may have none.
+        config: the model's config, which determines token ids and image positions.
+        device: device for all tensors in the batch except image_grid_thw.
+        rows: each completion's row index; see GroupLayout.
     Raises:
         ValueError: a completion has no tokens.
     """
@@ -85,7 +85,7 @@ def pack(
         raise ValueError("A completion has no tokens. Drop its row, or end it with a stop token.")
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
-    spans = []  # Spans in the order of input_ids
+    spans = []  # Spans in input_ids order
     for prompt, group in zip(prompts, completions, strict=True):
         spans += lay_group(prompt, group, config)
     placeholders = torch.tensor([config.image_token_id, config.video_token_id])
@@ -119,9 +119,9 @@ def pack_turns(
     config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack prompts and completions like `pack`, each turn of a completion after its own prompt.
+    """Pack prompts and completions like `pack`, each turn in a completion after its own prompt.
 
-    The first turns of a group share their prompt. All turns of a completion are one row of the
+    A group's first turns share their prompt. All turns of a completion are one row of the
     batch. Completions without turns are packed unchanged.
     """
     if not any(completion.turns for group in completions for completion in group):
@@ -151,12 +151,12 @@ class Span:
     # generated, because a generated placeholder does not belong to any image.
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
-    pixel_values: Sequence[Tensor] = ()  # patches of the images and videos, (patches, patch_dim)
+    pixel_values: Sequence[Tensor] = ()  # image and video patches, (patches, patch_dim)
     grids: Sequence[Tensor] = ()  # patch grids, each (images and videos, 3)
 
 
 def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) -> list[Span]:
-    """Create the Spans of a prompt and its completions, which continue where the prompt ends."""
+    """Create the Spans for a prompt and its completions, which continue where the prompt ends."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, config, prompt.second_per_grid_ts)  # (3, P)
@@ -181,7 +181,7 @@ def lay_group(prompt: Prompt, group: Sequence[Completion], config: ModelConfig) 
 def join_vision_embeds(
     prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> Tensor | None:
-    """Concatenate the cached embeddings of all images, or return None if some are not cached.
+    """Concatenate the cached embeddings for all images, or return None if some are not cached.
 
     Embeddings are cached only if the vision tower is frozen.
     """

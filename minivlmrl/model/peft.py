@@ -25,13 +25,13 @@ from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
 from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
 
-AdapterShape = tuple[int, float]  # (r, scaling) of a LoRALinear
+AdapterShape = tuple[int, float]  # a LoRALinear's (r, scaling)
 LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# subfolders of PEFT's folder, of a checkpoint and of a run that contain the adapter
+# subfolders of PEFT's folder, in a checkpoint and in a run that contain the adapter
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
-# fields of adapter_config.json that would change the results; adapters that set them are rejected
+# fields in adapter_config.json that would change the results; adapters that set them are rejected
 UNSUPPORTED = (
     "use_dora",
     "use_qalora",
@@ -48,7 +48,7 @@ UNSUPPORTED = (
 
 @dataclass
 class PeftConfig:
-    """The fields of adapter_config.json that are used when an adapter is loaded.
+    """The adapter_config.json fields that are used when an adapter is loaded.
 
     The ranks and the layers are not read from this file, because the tensors determine them.
     """
@@ -56,15 +56,15 @@ class PeftConfig:
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
     use_rslora: bool = False
-    # layer name, or end of a layer name -> alpha; PEFT's regular expressions are not supported
+    # layer name, or layer name end -> alpha; PEFT's regular expressions are not supported
     alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
 def load_adapter(model: VisionLanguageModel, folder: str | Path):
-    """Add the adapters of a PEFT folder to a model, and freeze all other parameters.
+    """Add the adapters in a PEFT folder to a model, and freeze all other parameters.
 
     Raises:
-        ValueError: the folder is not an adapter of this model, or it uses an unsupported feature.
+        ValueError: the folder is not an adapter for this model, or it uses an unsupported feature.
     """
     shapes, weights = _read(model.requires_grad_(False), folder)
     for name, shape in shapes.items():
@@ -73,7 +73,7 @@ def load_adapter(model: VisionLanguageModel, folder: str | Path):
 
 
 def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
-    """Initialise the existing adapters of a model with the weights in a PEFT folder.
+    """Initialise a model's existing adapters with the weights in a PEFT folder.
 
     Raises:
         ValueError: the adapters in the folder and in the model differ in layers, r or scaling.
@@ -100,7 +100,7 @@ def _shape_text(shape: AdapterShape | None) -> str:
 
 
 def find_adapter(folder: str | Path) -> Path:
-    """Find the adapter in a folder that PEFT wrote, or in the folder or checkpoint of a run."""
+    """Find the adapter in a folder that PEFT wrote, or in a run's folder or checkpoint."""
     for inner in INNER_FOLDERS:
         found_folder = Path(folder) / inner
         if (found_folder / CONFIG).is_file():
@@ -113,7 +113,7 @@ def find_adapter(folder: str | Path) -> Path:
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Return True if a folder has an adapter, but no weights of a model."""
+    """Return True if a folder has an adapter, but no model weights."""
     if (Path(folder) / "config.json").is_file():
         return False
     return any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
@@ -136,12 +136,12 @@ def base_model(folder: str | Path) -> str:
 
 
 def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) -> LoRAOptions:
-    """Return the options of a recipe with which build_model loads the adapter of a folder.
+    """Return the recipe options with which build_model loads a folder's adapter.
 
     Args:
-        quantize: value of adapter.quantize in the adapter's run.
+        quantize: adapter.quantize in the adapter's run.
     Raises:
-        ValueError: the layers of the adapter differ in r or alpha, which a recipe cannot state.
+        ValueError: the adapter's layers differ in r or alpha, which a recipe cannot state.
     """
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
@@ -167,7 +167,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
 def _read(
     model: VisionLanguageModel, folder: str | Path
 ) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
-    """Read the rank and the scaling of each layer's adapter, and all weights by parameter name."""
+    """Read each layer's adapter rank and scaling, and all weights by parameter name."""
     folder = find_adapter(folder)
     config = _read_config(folder / CONFIG)
     file = folder / WEIGHTS
@@ -264,7 +264,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
     rank may call the returned function.
 
     Args:
-        base: folder or repository of the base model, which is written to adapter_config.json.
+        base: the base model's folder or repository, which is written to adapter_config.json.
     """
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
     tensors = {}
@@ -277,7 +277,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
         )
     ranks = {name: layer.r for name, layer in layers.items()}
     # PEFT computes the scaling as alpha / r, so alpha is scaling * r here, even for an adapter that
-    # was loaded with a scaling of alpha / sqrt(r)
+    # was loaded with the scaling alpha / sqrt(r)
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
     r = max(ranks.values())
     alpha = max(alphas.values())

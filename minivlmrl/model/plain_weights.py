@@ -2,7 +2,7 @@
 
 LoRA (model/lora.py) and NF4 (model/nf4.py) replace linear layers, but checkpoints store the weights
 of plain linear layers. The functions in this file map between the two. The file also defines the
-parts of a model that options such as model.freeze can name.
+model parts that options such as model.freeze can name.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Part
 
-# part of a model, as named in recipes -> prefixes of the names of its weights. The first part that
+# model part, as named in recipes -> prefixes of the names of its weights. The first part that
 # matches a name is used.
 PARTS: dict[Part, str | tuple[str, ...]] = {
     "merger": ("visual.merger.", "visual.deepstack_merger_list."),
@@ -26,19 +26,19 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Interface of several weights that files store as one tensor; see families/experts.py."""
+    """Interface for several weights that files store as one tensor; see families/experts.py."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
 
 class ReplacedLinear(nn.Module):
-    """Base class of layers that replace a linear layer, and that can compute its plain weight."""
+    """Base class for layers that replace a linear layer, and that can compute its plain weight."""
 
-    shape: torch.Size  # shape of the plain weight
+    shape: torch.Size  # the plain weight's shape
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the full weight of the plain layer, without gradients; all ranks must call it."""
+        """Compute the plain layer's full weight, without gradients; all ranks must call it."""
         raise NotImplementedError
 
 
@@ -59,9 +59,9 @@ class PackedProduct(torch.autograd.Function):
 
 
 class PackedLinear(ReplacedLinear):
-    """Base class of frozen linear layers whose weight is packed into fewer bits.
+    """Base class for frozen linear layers whose weight is packed into fewer bits.
 
-    A packed layer can also be the base of a LoRALinear. Subclasses such as model/nf4.NF4Linear
+    A packed layer can also be a LoRALinear's base. Subclasses such as model/nf4.NF4Linear
     implement packing in `pack` and unpacking in `weight`.
     """
 
@@ -69,7 +69,7 @@ class PackedLinear(ReplacedLinear):
         super().__init__()
         self.shape = linear.weight.shape
         self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # dtype of the weight before packing and after unpacking
+        self.dtype = linear.weight.dtype  # the weight's dtype before packing and after unpacking
         self.bias = linear.bias
         self.pack(linear.weight)
 
@@ -103,7 +103,7 @@ Weight = Tensor | ReplacedLinear | Stacked
 
 @runtime_checkable
 class Sharded(Protocol):
-    """Interface of torch's DTensor, a sharded tensor. DTensor itself would be slow to import."""
+    """Interface for torch's DTensor, a sharded tensor. DTensor itself would be slow to import."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -159,7 +159,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
     """Return the weights with merged adapters, as a dictionary from plain name to weight.
 
-    gather_full_tensor computes the full tensor of each weight.
+    gather_full_tensor computes each weight's full tensor.
     """
     weights: dict[str, Weight] = {**base_weights(model)}
     for name, layer in model.named_modules():
@@ -180,5 +180,5 @@ def shared_base(model: nn.Module) -> dict[int, Tensor]:
 
 
 def part_of(name: str) -> Part:
-    """Return the part of the model to which the parameter or layer with this name belongs."""
+    """Return the model part to which the parameter or layer with this name belongs."""
     return next(part for part, prefixes in PARTS.items() if name.startswith(prefixes))

@@ -1,7 +1,7 @@
 """Rotary position embeddings: M-RoPE in the decoder, 2-D rotary embeddings in the vision tower.
 
-Dimension letters: N tokens of the packed sequence, P patches, D head_dim, H heads. `config` is a
-ModelConfig of model/config.py, except in `vision_rotary`, where `config` is a VisionConfig.
+Dimension letters: N tokens in the packed sequence, P patches, D head_dim, H heads. `config` is a
+ModelConfig from model/config.py, except in `vision_rotary`, where `config` is a VisionConfig.
 """
 
 from functools import cache
@@ -19,11 +19,11 @@ def get_rope_index(
     config: ModelConfig,
     second_per_grid_ts: Tensor | None = None,
 ) -> Tensor:
-    """Compute the (time, height, width) M-RoPE position of every prompt token.
+    """Compute the (time, height, width) M-RoPE position for every prompt token.
 
     A text token has the same position on all three axes, which is one more than the position of
-    the previous text token. The tokens of an image share one time position, and their positions in
-    height and width are their row and column in the merged grid. The time steps of a video are
+    the previous text token. An image's tokens share one time position, and their positions in
+    height and width are their row and column in the merged grid. A video's time steps are
     spaced in proportion to seconds. Text after an image or a video starts one past the largest
     position on any axis.
 
@@ -37,7 +37,7 @@ def get_rope_index(
     Args:
         input_ids: (N,) int64, one prompt with its image and video placeholders expanded.
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height and
-            width, in the order of the placeholders.
+            width, in placeholder order.
         second_per_grid_ts: (images and videos,) float32, seconds between two time steps. None
             means 1 second.
     Returns:
@@ -51,9 +51,9 @@ def get_rope_index(
     ids = input_ids.tolist()
     placeholders = (config.image_token_id, config.video_token_id)
     merge = config.vision_config.spatial_merge_size
-    pieces = []  # tensors with the positions of ids[:done]
+    pieces = []  # tensors with the positions for ids[:done]
     done = 0
-    position = 0  # position of the next token
+    position = 0  # the next token's position
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
         length = t * (h // merge) * (w // merge)
         begin = done
@@ -86,7 +86,7 @@ def _text_positions(first: int, count: int) -> Tensor:
 
 
 def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: VisionConfig) -> Tensor:
-    """Return the time, row and column of each merged token, from 0 on: (3, t * rows * cols)."""
+    """Return each merged token's time, row and column, from 0 on: (3, t * rows * cols)."""
     time = torch.arange(t)
     # Qwen2-VL does not have tokens_per_second, so a time step is one position
     if config.tokens_per_second is not None:
@@ -100,12 +100,12 @@ def _grid_positions(t: int, rows: int, cols: int, seconds: float, config: Vision
 def text_rotary(
     position_ids: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines of M-RoPE. config.mrope_axes has the axis of each frequency.
+    """Compute the cosines and sines of M-RoPE. config.mrope_axes has each frequency's axis.
 
     Args:
         position_ids: (3, N) int64, from get_rope_index.
     Returns:
-        cos, sin: arguments of apply_rotary, each (N, 1, D), computed in float32 and cast to dtype.
+        cos, sin: arguments for apply_rotary, each (N, 1, D), computed in float32 and cast to dtype.
     """
     axes = _tensor(config.mrope_axes, device=position_ids.device)
     inv_freq = _inverse_frequencies(len(axes), config.rope_theta, position_ids.device)
@@ -117,16 +117,16 @@ def text_rotary(
 def vision_rotary(
     image_grid_thw: Tensor, config: VisionConfig, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of the vision tower's 2-D rotary embedding for each patch.
+    """Compute cosines and sines for the vision tower's 2-D rotary embedding for each patch.
 
     Half of the frequencies rotate by the patch's row, the other half by its column. Patches are in
-    the order of pixel_values: merge blocks are in raster order, and so are the patches of a block.
+    pixel_values order: merge blocks are in raster order, and so are a block's patches.
     All frames have the same angles, because the tower's rotary embedding does not encode time.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
     Returns:
-        cos, sin: arguments of apply_rotary, each (P, 1, D) float32.
+        cos, sin: arguments for apply_rotary, each (P, 1, D) float32.
     """
     merge = config.spatial_merge_size
     count = config.hidden_size // config.num_heads // 4
@@ -141,7 +141,7 @@ def vision_rotary(
 
 
 def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cosines and signed sines (N, 1, D) of angles (N, D/2), as apply_rotary needs them.
+    """Compute cosines and signed sines (N, 1, D) for angles (N, D/2), as apply_rotary needs them.
 
     The first half of the sines is negative, because rotating the pair (a, b) gives
     (a cos - b sin, b cos + a sin).

@@ -11,10 +11,10 @@ from minivlmrl.model.plain_weights import base_weights, has_adapters, is_adapter
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Part]):
-    """Set requires_grad of all parameters of a model.
+    """Set requires_grad for all parameters in a model.
 
     Args:
-        freeze: parts of the model that are not trained, as in the option model.freeze.
+        freeze: model parts that are not trained, as in the option model.freeze.
     Raises:
         ValueError: no parameter would be trained.
     """
@@ -59,7 +59,7 @@ def trainable_summary(model: nn.Module) -> str:
         kind_name = part_of(name)
         rank_text = ""
         if is_adapter(name):
-            # the index of a block is replaced, so that a layer has the same kind in all blocks
+            # a block's index is replaced, so that a layer has the same kind in all blocks
             kind_name = re.sub(r"\.\d+\.(?=.*\.)", ".*.", layer_name)
             r = parameter.shape[0 if name.endswith("lora_A") else 1]
             rank_text = f" x r {r}"

@@ -1,4 +1,4 @@
-"""Value models, which compute one number per token: reward models and the critic of PPO."""
+"""Value models, which compute one number per token: reward models and PPO's critic."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained
 
-HEAD_FILE = "score.safetensors"  # weights of the head, in the folder of the backbone
+HEAD_FILE = "score.safetensors"  # the head's weights, in the backbone's folder
 
 
 class ValueModel(nn.Module):
@@ -36,11 +36,11 @@ class ValueModel(nn.Module):
         select_trained(self, freeze)
 
     def forward(self, batch: GroupBatch) -> Tensor:
-        """Compute the values (M,) of the hidden states that predict the completion tokens."""
+        """Compute the values (M,) for the hidden states that predict the completion tokens."""
         return self.score(completion_states(self.backbone, batch))[:, 0]
 
     def score_last_token(self, batch: GroupBatch) -> Tensor:
-        """Compute the value (R,) at the last token of each completion.
+        """Compute the value (R,) at each completion's last token.
 
         Args:
             batch: a batch from pack_with_last_token.
@@ -54,7 +54,7 @@ def pack_with_last_token(
     config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:
-    """Pack prompts and completions so that the last token of each completion has a hidden state.
+    """Pack prompts and completions so that each completion's last token has a hidden state.
 
     `pack` leaves out the last token, because it predicts no token. This function therefore repeats
     the last token, so that `pack` leaves out the repetition. Example: completion a has 3 tokens,
@@ -74,7 +74,7 @@ def repeat_last_token(completion: Completion) -> Completion:
 
 
 class ValueHead(nn.Linear):
-    """A linear head that converts hidden states to the dtype of its weight, usually float32."""
+    """A linear head that converts hidden states to its weight's dtype, usually float32."""
 
     def forward(self, states: Tensor) -> Tensor:
         return super().forward(states.to(self.weight.dtype))
@@ -86,7 +86,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
     The head is float32 or wider, even if the model is bfloat16.
 
     Args:
-        weight: weight (1, hidden_size) of the head. None initialises the weight with zeros.
+        weight: the head's weight (1, hidden_size). None initialises the weight with zeros.
     """
     like = model.lm_head.weight
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -132,7 +132,7 @@ def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueMo
     """Build a value model from a backbone and the head in a folder.
 
     Raises:
-        ValueError: the file of the head does not match the backbone.
+        ValueError: the head's file does not match the backbone.
     """
     file = Path(folder) / HEAD_FILE
     shape = (1, backbone.config.hidden_size)

@@ -5,8 +5,8 @@ the tower's output. Qwen2.5-VL's tower, in this file, uses window attention, RMS
 SwiGLU MLP as the decoder. The parts in which Qwen2-VL and Qwen3-VL differ are in
 model/families/qwen2_vl.py and model/families/qwen3_vl.py.
 
-Dimension letters: P patches of all images together, E hidden_size, H heads, D head_dim, M merged
-tokens (P / 4). `config` is the VisionConfig of model/config.py.
+Dimension letters: P patches in all images together, E hidden_size, H heads, D head_dim, M merged
+tokens (P / 4). `config` is the VisionConfig in model/config.py.
 """
 
 import math
@@ -25,7 +25,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
-ALIGNED = 8  # number of 16-bit values in 16 bytes
+ALIGNED = 8  # 16-bit values in 16 bytes
 
 
 class MLP(nn.Module):
@@ -44,10 +44,10 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def must_align(self, x: Tensor) -> bool:
-        """Return True if the rows of the intermediate values should begin at multiples of 16 bytes.
+        """Return True if the intermediate values' rows should begin at multiples of 16 bytes.
 
         cuBLAS has fast kernels for 16-bit products only if all rows do. The 3,420 columns of the
-        towers of Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three
+        towers in Qwen2.5-VL-3B and 7B do not, and on an H100 their products then take about three
         times as long. Layers with adapters or packed weights compute the unpadded product.
         """
         layers = (self.gate_proj, self.up_proj, self.down_proj)
@@ -58,7 +58,7 @@ class MLP(nn.Module):
         """Compute the same result with `missing` more intermediate columns, which are all 0.
 
         The weights are padded here and not when they are loaded, so that checkpoints, optimizer
-        states and shards keep the shapes of the config. Gradients of the padding are dropped.
+        states and shards keep the config's shapes. Gradients for the padding are dropped.
         """
         gate, up = (
             F.linear(
@@ -72,14 +72,14 @@ class MLP(nn.Module):
         return F.linear(F.silu(gate) * up, weight, self.down_proj.bias)
 
 
-NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by value of config.norm
-EPS = 1e-6  # epsilon of the norms in the vision tower
+NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}  # norm classes by config.norm
+EPS = 1e-6  # epsilon for the norms in the vision tower
 
 
 def window_order(
     image_grid_thw: Tensor, config: VisionConfig
 ) -> tuple[Tensor, list[int], list[int]]:
-    """Order merged tokens by attention window, so that the tokens of a window are contiguous.
+    """Order merged tokens by attention window, so that a window's tokens are contiguous.
 
     Every frame is tiled from its top left corner by windows of window_size pixels; windows at the
     right and bottom edges may be smaller. Example: 3 x 5 merged tokens and windows of 4 x 4 tokens
@@ -89,10 +89,10 @@ def window_order(
     Args:
         image_grid_thw: (images and videos, 3) int64, the number of patches in time, height, width.
     Returns:
-        order: (M,) int64, the raster index of each merged token, in window order.
-        window_lengths: the number of patches in each window, in window order.
-        frame_lengths: the number of patches in each frame, in window order.
-    Source: get_window_index of Qwen2.5-VL in transformers, without its padding by -100.
+        order: (M,) int64, each merged token's raster index, in window order.
+        window_lengths: patches in each window, in window order.
+        frame_lengths: patches in each frame, in window order.
+    Source: get_window_index for Qwen2.5-VL in transformers, without its padding by -100.
     """
     merge = config.spatial_merge_size
     order = []
@@ -109,7 +109,7 @@ def window_order(
         windows_a_row = math.ceil(cols / side)
         window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
         window_col = torch.arange(cols) // side  # (cols,)
-        window = window_row * windows_a_row + window_col  # (rows, cols) window index of each token
+        window = window_row * windows_a_row + window_col  # (rows, cols) each token's window index
         in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
         frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
         order.append((frames + in_frame).flatten())
@@ -121,13 +121,13 @@ def window_order(
 
 @dataclass
 class Layout:
-    """Patch order, rotary angles and attention segments of a batch of images in the tower."""
+    """Patch order, rotary angles and attention segments for an image batch in the tower."""
 
     order: Tensor  # (P,) for each patch in window order, its index in pixel_values
     raster_order: Tensor  # (M,) for each merged token in raster order, its index in window order
     # (P, 1, 1, D) float32, rotary cosines in window order, shared by query, key and all heads
     cos: Tensor
-    sin: Tensor  # (P, 1, 1, D) float32, rotary sines, in the order of the cosines
+    sin: Tensor  # (P, 1, 1, D) float32, rotary sines, in the cosines' order
     windows: Segments  # one segment per attention window, for blocks with window attention
     frames: Segments  # one segment per frame, for blocks in config.fullatt_block_indexes
 
@@ -140,7 +140,7 @@ class Layout:
 def lay_out(
     grids: tuple[tuple[int, int, int], ...], config: VisionConfig, device: torch.device
 ) -> Layout:
-    """Compute the Layout of images and videos whose patch grids are (time, height, width)."""
+    """Compute the Layout for images and videos whose patch grids are (time, height, width)."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, config)
     patches = torch.arange(len(merged) * config.spatial_merge_size**2).view(len(merged), -1)
@@ -157,13 +157,13 @@ def lay_out(
 
 
 class VisionTower(nn.Module):
-    """Base class of the vision towers of all families, with the names that other files use.
+    """Base class for all families' vision towers, with the names that other files use.
 
-    Its forward has the arguments and results of VisionTransformer.forward. With DeepStack, the
+    Its forward has the same arguments and results as VisionTransformer.forward. With DeepStack, the
     result is (M, (1 + k) * out_hidden_size): the merged tokens, then those of each of k levels.
-    model/config_json.py checks that out_hidden_size is the hidden_size of the decoder. Modules that
+    model/config_json.py checks that out_hidden_size is the decoder's hidden_size. Modules that
     work on merged tokens have "merger" in their names, see model/flops.py. A tower may also have
-    - pos_embed: nn.Embedding of learned positions, which model/build.py initialises with the
+    - pos_embed: nn.Embedding with learned positions, which model/build.py initialises with the
       standard deviation config.initializer_range instead of that of a matrix;
     - deepstack_merger_list: further mergers, which model.freeze and adapter.target count to the
       part "merger", see PARTS in model/plain_weights.py.
@@ -173,10 +173,10 @@ class VisionTower(nn.Module):
 
     config: VisionConfig
     patch_embed: "PatchEmbed"  # patches -> embeddings; model/flops.py counts its products
-    # units of sharding (distributed/fsdp.py) and of activation checkpointing; their number scales
+    # units for sharding (distributed/fsdp.py) and activation checkpointing; their number scales
     # initial weights (model/build.py)
     blocks: nn.ModuleList
-    merger: nn.Module  # the part "merger" of the model; all other weights are the part "vision"
+    merger: nn.Module  # the model's part "merger"; all other weights are the part "vision"
 
 
 class VisionTransformer(VisionTower):
@@ -188,17 +188,17 @@ class VisionTransformer(VisionTower):
         self.merger = PatchMerger(config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images and videos of a batch.
+        """Encode all images and videos in a batch.
 
-        A patch covers two frames of a video, and attends only to patches of the same two frames.
+        A patch covers two video frames, and attends only to patches of the same two frames.
 
         Args:
-            pixel_values: (P, patch_dim), in the order of patchify in data/image.py. They are
-                converted to the dtype of the weights.
+            pixel_values: (P, patch_dim), in patchify's order in data/image.py. They are
+                converted to the weights' dtype.
             image_grid_thw: (images and videos, 3) int64, the number of patches in time, height
                 and width.
         Returns:
-            (M, out_hidden_size) embeddings of the merged tokens. Images and videos keep their
+            (M, out_hidden_size) merged-token embeddings. Images and videos keep their
             order, and the tokens of each image or video are in raster order.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
@@ -214,7 +214,7 @@ class VisionTransformer(VisionTower):
 
 
 class PatchEmbed(nn.Module):
-    """Linear projection of flattened patches, whose weight is stored as a 3-D convolution."""
+    """Linear projection for flattened patches, whose weight is stored as a 3-D convolution."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixtures of experts (MoE), which replace the MLPs of the decoder in Qwen3-VL-MoE and Qwen3.5-MoE.
+"""Mixtures of experts (MoE), which replace the decoder MLPs in Qwen3-VL-MoE and Qwen3.5-MoE.
 
 A router selects k of E experts, which are small MLPs, for each token. In memory, each expert has
 ordinary linear layers, so that LoRA, NF4, sharding and checkpoints need no code for experts. Files
@@ -6,7 +6,7 @@ store all experts of a layer in two tensors. These are split when they are loade
 when they are saved.
 
 Dimension letters: N tokens, D hidden_size, E experts, k experts per token.
-Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py of transformers 5.23.
+Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -43,13 +43,13 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Compute the outputs (N, D) of tokens x (N, D). Each expert runs once, for all its tokens.
+        """Compute outputs (N, D) for tokens x (N, D). Each expert runs once, for all its tokens.
 
         Tokens are only reordered, and never accumulated by index. Therefore the forward and the
         backward pass need no atomic operations and are deterministic.
 
         Args:
-            sum_over_ranks: function that sums the token counts of experts over ranks, if the
+            sum_over_ranks: function that sums expert token counts over ranks, if the
                 weights are sharded; see distributed/fsdp.py.
         """
         logits = self.gate(x)
@@ -70,14 +70,14 @@ class Experts(nn.Module):
                 parts.append(expert(tokens))
         per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
-        for rank in range(1, self.top_k):  # summed in the order of the router's probabilities
+        for rank in range(1, self.top_k):  # summed in the router's probability order
             out = out + per_rank[:, rank] * weights[:, rank, None]
         if self.shared_expert is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Count the tokens of each expert.
+        """Count each expert's tokens.
 
         On the meta device, for memory estimates, all tokens count for the first expert.
         """
@@ -87,7 +87,7 @@ class Experts(nn.Module):
 
 
 def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Select the k most probable experts of each token from router logits (N, E).
+    """Select the k most probable experts for each token from router logits (N, E).
 
     Returns:
         probabilities (N, E) in float32 or wider, and ids (N, k).
@@ -100,11 +100,11 @@ def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def chosen_experts(model: nn.Module) -> Iterator[Callable[[], ChosenExperts]]:
     """Record the experts that routers choose inside a `with` block.
 
-    The context manager yields a function that returns, for each layer with experts, the result of
+    The context manager yields a function that returns, for each layer with experts, the result from
     choose_experts in the latest forward. The last layer processes only the selected tokens, so its
     result contains only these tokens; see TextModel.
     """
-    latest: dict[int, tuple[Tensor, int]] = {}  # layer index -> arguments of choose_experts
+    latest: dict[int, tuple[Tensor, int]] = {}  # layer index -> arguments to choose_experts
 
     def record(block: Experts, router: nn.Module, inputs: tuple, logits: Tensor):
         # stored by layer, because activation recomputation in the backward pass runs the hook again
@@ -121,24 +121,24 @@ def chosen_experts(model: nn.Module) -> Iterator[Callable[[], ChosenExperts]]:
 
 
 def place_experts(layer: DecoderLayer, config: ModelConfig, index: int):
-    """Replace the MLP of a decoder layer by experts, if the config has experts in this layer."""
+    """Replace a decoder layer's MLP by experts, if the config has experts in this layer."""
     if config.experts is not None and config.experts.has_experts(index):
         layer.mlp = Experts(config.hidden_size, config.experts, index)
 
 
-# name of a stacked tensor in a file -> weights of each expert that this tensor contains
+# stacked tensor's name in a file -> weights for each expert that this tensor contains
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 def split_experts(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, file: Path, *, transposed: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file. Stacked experts are split into the weights of linear layers.
+    """Yield a file's tensors. Stacked experts are split into linear layers' weights.
 
     Args:
         transposed: whether stacked experts may be transposed, as in Qwen3-VL-MoE on the hub.
     Raises:
-        ValueError: the shape of a stacked tensor does not match config.json.
+        ValueError: a stacked tensor's shape does not match config.json.
     """
     for name, tensor in tensors:
         layer_name, _, kind = name.rpartition(".")
@@ -167,19 +167,19 @@ def split_experts(
 
 @dataclass
 class StackedExperts:
-    """Weights of all experts of a layer, which are a single tensor in a file."""
+    """Weights for all experts in a layer, which are a single tensor in a file."""
 
     experts: list[list[Weight]]  # for each expert, the weights that FUSED lists
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Build the stacked tensor; `full` computes the full tensor of each weight."""
+        """Build the stacked tensor; `full` computes each weight's full tensor."""
         stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed: bool):
-    """Replace the weights of single experts in a dictionary by StackedExperts, in place."""
+    """Replace single experts' weights in a dictionary by StackedExperts, in place."""
     if config.experts is None:
         return
     for name in list(weights):
@@ -194,7 +194,7 @@ def stack_experts(weights: dict[str, Weight], config: ModelConfig, *, transposed
 
 
 def count_over_ranks(model: nn.Module, sum_counts: Callable):
-    """Set the function with which the experts of a sharded model sum token counts over ranks."""
+    """Set the function with which a sharded model's experts sum token counts over ranks."""
     for module in model.modules():
         if isinstance(module, Experts):
             module.forward = partial(module.forward, sum_over_ranks=sum_counts)

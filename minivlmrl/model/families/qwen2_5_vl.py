@@ -1,4 +1,4 @@
-"""Qwen2.5-VL. Its modules are the defaults of the package; this file has the config of its tower."""
+"""Qwen2.5-VL. Its modules are the package's defaults; this file has its tower's config."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ from minivlmrl.model.families.registry import ModelSpec
 
 @dataclass(frozen=True)
 class Qwen2_5VisionConfig(VisionConfig):
-    """Config of the vision tower of Qwen2.5-VL, most of whose blocks attend within windows."""
+    """Config for Qwen2.5-VL's vision tower, most of whose blocks attend within windows."""
 
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "rms_norm"
     window_size: Size | None = 112

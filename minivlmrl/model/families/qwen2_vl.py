@@ -1,4 +1,4 @@
-"""Qwen2-VL: the MLP of its vision tower, and the conversion of its config.json."""
+"""Qwen2-VL: its vision tower's MLP, and its config.json conversion."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,15 +29,15 @@ class QuickGELUMLP(nn.Module):
 
 @dataclass
 class Tower:
-    """Fields of the vision_config in config.json whose names differ from those in VisionConfig."""
+    """Fields in config.json's vision_config whose names differ from VisionConfig's."""
 
-    embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size of VisionConfig
+    embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # hidden_size in VisionConfig
     mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim
-    hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size of VisionConfig
+    hidden_size: Annotated[int, ">= 1"] = 3584  # out_hidden_size in VisionConfig
 
 
 def read_vision(vision: dict, where: str) -> dict:
-    """Convert the vision_config of Qwen2-VL to the field names of VisionConfig."""
+    """Convert Qwen2-VL's vision_config to VisionConfig's field names."""
     tower = build(Tower, vision, where, "vision_config.", json=True)
     others = {name: value for name, value in vision.items() if name not in vars(tower)}
     return others | {
@@ -48,7 +48,7 @@ def read_vision(vision: dict, where: str) -> dict:
 
 
 def write_config(config: dict) -> dict:
-    """Convert the vision_config in a config back to the field names of Qwen2-VL."""
+    """Convert the vision_config in a config back to Qwen2-VL's field names."""
     vision = dict(config["vision_config"])
     width = vision["hidden_size"]
     mlp_ratio = vision.pop("intermediate_size") / width

@@ -1,16 +1,16 @@
 """Qwen3.5, in which three of four decoder layers are recurrent, without a KV cache.
 
-A recurrent layer has a state of fixed size. It has no attention mask that could separate prompts
+A recurrent layer has a fixed-size state. It has no attention mask that could separate prompts
 and completions of a packed sequence. Instead, `run_recurrent_layer` computes each prompt once,
 and starts each completion from a copy of the state after the prompt, in training and in decoding.
-This state consists of the recurrent state and the last inputs of the convolution.
+This state consists of the recurrent state and the convolution's last inputs.
 
 Every fourth layer has attention, with an output gate and with rotary embeddings on only a part of
-each head. Norms scale by 1 + weight. The vision tower is the tower of Qwen3-VL without DeepStack.
+each head. Norms scale by 1 + weight. The vision tower is Qwen3-VL's tower without DeepStack.
 
-Dimension letters: N tokens of the packed sequence, b rows of T tokens, H heads, V elements of a
-value, K elements of a query or key, W channels of the convolution, D head_dim.
-Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py of transformers.
+Dimension letters: N tokens in the packed sequence, b rows with T tokens, H heads, V elements of a
+value, K elements in a query or key, W convolution channels, D head_dim.
+Source: Gated Delta Networks (arXiv 2412.06464); modeling_qwen3_5.py in transformers.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Layer(DecoderLayer):
 
     norm_type = CentredRMSNorm
     # None, because __init__ creates the attention after the MLP: random weights are initialised in
-    # the order of creation
+    # creation order
     attention_type = None
 
     def __init__(self, config: ModelConfig, index: int):
@@ -86,13 +86,13 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to the first cos.shape[-1] elements of each head of x (N, H, D)."""
+    """Apply rotary embeddings to the first cos.shape[-1] elements in each head of x (N, H, D)."""
     count = cos.shape[-1]
     return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
 
 
 def initial_states(model: VisionLanguageModel, rows: Tensor) -> list[list[Tensor]]:
-    """Return the initial state of each recurrent layer for rows (b, ...); see initial_state."""
+    """Return each recurrent layer's initial state for rows (b, ...); see initial_state."""
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
     return [layer.initial_state(rows) for layer in layers]
 
@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
         self.k_dim, self.v_dim = sizes.linear_key_head_dim, sizes.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
-        self.sizes = [key_width, key_width, value_width]  # total widths of queries, keys and values
+        self.sizes = [key_width, key_width, value_width]  # total query, key and value widths
         width = sum(self.sizes)  # W
         hidden_size = config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
@@ -128,7 +128,7 @@ class GatedDeltaNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Initialise the decay of each head, with half-lives from 0.4 to 700 tokens.
+        """Initialise each head's decay, with half-lives from 0.4 to 700 tokens.
 
         softplus(dt_bias) is between 0.001 and 0.1.
         """
@@ -136,7 +136,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute outputs from x, both (N, hidden_size); `attention` has the layout of tokens."""
+        """Compute outputs from x, both (N, hidden_size); `attention` has the token layout."""
         inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
         gate = F.silu(self.in_proj_z(x)).view_as(out)
@@ -146,7 +146,7 @@ class GatedDeltaNet(nn.Module):
         """Return the state before the first token, which is zero, for each of the rows (b, ...).
 
         Returns:
-            The last inputs of the convolution (b, taps - 1, W), and the recurrent states
+            The convolution's last inputs (b, taps - 1, W), and the recurrent states
             (b, H, K, V) in float32 or wider.
         """
         wide = torch.promote_types(rows.dtype, torch.float32)
@@ -156,10 +156,10 @@ class GatedDeltaNet(nn.Module):
         return [last_inputs, states]
 
     def scan(self, inputs: list[Tensor], layer_state: list[Tensor] | None):
-        """Run the convolution and the recurrence over T tokens of b rows.
+        """Run the convolution and the recurrence over T tokens in b rows.
 
         Args:
-            inputs: outputs of in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
+            inputs: outputs from in_proj_qkv (b, T, W), in_proj_b (b, T, H) and in_proj_a (b, T, H).
             layer_state: the state before the tokens; see initial_state. None means the initial
                 state.
         Returns:
@@ -177,7 +177,7 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the old value to replace
+        beta = b.sigmoid().to(wide)  # (b, T, H) fraction by which the old value is replaced
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -192,13 +192,13 @@ def unit_length(x: Tensor) -> Tensor:
 def run_recurrent_layer(
     attention: Attention, index: int, inputs: list[Tensor], scan: Callable
 ) -> Tensor:
-    """Run a recurrent layer over a packed sequence, or over the new tokens of a decode step.
+    """Run a recurrent layer over a packed sequence, or over a decode step's new tokens.
 
     Args:
-        attention: an object with the layout of prompts and completions, and with recurrent_state,
-            which stores the state of each layer.
-        index: index of the layer in attention.recurrent_state.
-        inputs: tensors (N, ...), the inputs of `scan` for all tokens.
+        attention: an object with the prompt and completion layout, and with recurrent_state,
+            which stores each layer's state.
+        index: layer index in attention.recurrent_state.
+        inputs: tensors (N, ...), `scan`'s inputs for all tokens.
         scan: function (inputs (b, T, ...) of b rows, state) -> results (b, T, ...), state after the
             tokens.
     Returns:
@@ -216,10 +216,10 @@ def run_recurrent_layer(
         out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))
         states.append(state)
-        if slots is not None:  # each completion starts from a copy of its prompt's state
+        if slots is not None:  # each completion starts from its prompt's state, copied
             out, _ = scan(completions, [slots.expand_to_rows(x) for x in state])
             results.append(out.flatten(0, 1))
-    if attention.keep_keys:  # store the states for decoding, in the order of the prompts
+    if attention.keep_keys:  # store the states for decoding, in prompt order
         order = layout.inverse[layout.last_index].argsort().argsort()
         attention.recurrent_state[index] = [
             torch.cat(parts)[order] for parts in zip(*states, strict=True)
@@ -230,7 +230,7 @@ def run_recurrent_layer(
 def _decode_recurrent_layer(
     attention: DecodeAttention, index: int, inputs: list[Tensor], scan: Callable
 ) -> Tensor:
-    """Run a recurrent layer over the new tokens of each row, and update the stored states."""
+    """Run a recurrent layer over each row's new tokens, and update the stored states."""
     results = []
     for rows, tokens in attention.spans:
         state = [stored[rows] for stored in attention.recurrent_state[index]]
@@ -242,7 +242,7 @@ def _decode_recurrent_layer(
     return torch.cat(results)
 
 
-# LAYERS and TEXT_DEFAULTS are defaults of transformers for keys that config.json may omit.
+# LAYERS and TEXT_DEFAULTS are transformers' defaults for keys that config.json may omit.
 LAYERS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,

@@ -18,7 +18,7 @@ from minivlmrl.model.families.registry import ModelSpec, Routing
 from minivlmrl.model.families.routers import RouterLog
 from minivlmrl.model.families.routes import join_routes, watch_routes
 
-# keys of each family's config.json that describe experts, with the defaults of transformers
+# keys of each family's config.json that describe experts, with transformers' defaults
 QWEN3_VL = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
@@ -35,7 +35,7 @@ QWEN3_5 = {
 
 
 class ExpertsLayer(DecoderLayer):
-    """Decoder layer of Qwen3-VL-MoE."""
+    """Qwen3-VL-MoE decoder layer."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
@@ -43,20 +43,20 @@ class ExpertsLayer(DecoderLayer):
 
 
 class RecurrentExpertsLayer(qwen3_5.Layer):
-    """Decoder layer of Qwen3.5-MoE."""
+    """Qwen3.5-MoE decoder layer."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index)
         place_experts(self, config, index)
 
 
-# pattern of the layers that adapter.target: experts selects, which are experts and routers
+# pattern for the layers that adapter.target: experts selects, which are experts and routers
 ROUTED = re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
 ROUTING = Routing(chosen_experts, RouterLog, watch_routes, join_routes)
 
 
 def with_experts(spec: ModelSpec, transposed: bool, **changes) -> ModelSpec:
-    """Return a copy of the ModelSpec of a dense family, changed for the MoE variant."""
+    """Return a copy of a dense family's ModelSpec, changed for the MoE variant."""
     return replace(
         spec,
         transposed_experts=transposed,

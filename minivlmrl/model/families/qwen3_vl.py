@@ -1,12 +1,12 @@
-"""The vision tower of Qwen3-VL, and the parsing of its configuration files.
+"""Qwen3-VL's vision tower, and functions that parse its configuration files.
 
 The tower has learned position embeddings in addition to the 2-D rotary embedding, and does not use
-windows. With DeepStack, the outputs of some inner blocks are also merged, and added to the image
-tokens after the first layers of the decoder. The decoder in decoder.py is used with normalised
+windows. With DeepStack, some inner blocks' outputs are also merged, and added to the image
+tokens after the decoder's first layers. The decoder in decoder.py is used with normalised
 queries and keys, without biases, and with interleaved M-RoPE.
 
-Dimension letters: P patches of all images together, E hidden_size, M merged tokens (P / 4).
-Source: Qwen3-VL report; modeling_qwen3_vl.py of transformers.
+Dimension letters: P patches in all images together, E hidden_size, M merged tokens (P / 4).
+Source: Qwen3-VL report; modeling_qwen3_vl.py in transformers.
 """
 
 import math
@@ -32,14 +32,14 @@ from minivlmrl.model.vision import EPS, PatchEmbed, VisionBlock, VisionTower, la
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """Config of the vision towers of Qwen3-VL and Qwen3.5, which learn positions."""
+    """Config for the vision towers in Qwen3-VL and Qwen3.5, which learn positions."""
 
     depth: Depth = 27
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
     # number of learned position embeddings, which form a square grid that is interpolated to the
-    # size of each image
+    # each image's size
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -50,7 +50,7 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Config of the vision tower of Qwen3-VL, with DeepStack."""
+    """Config for Qwen3-VL's vision tower, with DeepStack."""
 
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
@@ -66,7 +66,7 @@ class DeepStackVisionConfig(Qwen3VisionConfig):
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
-    """Build the MLP fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
+    """Build the MLP fc2(gelu(fc1(x))), with GELU's tanh approximation."""
     first = nn.Linear(hidden_size, intermediate_size, bias=bias)
     last = nn.Linear(intermediate_size, hidden_size, bias=bias)
     return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
@@ -110,10 +110,10 @@ class Qwen3VisionTransformer(VisionTower):
         )
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images of a batch, with the same arguments as VisionTransformer.forward.
+        """Encode all images in a batch, with the same arguments as VisionTransformer.forward.
 
         Returns:
-            (M, (1 + k) * out_hidden_size): the embeddings of the tokens, followed by the DeepStack
+            (M, (1 + k) * out_hidden_size): token embeddings, followed by the DeepStack
             embeddings for the first k decoder layers.
         """
         grids = tuple(map(tuple, image_grid_thw.tolist()))
@@ -131,12 +131,12 @@ class Qwen3VisionTransformer(VisionTower):
         return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
-        """Interpolate the learned position embeddings bilinearly to a grid of h x w patches.
+        """Interpolate the learned position embeddings bilinearly to an h x w patch grid.
 
         The learned embeddings form a square, whose corners are aligned with the image's corners.
 
         Returns:
-            Position embeddings (t * h * w, E), in the order of pixel_values. All t time steps have
+            Position embeddings (t * h * w, E), in pixel_values order. All t time steps have
             the same embeddings.
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
@@ -145,13 +145,13 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # reordered, so that the patches of a merged token are contiguous
+        # reordered, so that a merged token's patches are contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
 def interpolation_weights(count: int, side: int) -> Tensor:
-    """Compute the weights of linear interpolation from `side` to `count` points on one axis.
+    """Compute linear interpolation weights from `side` to `count` points on one axis.
 
     Example: from 2 to 3 points, the weights are (1, 0), (.5, .5) and (0, 1).
 
@@ -163,7 +163,7 @@ def interpolation_weights(count: int, side: int) -> Tensor:
     return (1 - distances).clamp(min=0)
 
 
-# TEXT has values that config.json does not contain. TEXT_DEFAULTS are defaults of transformers for
+# TEXT has values that config.json does not contain. TEXT_DEFAULTS are transformers' defaults for
 # keys that config.json may omit.
 TEXT = {"attention_bias": False, "qk_norm": True, "mrope_interleaved": True}
 TEXT_DEFAULTS = {
@@ -172,7 +172,7 @@ TEXT_DEFAULTS = {
     "mrope_section": [24, 20, 20],
     "head_dim": 128,
 }
-# keys that are at the top level of config.json instead of in text_config
+# keys that are at config.json's top level instead of in text_config
 TOP_LEVEL = (
     "architectures",
     "model_type",
@@ -184,7 +184,7 @@ TOP_LEVEL = (
     "eos_token_id",
     "torch_dtype",
 )
-# defaults for preprocessor_config.json; an image has 64 to 16,384 tokens of 32 x 32 pixels
+# defaults for preprocessor_config.json; an image has 64 to 16,384 tokens with 32 x 32 pixels each
 IMAGES = {
     "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3,
@@ -194,7 +194,7 @@ IMAGES = {
 
 
 def write_config(config: dict) -> dict:
-    """Convert a flat config to the nested config.json of transformers 4.57 and later."""
+    """Convert a flat config to the nested config.json since transformers 4.57."""
     text = dict(config)
     mrope_section = text.pop("rope_scaling")["mrope_section"]
     vision = dict(text.pop("vision_config"))
@@ -217,10 +217,10 @@ def write_config(config: dict) -> dict:
 class Videos:
     """Video preprocessing, in which frames share a pixel budget and time steps have timestamps.
 
-    Source: Qwen3VLVideoProcessor and Qwen3VLProcessor of transformers 5.23.
+    Source: Qwen3VLVideoProcessor and Qwen3VLProcessor in transformers 5.23.
     """
 
-    # minimum and maximum number of pixels of all frames together
+    # minimum and maximum pixel count for all frames together
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
 
@@ -266,8 +266,8 @@ class Videos:
         between the template's <|vision_start|> and <|vision_end|>, as in transformers since 5.10.
 
         Args:
-            pieces: texts, control tokens and placeholders of the prompt.
-            grids: patch grid (t, h, w) of each image and video.
+            pieces: the prompt's texts, control tokens and placeholders.
+            grids: each image's and video's patch grid (t, h, w).
             times: 0.0 for each image, and a list of timestamps in seconds for each video.
         Returns:
             The new pieces, the new grids, and the seconds between time steps. Each time step has a
@@ -294,7 +294,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# settings of a video processor, with the only values that are supported
+# video processor settings, with the only values that are supported
 VIDEO_FIXED = {
     **FIXED,
     "fps": 2,
@@ -307,7 +307,7 @@ VIDEO_FIXED = {
 
 
 def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
-    """Parse a video_preprocessor_config.json, whose patch settings must equal those of images.
+    """Parse a video_preprocessor_config.json, whose patch settings must equal the image settings.
 
     Raises:
         ValueError: a setting has an unsupported value.
@@ -320,7 +320,7 @@ def read_videos(settings: dict, where: str, images: ImageProcessor) -> Videos:
 
 
 def write_videos(images: ImageProcessor) -> dict:
-    """Return the contents of video_preprocessor_config.json for these image settings."""
+    """Return video_preprocessor_config.json's contents for these image settings."""
     return {
         "video_processor_type": "Qwen3VLVideoProcessor",
         "size": vars(images.videos),

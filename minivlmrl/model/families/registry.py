@@ -1,4 +1,4 @@
-"""Registry of model families. A ModelSpec contains everything that differs between families.
+"""Model family registry. A ModelSpec contains everything that differs between families.
 
 MODULES maps the `model_type` in config.json to a module. This module is imported only when a model
 needs it, and its dictionary SPECS contains the ModelSpec. docs/developer_guide.md shows how to add
@@ -29,7 +29,7 @@ MODULES = {
     "qwen3_vl_moe": "minivlmrl.model.families.qwen3_moe",
     "qwen3_5_moe": "minivlmrl.model.families.qwen3_moe",
 }
-CONTROL_TOKENS = {  # field of ModelConfig -> token; all families have the same tokens
+CONTROL_TOKENS = {  # ModelConfig field -> token; all families have the same tokens
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
@@ -37,9 +37,9 @@ CONTROL_TOKENS = {  # field of ModelConfig -> token; all families have the same 
     "eos_token_id": "<|im_end|>",
     "bos_token_id": "<|endoftext|>",
 }
-# values of ModelConfig in families without recurrent layers
+# ModelConfig values in families without recurrent layers
 ALL_ATTEND = {"full_attention_interval": None, "layer_types": (), "partial_rotary_factor": 1.0}
-# values of ModelConfig in Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
+# ModelConfig values in Qwen2-VL and Qwen2.5-VL, whose decoder is Qwen2
 QWEN2_TEXT = {
     "attention_bias": True,
     "qk_norm": False,
@@ -50,12 +50,12 @@ QWEN2_TEXT = {
 
 
 TensorsOfFile = Iterable[tuple[str, Tensor]]
-# layer index -> probabilities (tokens, E) and ids of the chosen experts (tokens, k)
+# layer index -> probabilities (tokens, E) and ids for the chosen experts (tokens, k)
 ChosenExperts = dict[int, tuple[Tensor, Tensor]]
 
 
 class RoutingLog(Protocol):
-    """Interface of RouterLog in families/routers.py, which describes its methods."""
+    """Interface for RouterLog in families/routers.py, which describes its methods."""
 
     def watch(self, model: nn.Module) -> AbstractContextManager[Callable[[], ChosenExperts]]: ...
 
@@ -72,12 +72,12 @@ class RoutingLog(Protocol):
 class Routing:
     """Functions for models with experts, called by trainers, samplers and memory estimates."""
 
-    # (model) -> context manager; yields a function that returns the experts of the latest forward
+    # (model) -> context manager; yields a function that returns the latest forward's experts
     chosen_experts: Callable[[nn.Module], AbstractContextManager[Callable[[], ChosenExperts]]]
-    log: Callable[..., RoutingLog]  # (ModelConfig, World) -> RouterLog of families/routers.py
+    log: Callable[..., RoutingLog]  # (ModelConfig, World) -> RouterLog from families/routers.py
     # (model, token sampler, buffer) -> context manager; yields a sampler that also records routes
     watch_routes: Callable[..., AbstractContextManager[Callable]]
-    # (completions) -> recorded routes of all tokens; see families/routes.py
+    # (completions) -> recorded routes for all tokens; see families/routes.py
     join_routes: Callable[..., Tensor | None]
 
 
@@ -86,40 +86,40 @@ class ModelSpec:
     """Everything that differs between families. FAMILIES maps each `model_type` to a ModelSpec."""
 
     architecture: str  # class name in transformers, as in config.json
-    vision_config: type[VisionConfig]  # dataclass with the fields of vision_config in config.json
-    # values of ModelConfig that config.json does not contain
+    vision_config: type[VisionConfig]  # dataclass with the fields in config.json's vision_config
+    # ModelConfig values that config.json does not contain
     text: dict[str, Any] = field(default_factory=lambda: QWEN2_TEXT)
-    # defaults of transformers for keys that config.json may omit
+    # transformers' defaults for keys that config.json may omit
     defaults: dict[str, Any] = field(default_factory=lambda: {"rms_norm_eps": 1e-5})
-    hidden_act: str = "silu"  # activation of the tower, as named in config.json
-    # (vision_config of a config.json, file name) -> values of the dataclass vision_config
+    hidden_act: str = "silu"  # tower activation, as named in config.json
+    # (vision_config from config.json, file name) -> values for the dataclass vision_config
     read_vision: Callable[[dict, str], dict] = lambda vision, where: vision
-    # flat config.json -> config.json in the layout of the family
+    # flat config.json -> config.json in the family's layout
     write: Callable[[dict], dict] = lambda config: config
-    # whether tensors in files have the names of transformers' modules; see module_name
+    # whether tensors in files are named after transformers' modules; see module_name
     files_have_module_names: bool = False
-    unused_prefixes: tuple[str, ...] = ()  # prefixes of tensors that are not used
-    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with a tower of its
-    # own sets partial(VisionLanguageModel, tower=its subclass of VisionTower)
+    unused_prefixes: tuple[str, ...] = ()  # prefixes for tensors that are not used
+    # (ModelConfig) -> model with the modules visual, model and lm_head; a family with its
+    # own tower sets partial(VisionLanguageModel, tower=its subclass of VisionTower)
     model: Callable[..., VisionLanguageModel] = VisionLanguageModel
-    # keys of config.json that describe experts, with the defaults of transformers
+    # config.json keys that describe experts, with transformers' defaults
     experts: dict[str, Any] = field(default_factory=dict)
     transposed_experts: bool = False  # whether files may have transposed expert weights
-    # (named tensors of a file, ModelConfig, file) -> tensors with the names of parameters
+    # (named tensors in a file, ModelConfig, file) -> tensors by parameter name
     split_tensors: Callable[[TensorsOfFile, ModelConfig, Path], TensorsOfFile] = (
         lambda tensors, config, file: tensors
     )
     # (weights by name, ModelConfig): stacks weights that are a single tensor in files, in place
     stack_tensors: Callable[[dict[str, Weight], ModelConfig], None] = lambda weights, config: None
-    # (model, function): sets the function that sums the token counts of experts over ranks
+    # (model, function): sets the function that sums expert token counts over ranks
     count_over_ranks: Callable[[VisionLanguageModel, Callable], None] = lambda model, sum_counts: (
         None
     )
     routing: Routing | None = None  # None if the family has no experts
-    # additional values of adapter.target -> pattern of the names of the selected layers
+    # additional values for adapter.target -> pattern for the selected layers' names
     adapter_targets: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
-    not_quantized: tuple[str, ...] = ()  # name ends of routers, which are not quantised
-    # (model, rows (b, ...)) -> initial states (b, ...) of each recurrent layer
+    not_quantized: tuple[str, ...] = ()  # router name ends, which are not quantised
+    # (model, rows (b, ...)) -> initial states (b, ...) for each recurrent layer
     initial_states: Callable[[VisionLanguageModel, Tensor], list[list[Tensor]]] = (
         lambda model, rows: []
     )
@@ -130,10 +130,10 @@ class ModelSpec:
     images: dict[str, Any] = field(default_factory=dict)
     # parses video_preprocessor_config.json; None means that videos are processed as in Qwen2.5-VL
     read_videos: Callable = lambda settings, where, images: None
-    # (ImageProcessor) -> contents of video_preprocessor_config.json
+    # (ImageProcessor) -> video_preprocessor_config.json contents
     write_videos: Callable[[ImageProcessor], dict] = lambda images: {}
-    box_space: str = "resized"  # coordinates of boxes in answers; see data/boxes.py
-    # (model) -> blocks, each of which is the unit of sharding and of activation checkpointing
+    box_space: str = "resized"  # box coordinates in answers; see data/boxes.py
+    # (model) -> blocks, each a unit for sharding and activation checkpointing
     blocks: Callable[[VisionLanguageModel], list[nn.Module]] = lambda model: [
         *model.visual.blocks,
         *model.model.layers,
@@ -141,7 +141,7 @@ class ModelSpec:
 
 
 class Families(Mapping[str, ModelSpec]):
-    """Mapping from `model_type` to ModelSpec, which imports the module of a family on first use."""
+    """Mapping from `model_type` to ModelSpec, which imports a family's module on first use."""
 
     def __getitem__(self, model_type: str) -> ModelSpec:
         return import_module(MODULES[model_type]).SPECS[model_type]
@@ -157,21 +157,21 @@ FAMILIES = Families()
 
 
 def family_of(model: VisionLanguageModel) -> ModelSpec:
-    """Return the ModelSpec of a model's family."""
+    """Return the ModelSpec for a model's family."""
     return FAMILIES[model.config.model_type]
 
 
 def hub_name(name: str) -> str:
-    """Convert the name of a tensor in any transformers release to the name in this package.
+    """Convert a tensor's name in any transformers release to the name in this package.
 
     Example: model.visual.x becomes visual.x, and model.language_model.x becomes model.x. The names
-    do not change for files of Qwen2-VL and Qwen2.5-VL.
+    do not change for Qwen2-VL and Qwen2.5-VL files.
     """
     return re.sub(r"^model\.(?=visual\.)|^model\.language_(?=model\.)", "", name)
 
 
 def module_name(name: str) -> str:
-    """Convert a name to the module name since transformers 4.52; the inverse of hub_name."""
+    """Convert a name to the module name since transformers 4.52; inverts hub_name."""
     if name.startswith("visual."):
         return f"model.{name}"
     return re.sub(r"^model\.", "model.language_model.", name)

@@ -1,4 +1,4 @@
-"""Metrics of MoE routers in training: the load-balancing loss and the tokens of each expert."""
+"""Metrics for MoE routers in training: the load-balancing loss and each expert's tokens."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 
 class Gatherer(Protocol):
-    """Interface of distributed/process_group.World, which collects values of all ranks."""
+    """Interface for distributed/process_group.World, which collects values from all ranks."""
 
     def gather_objects(self, value: T) -> list[T]: ...
 
 
 def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Compute the load-balancing loss of routers.
+    """Compute the routers' load-balancing loss.
 
     The loss is E times the sum over experts of (choices / tokens) x (mean probability). It equals k
     if all experts are chosen equally often, and is larger if the routers prefer a few experts.
 
     Args:
-        chosen: probabilities (tokens, E) and chosen ids (tokens, k) of each layer; see
-            choose_experts. The tokens of all layers are averaged together.
+        chosen: probabilities (tokens, E) and chosen ids (tokens, k) for each layer; see
+            choose_experts. Tokens from all layers are averaged together.
     Source: Switch Transformer (arXiv 2101.03961), eq. 4 to 6; equals transformers 5.23's
         load_balancing_loss_func.
     """
@@ -42,18 +42,18 @@ def load_balancing_loss(chosen: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class RouterLog:
-    """Count the tokens of each expert, separately for text and images."""
+    """Count each expert's tokens, separately for text and images."""
 
     def __init__(self, config: ModelConfig, world: Gatherer):
         self.config = config
         self.world = world
-        # token counts (2, layers, E) of each micro-batch since the last call of `take`
+        # token counts (2, layers, E) for each micro-batch since the last `take` call
         self.counts: list[Tensor] = []
 
     def watch(self, model: nn.Module) -> AbstractContextManager[Callable[[], ChosenExperts]]:
         """Return a context manager that records which experts are chosen in each forward.
 
-        The context manager yields a function that returns the experts of the latest forward; see
+        The context manager yields a function that returns the latest forward's experts; see
         chosen_experts.
         """
         return chosen_experts(model)
@@ -66,11 +66,11 @@ class RouterLog:
         return (routes != sampler_routes.to(routes.device)).float()
 
     def add(self, group: GroupBatch, chosen: ChosenExperts) -> dict[str, Tensor]:
-        """Count the tokens of a micro-batch, and return its load-balancing loss and router entropy.
+        """Count a micro-batch's tokens, and return its load-balancing loss and router entropy.
 
         Args:
             group: the micro-batch.
-            chosen: the result of chosen_experts for the forward of the micro-batch.
+            chosen: chosen_experts' result for the micro-batch's forward.
         """
         experts = self.config.experts
         assert experts is not None
@@ -92,7 +92,7 @@ class RouterLog:
         """Sum the token counts since the last call over all ranks, and reset them.
 
         Returns:
-            {"experts/tokens": (2, layers, E)}, the counts of text tokens and of image tokens, or
+            {"experts/tokens": (2, layers, E)}, text-token and image-token counts, or
             {} if no tokens were counted.
         """
         if not self.counts:

@@ -1,7 +1,7 @@
-"""Record the experts of each token during sampling, to check that training uses the same experts.
+"""Record each token's experts during sampling, to check that training uses the same experts.
 
-The route of a token is the set of its experts in all layers. A route is stored as a hash: the sum
-of one random integer per expert, so that the order of the experts does not matter.
+A token's route is the set of its experts in all layers. A route is stored as a hash: the sum
+of one random integer per expert, so that expert order does not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 def routes_of(chosen: ChosenExperts, decoder: TextModel, select: Tensor | None) -> Tensor:
-    """Compute the routes (n,) int64 of the tokens of a forward.
+    """Compute the routes (n,) int64 for a forward's tokens.
 
     Args:
-        chosen: the result of chosen_experts for this forward.
-        select: (n,) indices of the tokens that the last layer processed. None means all tokens.
+        chosen: chosen_experts' result for this forward.
+        select: (n,) indices for the tokens that the last layer processed. None means all tokens.
     """
     routes = []
     for layer, (probabilities, ids) in chosen.items():
@@ -51,7 +51,7 @@ def watch_routes(
         sample_token: the token sampler to extend; see generate.TokenSampler.
         route_buffer: (completions, maximum tokens) int64, to which the routes are written.
     """
-    latest = route_buffer.new_zeros(0)  # (n,) routes in the last forward, of each prompt or row
+    latest = route_buffer.new_zeros(0)  # (n,) routes in the last forward, for each prompt or row
 
     def after_forward(decoder: TextModel, arguments: tuple, states: Tensor):
         nonlocal latest
@@ -74,7 +74,7 @@ def watch_routes(
 
 
 def join_routes(completions: Sequence[Completion]) -> Tensor | None:
-    """Concatenate the routes (M,) of completions, or return None if they were not recorded."""
+    """Concatenate completion routes (M,), or return None if they were not recorded."""
     routes = []
     for completion in completions:
         if completion.routes is None:
