@@ -1,6 +1,6 @@
-"""Compute advantages by comparing the reward of each completion with the rewards of its group.
+"""Compute advantages by comparing each completion's reward with its group's rewards.
 
-The table ADVANTAGES has a function for each value of the option grpo.advantages.
+The table ADVANTAGES has a function for each value that grpo.advantages may have.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ EPSILON = 1e-4  # added to standard deviations to avoid a division by 0; TRL has
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sum of the K rewards of each completion.
+    """Compute each completion's weighted sum of K rewards.
 
     Args:
-        rewards: tensor of shape (n, K); NaN where a reward function could not score a completion.
-        weights: tensor of shape (K,).
+        rewards: (n, K) tensor; NaN where a reward function could not score a completion.
+        weights: (K,) tensor.
     Returns:
-        A tensor of shape (n,). NaN counts as 0 in the sums, but a sum is NaN if all of its K
+        An (n,) tensor. NaN counts as 0 in the sums, but a sum is NaN if all of its K
         rewards are NaN.
     """
     total = (rewards * weights).nansum(dim=1)
@@ -26,19 +26,19 @@ def combine(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """Compute GRPO's advantages: reward minus mean of the group, divided by a standard deviation.
+    """Compute GRPO's advantages: reward minus the group's mean, divided by a standard deviation.
 
     Example: a group with rewards 1, 1, 0, 0 has mean 0.5 and standard deviation 0.5774 (with n - 1
     in its denominator), so "group" gives +0.8659, +0.8659, -0.8659, -0.8659.
 
     Args:
-        rewards: float32 tensor of shape (n,), with the num_generations completions of each group
+        rewards: (n,) float32 tensor, with the num_generations completions of each group
             next to each other; NaN where no reward function could score a completion.
-        scale_rewards: "group" divides by the standard deviation of the group, "batch" divides by
+        scale_rewards: "group" divides by the group's standard deviation, "batch" divides by
             the standard deviation of all n rewards, and "none" does not divide. All three subtract
-            the mean of the group.
+            the group's mean.
     Returns:
-        Advantages of shape (n,), which are 0 where the reward is NaN.
+        (n,) advantages, which are 0 where the reward is NaN.
     Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
     """
     if num_generations == 1 and scale_rewards != "none":
@@ -69,11 +69,11 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     (-0.71, -0.71) and (0.71, 0.71), so the large reward does not dominate the small one.
 
     Args:
-        rewards: tensor of shape (n, K), with the num_generations completions of each group next to
+        rewards: (n, K) tensor, with the num_generations completions of each group next to
             each other.
-        weights: tensor of shape (K,).
+        weights: (K,) tensor.
     Returns:
-        Advantages of shape (n,).
+        (n,) advantages.
     Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
     """
     columns = [group_advantages(column, num_generations) for column in rewards.unbind(1)]
@@ -83,16 +83,16 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Compute RLOO's advantages: reward minus the mean reward of the group's other completions.
+    """Compute RLOO's advantages: reward minus the mean reward in the rest of the group.
 
     Example: a group with rewards 1, 0, 0 has the advantages 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
     Args:
-        rewards: tensor of shape (n,). A reward that is NaN is excluded from all means, and its
+        rewards: (n,) tensor. A reward that is NaN is excluded from all means, and its
             advantage is 0.
-        normalize: if True, scale the advantages of the batch to mean 0 and standard deviation 1.
+        normalize: if True, scale the batch's advantages to mean 0 and standard deviation 1.
     Returns:
-        Advantages of shape (n,).
+        (n,) advantages.
     Source: RLOO eq. 6 (arXiv 2402.14740); equals TRL's RLOOTrainer (since 1.6 also for NaN).
     """
     groups = to_groups(rewards, num_generations)
@@ -103,8 +103,8 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     return advantages.nan_to_num(0.0)
 
 
-# For each value of grpo.advantages, a function that computes the advantages, (n,), of n completions;
-# the num_generations completions of a group are next to each other. Its first argument is the
+# For each grpo.advantages value, a function that computes the advantages, (n,), of n completions;
+# the num_generations completions in a group are next to each other. Its first argument is the
 # weighted sum of each completion's rewards, (n,). A function also gets each of these arguments that
 # it names: rewards_per_func, (n, K); reward_weights, (K,); and the options of the section `grpo`,
 # such as num_generations.
@@ -125,7 +125,7 @@ def standardize(values: Tensor) -> Tensor:
 def group_std(rewards: Tensor, num_generations: int) -> Tensor:
     """Compute the standard deviation of each group's rewards: (n,) -> (n / num_generations,).
 
-    If the standard deviation of a group is 0, its gradient is 0, because all advantages are 0.
+    If a group's standard deviation is 0, its gradient is 0, because all advantages are 0.
     """
     return nanstd(to_groups(rewards, num_generations))
 
@@ -143,7 +143,7 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def nanstd(x: Tensor) -> Tensor:
     """Compute the standard deviation over the last axis with denominator n - 1, ignoring NaN.
 
-    The standard deviation of a single value is NaN.
+    A single value's standard deviation is NaN.
     """
     count = (~x.isnan()).sum(-1)
     variance = (x - x.nanmean(-1, keepdim=True)).square().nansum(-1) / (count - 1)

@@ -1,8 +1,8 @@
-"""The GRPO loss as a pure function of log-probabilities.
+"""The GRPO loss as a pure function that takes log-probabilities.
 
 This file imports only torch, so that you can copy it into your own project.
 
-B is the number of completions, and T is the length of the longest completion; shorter ones are
+B is the number of completions, and T is the longest completion's length; shorter ones are
 padded on the right. The loss is computed in four steps. For three of the steps, the value of an
 option selects a function from a table:
 
@@ -11,8 +11,8 @@ option selects a function from a table:
     KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
     average    over tokens and rows                                           AVERAGES
 
-GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals of the whole
-optimizer step, so the gradients of its micro-batches add up to the gradient of the step, no matter
+GRPO, DAPO and Dr. GRPO differ only in the average. Every average divides by totals over the whole
+optimizer step, so the gradients of its micro-batches add up to the step's gradient, no matter
 how the step is split. grpo_variants.py adds RLOO, CISPO, SAPO and other losses to the tables.
 """
 
@@ -25,12 +25,12 @@ from torch import Tensor
 
 @dataclass
 class LossNormalizer:
-    """Totals by which losses are divided, summed over all micro-batches and ranks of a step."""
+    """Totals by which losses are divided, summed over all micro-batches and ranks in a step."""
 
-    sequences: float  # number of completions in the optimizer step
-    # number of completion tokens in the optimizer step whose mask is 1; num_items_in_batch in TRL
+    sequences: float  # completion count in the optimizer step
+    # completion tokens in the optimizer step whose mask is 1; num_items_in_batch in TRL
     tokens: float | Tensor
-    # constant length by which dr_grpo divides instead of the lengths of the completions
+    # constant length by which dr_grpo divides instead of completion lengths
     max_completion_length: int | None = None
 
 
@@ -52,10 +52,10 @@ def grpo_loss(
     normalizer: LossNormalizer | None = None,
     **term_options,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the policy-gradient loss of a batch of completions.
+    """Compute the policy-gradient loss for a batch of completions.
 
     Example: one completion has two tokens, advantage 0.5 and ratio 1 (on-policy), and beta is 0.
-    The term of each token is -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo"
+    Each token's term is -0.5, so the loss is also -0.5 for "grpo" and "dapo". With "dr_grpo"
     and max_completion_length 4, the loss is -0.25.
 
     Args:
@@ -66,7 +66,7 @@ def grpo_loss(
         loss_type: selects the term and the average, see TERMS and AVERAGES.
         importance_sampling_level: selects the ratio, see RATIOS; "sequence" is GSPO.
         epsilon_low, epsilon_high: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high].
-        beta: weight of the KL, at least 0.
+        beta: KL weight, at least 0.
         kl_estimator: estimator of the KL, see kl_term.
         use_bias_correction_kl: if True, multiply the KL by the ratio, see correct_kl.
         old_per_token_logps: (B, T), log-probabilities under the policy that sampled the
@@ -76,16 +76,16 @@ def grpo_loss(
         token_weights: (B, T) or (B, 1), factors by which the policy term (but not the KL) is
             multiplied, for example a mask of high-entropy tokens, or importance ratios that correct
             for the sampler. None means 1.
-        normalizer: totals of the whole optimizer step. None means that this batch is the whole
+        normalizer: totals over the whole optimizer step. None means that this batch is the whole
             step.
         term_options: keyword arguments for the function that TERMS contains for loss_type.
     Returns:
-        The loss, which is a scalar, and a dictionary of metrics without gradient: the kl in nats
-        per token, and the metrics of the term, such as clip_ratio/low_mean.
+        The loss, which is a scalar, and a metrics dictionary without gradient: the kl in nats
+        per token, and the term's metrics, such as clip_ratio/low_mean.
     Raises:
         ValueError: an option has an unknown or impossible value, or a needed tensor is missing.
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
-        (2507.18071); equals GRPOTrainer._compute_loss of TRL 1.16, value and gradient. The defaults
+        (2507.18071); equals GRPOTrainer._compute_loss in TRL 1.16, value and gradient. The defaults
         are TRL's, too.
     """
     check_bounds(epsilon_low, epsilon_high, beta)
@@ -100,7 +100,7 @@ def grpo_loss(
         advantages = advantages[:, None]  # (B, 1), because all tokens of a row have the same one
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
-    log_ratio = per_token_logps - old_per_token_logps  # (B, T): log of the ratio of each token
+    log_ratio = per_token_logps - old_per_token_logps  # (B, T): each token's log-ratio
     ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
     kl = None
     if beta:  # before the term, so that autograd adds gradients in the same order as in TRL
@@ -121,11 +121,11 @@ def grpo_loss(
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Compute the ratio pi / pi_old of each token, (B, T), or of each completion, (B, 1).
+    """Compute the ratio pi / pi_old for each token, (B, T), or for each completion, (B, 1).
 
     Args:
-        log_ratio: (B, T), log pi - log pi_old of each token, in nats.
-        level: key of RATIOS, for example "token" or "sequence".
+        log_ratio: (B, T), each token's log pi - log pi_old, in nats.
+        level: key in RATIOS, for example "token" or "sequence".
     """
     check_known("importance_sampling_level", level, RATIOS)
     return RATIOS[level](log_ratio, mask)
@@ -136,17 +136,17 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     # r_t = pi(o_t) / pi_old(o_t)
     "token": lambda log_ratio, mask: log_ratio.exp(),
-    # (prod_t r_t)^(1 / |o|) is the geometric mean over the tokens of a completion (GSPO eq. 7)
+    # (prod_t r_t)^(1 / |o|) is the geometric mean over a completion's tokens (GSPO eq. 7)
     "sequence": lambda log_ratio, mask: row_mean(log_ratio, mask).exp(),
 }
 
 
 @dataclass
 class TermInputs:
-    """Inputs from which the functions in TERMS compute the loss of each token."""
+    """Inputs from which the functions in TERMS compute each token's loss."""
 
     logps: Tensor  # (B, T) log-probabilities in nats, with gradient
-    log_ratio: Tensor  # (B, T) log pi - log pi_old of each token, for any importance_sampling_level
+    log_ratio: Tensor  # (B, T) each token's log pi - log pi_old, for any importance_sampling_level
     ratio: Tensor  # ratio pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
     advantages: Tensor  # (B, 1), one advantage for each completion, or (B, T), one for each token
     mask: Tensor  # (B, T), 1 for tokens that are trained on
@@ -158,7 +158,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Args:
-        delta: upper bound of the unclipped ratio, which must be greater than 1 + epsilon_high
+        delta: upper bound on the unclipped ratio, which must be greater than 1 + epsilon_high
             (INTELLECT-2, arXiv 2505.07291). None disables the bound.
     """
     ratio, advantages = inputs.ratio, inputs.advantages
@@ -176,7 +176,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
 
 
 # For each loss_type, a function that computes the loss of each token, (B, T), and metrics. Its
-# arguments are a TermInputs, and the keyword arguments term_options of grpo_loss.
+# arguments are a TermInputs, and the keyword arguments term_options in grpo_loss.
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -220,7 +220,7 @@ def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     if estimator == "k2":
         return 0.5 * d.square()
     if estimator == "k3":
-        # expm1, because d.exp() - 1 would round to 0 for the small d at the start of a run
+        # expm1, because d.exp() - 1 would round to 0 for the small d when a run starts
         return d.expm1() - d
     raise ValueError(
         f"kl_estimator is {estimator!r}, but it must be one of k1, k2, k3, k1+, k2+ and k3+"
@@ -239,16 +239,16 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     return kl * ratio
 
 
-# For each loss_type, a function that averages the losses of tokens, (B, T), to a scalar. Its
+# For each loss_type, a function that averages token losses, (B, T), to a scalar. Its
 # arguments are these losses, which are 0 outside the mask, the mask, and a LossNormalizer.
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
-    # mean over the tokens of each completion, then mean over the completions of the step
+    # mean over each completion's tokens, then mean over the step's completions
     "grpo": lambda terms, mask, normalizer: (
         (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences
     ),
-    # mean over all tokens of the step, which gives all tokens the same weight
+    # mean over all tokens in the step, which gives all tokens the same weight
     "dapo": lambda terms, mask, normalizer: terms.sum() / normalizer.tokens,
-    # The divisor does not depend on the lengths of the completions, so there is no length bias.
+    # The divisor does not depend on completion lengths, so there is no length bias.
     "dr_grpo": lambda terms, mask, normalizer: (
         terms.sum() / (normalizer.sequences * max_length(normalizer))
     ),
@@ -266,7 +266,7 @@ def max_length(normalizer: LossNormalizer) -> int:
 
 
 def batch_normalizer(mask: Tensor) -> LossNormalizer:
-    """Compute the LossNormalizer of a batch that is a whole optimizer step."""
+    """Compute the LossNormalizer for a batch that is a whole optimizer step."""
     return LossNormalizer(len(mask), mask.sum().clamp(min=1))
 
 
@@ -278,14 +278,14 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     """Average a per-token metric (B, T) over the mask, or a per-row metric (B, 1) over the rows."""
     if x.dtype == torch.bool:
-        x = x.double()  # float64, so that the fractions of several micro-batches add up exactly
+        x = x.double()  # float64, so that the fractions from several micro-batches add up exactly
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
-    """Raise ValueError if an option of grpo_loss has an impossible value."""
+    """Raise ValueError if a grpo_loss option has an impossible value."""
     if not 0 <= epsilon_low <= epsilon_high:  # this also rejects NaN
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is "
@@ -296,6 +296,6 @@ def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
 
 
 def check_known(option: str, name: str, table: dict[str, Callable]):
-    """Raise ValueError if the value of an option is not a key of the option's table."""
+    """Raise ValueError if an option's value is not a key of the option's table."""
     if name not in table:
         raise ValueError(f"{option} is {name!r}, but it must be one of {', '.join(table)}")

@@ -1,6 +1,6 @@
-"""Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
+"""GRPO loss variants: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-This file adds the variants to the tables RATIOS, TERMS and AVERAGES of grpo.py. It also computes an
+This file adds the variants to the tables RATIOS, TERMS and AVERAGES in grpo.py. It also computes an
 entropy bonus, and token weights that mask off-policy rows, select tokens with high entropy, or
 correct for the sampler. To use this file in your own project, copy grpo.py too.
 """
@@ -27,17 +27,17 @@ CORRECTION_MODES = get_args(CorrectionMode)
 
 RATIOS |= {
     # GSPO-token (arXiv 2507.18071 eq. 14): the ratio has the same value as "sequence", but its
-    # gradient flows through the log-probability of each token
+    # gradient flows through each token's log-probability
     "sequence_token": lambda log_ratio, mask: (
         row_mean(log_ratio, mask).detach() + log_ratio - log_ratio.detach()
     ).exp(),
-    # RLOO (arXiv 2402.14740): prod_t r_t is the ratio of the whole completion
+    # RLOO (arXiv 2402.14740): prod_t r_t is the whole completion's ratio
     "sequence_sum": lambda log_ratio, mask: (log_ratio * mask).sum(-1, keepdim=True).exp(),
 }
 
 
 def rloo_term(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, dict]:
-    """Compute RLOO's term, which is the clipped term with the ratio of the whole completion.
+    """Compute RLOO's term, which is the clipped term with the whole completion's ratio.
 
     The option importance_sampling_level is ignored.
     """
@@ -83,7 +83,7 @@ def vespo_term(
 ) -> tuple[Tensor, dict]:
     """Compute VESPO's term: -sg(phi(W)) A log pi with phi(W) = W^k exp(lambda (1 - W)).
 
-    W is the importance weight of a whole completion, and sg is detach. Where the advantage is
+    W is the importance weight for a whole completion, and sg is detach. Where the advantage is
     negative, k and lambda are the options vespo_k_neg and vespo_lambda_neg; elsewhere, they are
     vespo_k_pos and vespo_lambda_pos.
 
@@ -104,9 +104,9 @@ def vespo_term(
 def vespo_log_weight(
     log_ratio: Tensor, importance_sampling_ratio: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """Compute VESPO's log W, (B, 1): the sum of the log-ratios (B, T) over the tokens of each row.
+    """Compute VESPO's log W, (B, 1): the sum of the log-ratios (B, T) over each row's tokens.
 
-    Unless importance_sampling_ratio is None, the logarithms of its values are added to the sum.
+    Unless importance_sampling_ratio is None, its values' logarithms are added to the sum.
     """
     lowest = math.log(1e-8)
     highest = 20.0
@@ -125,12 +125,12 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # mean over the tokens of this micro-batch, weighted by its fraction of the completions of the
+    # mean over this micro-batch's tokens, weighted by its share of the completions in the
     # step. As in TRL, the gradient depends on how the step is split into micro-batches.
     "bnpo": lambda terms, mask, normalizer: (
         terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences)
     ),
-    # LUSPO (arXiv 2602.05261): sum over the tokens of each completion, and mean over completions,
+    # LUSPO (arXiv 2602.05261): sum over each completion's tokens, and mean over completions,
     # so a long completion has more weight than a short one
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,
     "rloo": AVERAGES["grpo"],
@@ -172,7 +172,7 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
     """Compute the entropy that the fraction `quantile` of the tokens reaches or exceeds.
 
     Args:
-        entropies: (n,), entropies of n tokens. If n is 0, the result is infinity.
+        entropies: (n,), n token entropies. If n is 0, the result is infinity.
     """
     entropies = entropies.detach().float()
     if not len(entropies):
@@ -186,7 +186,7 @@ def mean_entropy(
     normalizer: LossNormalizer,
     num_tokens: float | Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean entropy of the kept tokens, which is the entropy bonus of the loss.
+    """Compute the kept tokens' mean entropy, which is the loss's entropy bonus.
 
     The caller multiplies the mean by entropy_coef and subtracts it from the loss, so that training
     increases the entropy.
@@ -194,7 +194,7 @@ def mean_entropy(
     Args:
         entropies: (B, T), in nats.
         kept: (B, T), 1 for tokens to average over.
-        num_tokens: number of kept tokens in the whole optimizer step. None estimates it as TRL
+        num_tokens: kept tokens in the whole optimizer step. None estimates it as TRL
             does: the number in this batch, divided by the batch's fraction of the completions of
             the step.
     """
@@ -218,7 +218,7 @@ def off_policy_mask(
         threshold: largest allowed mean of log pi_sampler - log pi over a completion, in nats per
             token.
     Returns:
-        A boolean tensor of shape (B, 1), or (B, T) if the advantages have this shape. It is True
+        A (B, 1) boolean tensor, or (B, T) if the advantages have this shape. It is True
         where the loss keeps the tokens.
     Source: DeepSeek-V3.2 (arXiv 2512.02556); TRL's off_policy_mask_threshold.
     """
@@ -247,12 +247,12 @@ def rollout_importance_ratio(
         sampling_per_token_logps: (B, T), log-probabilities that the sampler recorded. Where they
             are NaN, the ratio is 1.
         mode: "token_..." computes one ratio for each token, and "sequence_..." multiplies the
-            ratios of all tokens of a completion. "..._truncate" clips the ratios to the range from
+            ratios for all tokens in a completion. "..._truncate" clips the ratios to the range from
             clip_min to clip_max, and "..._mask" sets ratios outside of this range to 0.
-        clip_max: upper bound of the ratio; None disables the bound.
-        clip_min: lower bound of the ratio; None disables the bound.
+        clip_max: upper bound on the ratio; None disables the bound.
+        clip_min: lower bound on the ratio; None disables the bound.
     Returns:
-        Ratios of shape (B, T), or (B, 1) if mode is "sequence_...".
+        (B, T) ratios, or (B, 1) if mode is "sequence_...".
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
         (2025); TRL's vllm_importance_sampling_mode.
     """

@@ -3,9 +3,9 @@
 `check` compares a loss with the recorded cases and names known mistakes that explain a difference.
 `pytest --pyargs minivlmrl.losses.parity` runs the same cases as tests, see docs/parity_in_ci.md,
 which also describes the keys of `batch` and `options`. `check_images` checks that a trainer's
-log-probabilities depend on the images of their row.
+log-probabilities depend on the images in their row.
 
-In a clone, `pytest tests/parity` compares all losses and options of minivlmrl with the installed
+In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the installed
 TRL.
 """
 
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 # losses of TRL 1.16, written by tests/record/record_losses.py, and a tiny model of transformers 5.23,
-# written by tests/record/record_fixtures.py of commit cfba8c8
+# written by tests/record/record_fixtures.py at commit cfba8c8
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
@@ -30,11 +30,11 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
     """Compare a loss with values and gradients recorded from TRL; return the number of cases.
 
     Args:
-        my_loss: function (batch, options) -> scalar loss. The tensors of the batch are float64
+        my_loss: function (batch, options) -> scalar loss. The batch tensors are float64
             with shape (B, T), or (B, 2, T) for dpo.
-        tolerance: largest error of value and gradient, relative to TRL's largest absolute value or
+        tolerance: largest error in value and gradient, relative to TRL's largest absolute value or
             to 1, whichever is larger.
-        kind: kind of the loss: grpo, dpo or sft.
+        kind: loss kind: grpo, dpo or sft.
         only: options that a case must have, for example loss_type="dapo" and whole_step=True.
 
     Raises:
@@ -44,7 +44,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
     """
     count = 0
     differences = []  # one line for each case that differs
-    steps = []  # arguments of `known_mistakes` for the same cases
+    steps = []  # arguments to `known_mistakes` for the same cases
     for case, options, batch, value, slope in cases(kind=kind, **only):
         found = compare(my_loss, options, batch, value, slope)
         count += 1
@@ -79,20 +79,20 @@ def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor
     """Compute a loss and its gradient for a recorded case, and compare them with TRL's.
 
     Raises:
-        ValueError: `my_loss` does not return a tensor of shape ().
+        ValueError: `my_loss` does not return a scalar tensor.
     """
     logps = batch["per_token_logps"].requires_grad_()
     loss = my_loss(batch, options)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"my_loss returned {loss!r:.60}, but it must return a tensor of shape ()")
-    # 0 * sum is added, so that the gradient of a detached loss is 0 instead of an error
+    # 0 * sum is added, so that a detached loss's gradient is 0 instead of an error
     [ours] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     loss = loss.detach()
     return Comparison(loss, ours, distance(loss, value), distance(ours, gradient))
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Yield (name, options, batch, value, gradient) of each recorded case with these options.
+    """Yield (name, options, batch, value, gradient) for each recorded case with these options.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
@@ -140,7 +140,7 @@ def known_mistakes(steps: list[tuple]) -> list[str]:
     package.
 
     Args:
-        steps: (batch, options, loss, gradient) of each case that differs.
+        steps: (batch, options, loss, gradient) for each case that differs.
     """
     if importlib.util.find_spec("minivlmrl_audit") is None:  # it is a separate distribution
         return ["To name the mistake, install minivlmrl-audit: pip install ./audit in a clone"]
@@ -148,7 +148,7 @@ def known_mistakes(steps: list[tuple]) -> list[str]:
 
 
 def check_shape(name: str, tensor: Tensor, expected: str, dims: int, last: int | None = None):
-    """Raise ValueError unless a tensor has `dims` dimensions, the last one of size `last`."""
+    """Raise ValueError unless a tensor has `dims` dimensions, the last one with size `last`."""
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
     if shape is None or len(shape) != dims or last not in (None, shape[-1]):
         found = f"of type {type(tensor).__name__}" if shape is None else f"of shape {shape}"
@@ -156,7 +156,7 @@ def check_shape(name: str, tensor: Tensor, expected: str, dims: int, last: int |
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
-    """Compute the largest difference of two tensors, relative to max(1, largest |expected|).
+    """Compute the largest difference between two tensors, relative to max(1, largest |expected|).
 
     The result is inf if the shapes differ, or if the tensors have NaN at different positions.
     """
@@ -182,19 +182,19 @@ def check_images(
 
     Each image in turn is replaced by its negative, which must change log-probabilities of tokens
     after the image and no log-probabilities of tokens before the image. In addition, rows that
-    differ in one image must have the same log-probabilities in one batch as in batches of one row.
+    differ in one image must have the same log-probabilities in one batch as alone in a batch.
 
     Args:
         my_logps: function (input_ids (B, L), pixel_values (B * P, D), image_grid_thw (B * N, 3))
-            -> (B, T), log-probabilities of each row's last T tokens. With T = L - 1, the check
-            also finds a wrong order of the images.
-        input_ids: (L,), ids of one row with N images, as a Qwen processor returns them.
-        pixel_values: (P, D), the patches of one image after the other.
+            -> (B, T), log-probabilities for each row's last T tokens. With T = L - 1, the check
+            also finds a wrong image order.
+        input_ids: (L,), ids for one row with N images, as a Qwen processor returns them.
+        pixel_values: (P, D), patches, one image after the other.
         image_grid_thw: (N, 3); use images of different sizes, so that a wrong order can be found.
-        tolerance: rounding error of my_logps in nats; about 0.1 in bfloat16.
+        tolerance: rounding error in my_logps in nats; about 0.1 in bfloat16.
 
     Returns:
-        A description of the fault with its size in nats; "" if all images are used correctly.
+        A fault description with its size in nats; "" if all images are used correctly.
 
     Raises:
         ValueError: a tensor has another shape, or the row has no image, or not as many as

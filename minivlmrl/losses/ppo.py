@@ -12,14 +12,14 @@ def token_rewards(
     kl_coef: float = 0.05,
     kl_estimator: str = "k1",
 ) -> Tensor:
-    """Compute PPO's reward of each token: a KL penalty, plus the score at the last token.
+    """Compute PPO's reward for each token: a KL penalty, plus the score at the last token.
 
     The penalty is -kl_coef times the estimated KL between policy and reference at that token.
 
     Args:
-        scores: (B,), rewards of whole completions.
+        scores: (B,), rewards for whole completions.
         logps, ref_logps: (B, T), log-probabilities under policy and reference, in nats.
-        mask: (B, T), 1 for the tokens of the completions.
+        mask: (B, T), 1 for completion tokens.
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
     Returns:
         (B, T) rewards.
@@ -47,7 +47,7 @@ def gae(
     the returns 1, 1.
 
     Args:
-        rewards, values: (B, T), 0 after the end of a row. values[:, t] is the critic's prediction
+        rewards, values: (B, T), 0 after a row's end. values[:, t] is the critic's prediction
             before token t is sampled.
     Returns:
         Advantages and returns (advantages + values), each (B, T).
@@ -70,7 +70,7 @@ def whiten(
     """Whiten per-token values over a whole rollout: variance 1, and mean 0 if shift_mean.
 
     Args:
-        parts, masks: one tensor (B, T) for each micro-batch of the rollout.
+        parts, masks: one tensor (B, T) for each micro-batch in the rollout.
         all_ranks: World.sum, which sums numbers over all ranks; None if there is only one rank.
     Source: TRL 1.12's masked_whiten (variance with n - 1, 1e-8 under the root).
     """
@@ -114,19 +114,19 @@ def ppo_loss(
     is -2 and the value loss 2, so the loss with vf_coef 0.1 is -1.8.
 
     Args:
-        per_token_logps, values: (B, T), log-probabilities of the policy in nats and predictions of
+        per_token_logps, values: (B, T), policy log-probabilities in nats and predictions by
             the critic, both with gradient.
         mask: (B, T), 1 for tokens that are trained on.
         cliprange: the ratio is clipped to [1 - cliprange, 1 + cliprange], and a value to its old
             value -+ cliprange; at least 0.
-        vf_coef: weight of the value loss.
-        old_per_token_logps, old_values: (B, T), the same at the time of sampling.
+        vf_coef: value loss weight.
+        old_per_token_logps, old_values: (B, T), the same at sampling time.
         advantages, returns: (B, T), see gae.
-        normalizer: LossNormalizer whose `tokens` is the divisor; by default the sum of the mask.
+        normalizer: LossNormalizer whose `tokens` is the divisor; by default the mask's sum.
     Returns:
         The loss, and the metrics policy_loss, value_loss, approx_kl (nats per token), ratio and
         clip_ratio/...
-    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer of TRL 1.12, the last release that
+    Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12, the last release that
         has one.
     """
     eps = cliprange

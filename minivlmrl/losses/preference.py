@@ -2,14 +2,14 @@
 
 The file imports only torch, so that you can copy it into your own project.
 
-B is the number of pairs and T the length of the longest answer. In tensors (B, 2, T), [:, 0] is the
+B is the number of pairs and T the longest answer's length. In tensors (B, 2, T), [:, 0] is the
 chosen answer and [:, 1] the rejected one. Only `per_token_logps` has a gradient.
 
 Each loss divides by totals of the whole optimizer step, the argument `normalizer` (its `sequences`
 counts two answers for each pair; by default the batch is the step), so that the gradients of
-micro-batches add up to the gradient of the step. There are two exceptions: aot and aot_unpaired
-sort the pairs of a micro-batch, as in TRL, and use_weighting (WPO) multiplies the micro-batch's
-mean of sft.
+micro-batches add up to the step's gradient. There are two exceptions: aot and aot_unpaired
+sort a micro-batch's pairs, as in TRL, and use_weighting (WPO) multiplies the micro-batch's
+sft mean.
 """
 
 import math
@@ -35,23 +35,23 @@ class Pairs:
 
     logps: Tensor  # (B, 2) log pi(y | x), summed over tokens, nats
     ref_logps: Tensor  # (B, 2) log pi_ref(y | x)
-    u: Tensor  # log-ratio of the chosen answer, log pi(y_c) - log pi_ref(y_c)
-    v: Tensor  # log-ratio of the rejected answer, log pi(y_r) - log pi_ref(y_r)
+    u: Tensor  # chosen answer's log-ratio, log pi(y_c) - log pi_ref(y_c)
+    v: Tensor  # rejected answer's log-ratio, log pi(y_r) - log pi_ref(y_r)
     # beta d, with the margin d = f'(pi / pi_ref)(y_c) - f'(pi / pi_ref)(y_r), or u - v for the
     # reverse KL
     z: Tensor
-    mean_margin: Tensor  # d with both scores divided by the lengths of their answers
-    sft_loss: Tensor  # mean negative log-probability of chosen tokens, the same for every pair
-    beta: float  # option of dpo_loss
-    e: float  # option label_smoothing of dpo_loss
-    discopop_tau: float  # temperature of DiscoPOP's mixture
+    mean_margin: Tensor  # d with both scores divided by their answers' lengths
+    sft_loss: Tensor  # chosen tokens' mean negative log-probability, the same for every pair
+    beta: float  # dpo_loss option
+    e: float  # dpo_loss option label_smoothing
+    discopop_tau: float  # DiscoPOP's mixture temperature
 
 
 # loss_type: function from Pairs to the loss of each pair (B,). In the comments, s is the sigmoid,
 # b is beta and e is label_smoothing.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # -log s(b d), DPO eq. 7 (arXiv 2305.18290). label_smoothing adds -log s(-b d) with the weight
-    # e: cDPO, eq. 3 of E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
+    # e: cDPO, eq. 3 in E. Mitchell's note (ericmitchell.ai/cdpo.pdf). TRL ignores e since 0.29.
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
     # max(0, 1 - b d). SLiC (arXiv 2305.10425), as in RSO (2309.06657)
     "hinge": lambda pairs: torch.relu(1 - pairs.z),
@@ -78,7 +78,7 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "sppo_hard": lambda pairs: (
         (pairs.u - 0.5 / pairs.beta).square() + (pairs.v + 0.5 / pairs.beta).square()
     ),
-    # DPO on the sorted margins of policy and reference. AOT, paired (arXiv 2406.05882)
+    # DPO on the sorted policy and reference margins. AOT, paired (arXiv 2406.05882)
     "aot": lambda pairs: smoothed(
         pairs.beta * (sorted_margins(pairs.logps) - sorted_margins(pairs.ref_logps)), pairs.e
     ),
@@ -123,28 +123,28 @@ def dpo_loss(
     log_sum_sq_probs: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute a DPO loss: one of the 15 losses of DPO_LOSSES, or a weighted sum of several.
+    """Compute a DPO loss: one of the 15 losses in DPO_LOSSES, or a weighted sum of several.
 
     Example: if policy and reference are equal (u = v = 0), sigmoid is 0.693, hinge is 1, and ipo
     with beta 0.1 is 25.
 
     Args:
         per_token_logps: (B, 2, T) float, log-probabilities under the policy in nats, with gradient.
-        mask: (B, 2, T), 1 for tokens of the answers.
-        loss_type: a key of DPO_LOSSES, or several.
-        loss_weights: weight of each loss_type; None gives each the weight 1. MPO uses
+        mask: (B, 2, T), 1 for answer tokens.
+        loss_type: a key in DPO_LOSSES, or several.
+        loss_weights: weight for each loss_type; None gives each the weight 1. MPO uses
             ["sigmoid", "bco_pair", "sft"] with [0.8, 0.2, 1.0].
-        beta: factor of the log-ratios, > 0; a large value keeps the policy near the reference.
+        beta: log-ratio factor, > 0; a large value keeps the policy near the reference.
         label_smoothing: assumed share of flipped labels, in [0, 0.5), for the losses in SMOOTHED.
         f_divergence_type: divergence between policy and reference, see f_score.
-        f_alpha_divergence_coef: alpha of alpha_divergence.
-        ld_alpha: LD-DPO's weight, from 0 to 1, of the tokens beyond the length of the pair's
+        f_alpha_divergence_coef: alpha in alpha_divergence.
+        ld_alpha: LD-DPO's weight, from 0 to 1, for tokens beyond the length of the pair's
             shorter answer; None is 1.
         use_weighting: if True, weight pairs by their probability under the policy (WPO).
-        discopop_tau: temperature of discopop, > 0.
+        discopop_tau: discopop temperature, > 0.
         ref_per_token_logps: (B, 2, T), log-probabilities under the reference, without gradient.
         ref_logps: (B, 2), answer_logps of ref_per_token_logps, which may be given instead of them.
-        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 of each predicted distribution, without
+        log_sum_sq_probs: (B, 2, T), log sum_j p_j^2 for each predicted distribution, without
             gradient; needed for use_weighting.
         normalizer: totals of the step; its `tokens` counts only chosen tokens, because sft averages
             over them.
@@ -156,7 +156,7 @@ def dpo_loss(
         ValueError: options do not fit together, a needed tensor is missing, or an answer has no
             tokens.
     Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827;
-        equals DPOTrainer._compute_loss of TRL 1.16, except for label_smoothing of sigmoid.
+        equals DPOTrainer._compute_loss in TRL 1.16, except for sigmoid's label_smoothing.
     """
     loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
     check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type, use_weighting)
@@ -206,20 +206,20 @@ def dpo_loss(
 
 
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's weight w_c w_r of each pair, (B,).
+    """Compute WPO's weight w_c w_r for each pair, (B,).
 
-    The weight of an answer is w = exp(mean_t(log pi - log sum_j p_j^2)).
+    An answer's weight is w = exp(mean_t(log pi - log sum_j p_j^2)).
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
 
 
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum the log-probabilities (B, 2, T) of the tokens of each answer. Returns (B, 2), in nats.
+    """Sum the token log-probabilities (B, 2, T) in each answer. Returns (B, 2), in nats.
 
-    If ld_alpha is set, the tokens of the longer answer after the length of the shorter one are
+    If ld_alpha is set, the longer answer's tokens beyond the shorter one's length are
     multiplied by ld_alpha.
-    Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs of TRL 1.16.
+    Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
     weights = mask
     if ld_alpha is not None:
@@ -230,7 +230,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
-    """Compute f'(t) of the likelihood ratio t = pi / pi_ref, given log t.
+    """Compute f'(t) at the likelihood ratio t = pi / pi_ref, given log t.
 
     reverse_kl           log t
     forward_kl           1 - 1/t
@@ -260,28 +260,28 @@ def kto_loss(
     kl: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the KTO loss of single answers that are labelled good or bad.
+    """Compute the KTO loss for single answers that are labelled good or bad.
 
         kto                 good: 1 - s(beta (u - kl))      bad: 1 - s(beta (kl - u))
         apo_zero_unpaired   good: 1 - s(beta u)             bad: s(beta u)
 
-    Here u is the log-ratio of an answer, log pi - log pi_ref, and s is the sigmoid.
+    Here u is an answer's log-ratio, log pi - log pi_ref, and s is the sigmoid.
 
     Example: if policy and reference are equal and kl is 0, every answer has the loss 0.5.
 
     Args:
         per_token_logps: (B, T), log-probabilities under the policy in nats, with gradient.
-        mask: (B, T), 1 for tokens of the answers.
+        mask: (B, T), 1 for answer tokens.
         labels: (B,) bool, True for good answers.
         loss_type: "kto" or "apo_zero_unpaired", see above.
-        beta: factor of the log-ratio, > 0.
-        desirable_weight, undesirable_weight: weights of good and of bad answers.
+        beta: log-ratio factor, > 0.
+        desirable_weight, undesirable_weight: weights for good and bad answers.
         ref_per_token_logps: (B, T), log-probabilities under the reference, without gradient.
         kl: scalar without gradient, see kto_kl; needed for loss_type kto.
     Returns:
         The loss, and the metrics rewards/chosen and rewards/rejected (means over good and bad
         answers, NaN if the batch has none) and kl.
-    Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss of TRL 1.16.
+    Source: KTO eq. 8 (arXiv 2402.01306); equals KTOTrainer._compute_loss in TRL 1.16.
     """
     _check_known("loss_type", loss_type, KTO_LOSS_TYPES)
     u = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)  # (B,)
@@ -308,7 +308,7 @@ def kto_kl(per_token_logps: Tensor, ref_per_token_logps: Tensor, mask: Tensor) -
 
     Args:
         per_token_logps, ref_per_token_logps, mask: (B, T), for prompts that are paired with answers
-            to *other* prompts, as in KTO's z_0. TRL takes the answer of the preceding row.
+            to *other* prompts, as in KTO's z_0. TRL takes the preceding row's answer.
     """
     log_ratio = ((per_token_logps - ref_per_token_logps) * mask).sum(-1)
     return log_ratio.mean().detach().clamp(min=0)
@@ -322,7 +322,7 @@ def reward_loss(
     margin: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the Bradley-Terry loss of reward models, -log sigmoid(r_c - r_r - margin).
+    """Compute the Bradley-Terry loss for reward models, -log sigmoid(r_c - r_r - margin).
 
     Example: the rewards 2 and 1 have the loss log(1 + e^-1) = 0.313.
 
@@ -330,7 +330,7 @@ def reward_loss(
         chosen, rejected: (B,) rewards.
         center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps the mean reward
             near 0; None is 0.
-        margin: (B,), wanted difference of the rewards.
+        margin: (B,), wanted reward difference.
     Returns:
         The loss, and the metrics rewards/chosen, rewards/rejected, rewards/margins and
         rewards/accuracies.
@@ -355,10 +355,10 @@ def check_dpo_options(
     use_weighting: bool,
     prefix: str = "",
 ):
-    """Raise ValueError if options of `dpo_loss` do not fit together.
+    """Raise ValueError if `dpo_loss` options do not fit together.
 
     Args:
-        prefix: section of a recipe with a dot, for example "dpo.", for option names in messages.
+        prefix: recipe section with a dot, for example "dpo.", for option names in messages.
     """
     if not loss_types or (loss_weights is not None and len(loss_types) != len(loss_weights)):
         raise ValueError(

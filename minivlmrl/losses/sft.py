@@ -1,4 +1,4 @@
-"""The loss of supervised fine-tuning; this file imports only torch, so that you can copy it."""
+"""The supervised fine-tuning loss; this file imports only torch, so that you can copy it."""
 
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ SFT_LOSS_TYPES = get_args(SFTType)
 def sft_loss(
     per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll", normalizer=None
 ) -> Tensor:
-    """Compute the mean negative log-probability of the demonstrated tokens.
+    """Compute the mean negative log-probability over the demonstrated tokens.
 
     Example: two rows have 1 and 3 tokens, all with log-probability -2. The loss is 2.0, the mean
     over the 4 tokens. With "dft", each token has the weight e^-2 = 0.135, so the loss is 0.271.
@@ -19,11 +19,11 @@ def sft_loss(
     Args:
         per_token_logps: (B, T) float, log-probabilities under the policy in nats, with gradient.
         mask: (B, T), 1 for tokens that are trained on.
-        loss_type: "nll" is the negative log-likelihood. "dft" multiplies the loss of each token by
-            the detached probability of the token, so that the gradient of an unlikely token is not
-            larger than the gradient of a likely one.
-        normalizer: LossNormalizer by whose `tokens` the sum of the losses is divided. None divides
-            by the sum of the mask.
+        loss_type: "nll" is the negative log-likelihood. "dft" multiplies each token's loss by
+            the token's detached probability, so that an unlikely token's gradient is not
+            larger than a likely token's gradient.
+        normalizer: LossNormalizer by whose `tokens` the summed loss is divided. None divides
+            by the mask's sum.
     Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, num_items_in_batch = normalizer.tokens.
     """
     if loss_type not in SFT_LOSS_TYPES:
