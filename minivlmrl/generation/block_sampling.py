@@ -27,10 +27,10 @@ def make_block_sampler(
     of probabilities.
 
     Args:
-        temperature: divisor of the logits, greater than 0.
+        temperature: logit divisor, greater than 0.
         stop_ids: token ids that end a completion.
         uniforms: (R, max_new_tokens) float64 in [0, 1), see sample_by_uniforms.
-        device: device of the logits.
+        device: the logits' device.
     """
     uniforms = to_device(uniforms, device)
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)

@@ -3,11 +3,11 @@
 Without a graph, the GPU waits for the host, because a step of 36 layers has more than a thousand
 kernel launches. A graph takes a single launch, and it runs the same kernels on the same memory
 every time. Therefore all values that change from step to step are stored in tensors, and all
-tensors keep their addresses. The keys and values of completions are in buffers that are longer than
+tensors keep their addresses. Completion keys and values are in buffers that are longer than
 needed, a mask hides the unused part, and finished rows are computed until the whole batch is
 finished. A new graph is captured only when the buffers have to grow.
 
-The random numbers are the same as without a graph. The last bits of the logits differ, because the
+The random numbers are the same as without a graph. The logits' last bits differ, because the
 sums also include masked keys.
 
 In addition, the attention layers launch fewer kernels, see FusedAttention.
@@ -29,8 +29,8 @@ from minivlmrl.model.attention import Attention, DecodeAttention
 from minivlmrl.model.decoder import SelfAttention, VisionLanguageModel
 from minivlmrl.model.rope import apply_rotary
 
-HEADROOM = 2**30  # number of free bytes of GPU memory that a capture may request from the driver
-# Initial size of the key and value buffers, in tokens of a completion. It is doubled when the
+HEADROOM = 2**30  # free bytes in GPU memory that a capture may request from the driver
+# Initial size of the key and value buffers, in tokens per completion. It is doubled when the
 # buffers are full.
 KEYS = 256
 # All captures share one stream, because a GPU keeps separate workspaces for every stream.
@@ -44,7 +44,7 @@ class StaticDecodeAttention(DecodeAttention):
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.longest = 0  # number of tokens of the longest completion, counted on the host
+        self.longest = 0  # the longest completion's token count, counted on the host
         self.capacity = capacity
         self.num_row_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
@@ -87,7 +87,7 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class FusedAttention:
-    """Compute an attention layer of a decode step with fewer kernels.
+    """Compute a decode step's attention layer with fewer kernels.
 
     q, k and v are one product, whose weight is concatenated once per rollout. They are three
     products if one of their layers has an adapter or is quantised. StaticDecodeAttention can then
@@ -124,13 +124,13 @@ class FusedAttention:
 def fusable_layers(model: VisionLanguageModel) -> list[SelfAttention]:
     """Return the attention layers for which FusedAttention is right.
 
-    Subclasses of SelfAttention, such as Qwen3.5's, have another formula.
+    SelfAttention subclasses, such as Qwen3.5's, have another formula.
     """
     return [layer for layer in model.model.modules() if type(layer) is SelfAttention]
 
 
 def is_joinable(layer: SelfAttention) -> bool:
-    """Return whether q, k and v of a layer can be one product, which needs plain linear layers."""
+    """Return whether a layer's q, k and v can be one product, which needs plain linear layers."""
     return all(type(x) is nn.Linear for x in (layer.q_proj, layer.k_proj, layer.v_proj))
 
 
@@ -143,7 +143,7 @@ def joined_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> int:
 
 @contextmanager
 def fused(layers: Sequence[FusedAttention]) -> Iterator[None]:
-    """Replace the method `forward` of attention layers inside a `with` block."""
+    """Replace attention layers' method `forward` inside a `with` block."""
     for fused_layer in layers:
         fused_layer.layer.forward = fused_layer.__call__
     try:
@@ -154,12 +154,12 @@ def fused(layers: Sequence[FusedAttention]) -> Iterator[None]:
 
 
 class CapturedDecode(Decode):
-    """Run the decode step of one rollout as a CUDA graph, and on a CPU without a graph."""
+    """Run one rollout's decode step as a CUDA graph, and on a CPU without a graph."""
 
     attention_type = StaticDecodeAttention
 
     def __init__(self):
-        # replacements of the attention layers, which keep the joined weights that the graph reads
+        # replacements for the attention layers, which keep the joined weights that the graph reads
         self.fused_layers: list[FusedAttention] | None = None
         # the attention slots and the buffer size for which the graph was captured
         self.graph_key = None
@@ -191,7 +191,7 @@ class CapturedDecode(Decode):
             self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        """Capture the kernels of a step in a graph, then replay the graph to run the step."""
+        """Capture a step's kernels in a graph, then replay the graph to run the step."""
         # torch.cuda.graph is not used, because it first returns all unused memory to the driver,
         # which takes 0.1 to 0.4 s. Here this is only done if little memory is free.
         if torch.cuda.mem_get_info()[0] < HEADROOM:

@@ -1,7 +1,7 @@
 """Functions through which the package uses agents/: tools, environments and trajectories.
 
 Only the function `agents` imports the folder agents/, and it is only called if a recipe sets
-`sampling.environment`. Therefore a run without tools does not load any module of agents/.
+`sampling.environment`. Therefore a run without tools does not load any module in agents/.
 """
 
 from minivlmrl.config.import_utils import check_call
@@ -58,14 +58,14 @@ def check_environment(run: RunConfig):
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Return whether each turn of a completion is sampled from its own context window."""
+    """Return whether each turn in a completion is sampled from its own context window."""
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)
 
 
 def begin_environment(name: str | None, row: Row) -> Environment | None:
-    """Construct the environment `name` and reset it with the columns of a row.
+    """Construct the environment `name` and reset it with a row's columns.
 
     Returns:
         The environment, or None if `name` is None.
@@ -74,14 +74,14 @@ def begin_environment(name: str | None, row: Row) -> Environment | None:
 
 
 def prepare_tools(processor: Processor, name: str | None) -> Processor:
-    """Return a processor whose chat template declares the tools of the environment `name`."""
+    """Return a processor whose chat template declares the environment `name`'s tools."""
     return processor if name is None else agents().with_tools(processor, name)
 
 
 def packed_length(completion: Completion) -> int:
     """Count the tokens that a completion adds to a packed batch.
 
-    The count includes the context windows of all turns after the first.
+    The count includes context windows for all turns after the first.
     """
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

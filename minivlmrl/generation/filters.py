@@ -1,8 +1,8 @@
-"""Apply repetition penalty, temperature, top_k, top_p and min_p to the logits of the next token.
+"""Apply repetition penalty, temperature, top_k, top_p and min_p to the next token's logits.
 
 To add a filter, add a field to SamplingOptions (config/options.py), a last step to filter_logits,
 and an entry to NO_TRUNCATION (config/options.py). Without this entry, the filter is never applied,
-because the sampler, the training step, vLLM and the checks of options use NO_TRUNCATION to decide
+because the sampler, the training step, vLLM and option checks use NO_TRUNCATION to decide
 whether tokens are removed. See docs/developer_guide.md for an example.
 """
 
@@ -16,13 +16,13 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """Logits processor that applies the filters of a recipe to one batch.
+    """Logits processor that applies a recipe's filters to one batch.
 
-    It is the argument logits_processor of make_token_sampler.
+    It is make_token_sampler's argument logits_processor.
 
     Args:
         sampling: options with the filters and the temperature.
-        prompts: token ids of each prompt, (P,) int64. The repetition penalty applies to them.
+        prompts: each prompt's token ids, (P,) int64. The repetition penalty applies to them.
         num_generations: number of completions per prompt.
     """
 
@@ -32,11 +32,11 @@ class Filters:
         self.num_generations = num_generations
         # for each row and each of its tokens: the ids that the filters did not remove
         self.allowed_ids: list[list[Tensor]] = [[] for _ in range(len(prompts) * num_generations)]
-        # (R, V) bool, whether the prompt or the completion of a row contains an id
+        # (R, V) bool, whether a row's prompt or completion contains an id
         self.seen: Tensor | None = None
 
     def __call__(self, logits: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        """Compute scores (r, V) whose softmax is the distribution of the next token of each row."""
+        """Compute scores (r, V) whose softmax is each row's next-token distribution."""
         if self.sampling.repetition_penalty != 1 and self.seen is None:
             seen = logits.new_zeros(len(self.prompts), logits.shape[-1], dtype=torch.bool)
             for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
@@ -74,7 +74,7 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
     """Apply the repetition penalty, the temperature, and then top_k, top_p and min_p.
 
     With a temperature of 0, only the repetition penalty is applied. The scores are bit-identical to
-    those of transformers' generate, even if logits are tied.
+    scores in transformers' generate, even if logits are tied.
 
     Args:
         logits: (r, V) float32.

@@ -1,13 +1,13 @@
-"""Sample completions of prompts. Each prompt is computed only once for all its completions.
+"""Sample completions for prompts. Each prompt is computed only once for all its completions.
 
-    prefill        run one forward over all prompts, and store the keys and values of each prompt
-                   once for all of its completions
+    prefill        run one forward over all prompts, and store each prompt's keys and values
+                   once for all its completions
     sample_token   apply the temperature and the softmax, and sample one token per row from
                    uniform random numbers; filters such as top_p are in filters.py
-    decode         run one forward over the newest token of each row, which attends to its prompt
-                   and to the earlier tokens of its own completion
+    decode         run one forward over each row's newest token, which attends to its prompt
+                   and to its completion's earlier tokens
 
-A row is one completion. Its random numbers depend only on the key of its prompt, so a sample does
+A row is one completion. Its random numbers depend only on its prompt's key, so a sample does
 not change with the batch or the number of GPUs. See uniform_numbers in data/rows.py.
 
 Dimension letters: B prompts, G completions per prompt, R = B * G rows, r rows that are still in
@@ -33,7 +33,7 @@ from minivlmrl.model.packing import GroupBatch, pack
 # exact.
 UNITS = 2**52
 # A function sample_token(logits, rows, counts) -> ids, logps, ends. It samples one token per row
-# from logits (r, V). rows (r,) are the row indices, and counts (r,) the numbers of tokens that each
+# from logits (r, V). rows (r,) are the row indices, and counts (r,) the token counts that each
 # row has so far. Each result is (r,), and `ends` is True where the token ends the completion.
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 # a function sample(probs, rows, counts) that samples ids (r,) from probabilities (r, V)
@@ -46,7 +46,7 @@ class Decode:
     """Run one decode step, which is a forward pass of one new token per row.
 
     cuda_graphs.py captures this step as a CUDA graph. The samplers in agents/ override it to also
-    prefill the outputs of tools.
+    prefill tool outputs.
     """
 
     attention_type = DecodeAttention
@@ -54,7 +54,7 @@ class Decode:
     def __call__(
         self, model: VisionLanguageModel, ids: Tensor, attention: DecodeAttention
     ) -> Tensor:
-        """Compute the logits (r, V) of the token after the newest token of each row, ids (r,)."""
+        """Compute the logits (r, V) after each row's newest token, ids (r,)."""
         position = (attention.start + attention.newest).expand(3, -1)
         hidden = model.model(model.model.embed_tokens(ids), position, attention)
         return float32_matmul(hidden, model.lm_head.weight.T)
@@ -75,7 +75,7 @@ def generate(
     Args:
         sample_token: function that samples one token per row, see make_token_sampler.
         decode: function that computes a decode step; defaults to Decode().
-        device: device of the computation; defaults to the device of lm_head. Pass it if weights
+        device: computation device; defaults to lm_head's device. Pass it if weights
             are offloaded, because they are then on another device.
     Returns:
         A list of num_generations completions for each prompt.
@@ -84,7 +84,7 @@ def generate(
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
-    # (R,), the index of the prompt of each row
+    # (R,), each row's prompt index
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
@@ -119,18 +119,18 @@ def prefill(
     """Run the prompts through the model once, and prepare the attention for decoding.
 
     Args:
-        prompt_index: (R,), the index of the prompt of each row.
-        capacity: maximum number of tokens of a completion.
+        prompt_index: (R,), each row's prompt index.
+        capacity: maximum completion length in tokens.
     Returns:
-        The logits (R, V) of the first token of each row, and the attention with the keys and
-        values of the prompts.
+        The logits (R, V) for each row's first token, and the attention with the prompts' keys
+        and values.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
-    # (B, hidden_size), the hidden state of the last token of each prompt
+    # (B, hidden_size), the hidden state at each prompt's last token
     hidden = model(batch, attention, batch.layout.last_index)
-    # for each prompt (3, P): time, height and width positions of its tokens
+    # for each prompt (3, P): its tokens' time, height and width positions
     positions = batch.position_ids.split(batch.layout.prompt_lengths, dim=1)
-    # (B,), the position of the first completion token of each prompt
+    # (B,), each prompt's first completion position
     start = torch.stack([position.max() + 1 for position in positions])
     decoding = decode.attention_type(attention, prompt_index, capacity, start)
     logits = float32_matmul(hidden, model.lm_head.weight.T)
@@ -140,18 +140,18 @@ def prefill(
 def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
-    """Collect the tokens of all decode steps into completions.
+    """Collect tokens from all decode steps into completions.
 
     Args:
         steps: a tuple (rows, ids, logps, ends) for each step, each (r,), as in TokenSampler. A row
-            index of -1 marks a row that had already finished before the step.
+            index -1 marks a row that had already finished before the step.
     Returns:
         A list of num_generations completions for each prompt.
     Raises:
-        FloatingPointError: if the log-probability of a sampled token is not finite.
+        FloatingPointError: if a sampled token's log-probability is not finite.
     """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
-    sampled = (rows >= 0).nonzero()[:, 0]  # excludes the tokens of finished rows
+    sampled = (rows >= 0).nonzero()[:, 0]  # excludes tokens in finished rows
     if not logps[sampled].isfinite().all():
         raise FloatingPointError(
             "the model's logits contain NaN or inf (they are not finite); check the weights and "
@@ -175,18 +175,18 @@ def make_token_sampler(
 ) -> TokenSampler:
     """Make the function with which `generate` samples one token per row.
 
-    The function also returns the log-probability of each sampled token. The logits are divided by
+    The function also returns each sampled token's log-probability. The logits are divided by
     the temperature and normalised over the tokens that the filters do not remove. A repetition
     penalty has no influence on the log-probabilities, and a temperature of 0 counts as 1.
 
     Args:
-        temperature: divisor of the logits; 0 selects the likeliest token.
+        temperature: logit divisor; 0 selects the likeliest token.
         stop_ids: token ids that end a completion.
         sample: function that samples ids from probabilities, see sample_by_uniforms.
         logits_processor: function that computes scores from logits. The softmax of the scores is
-            the distribution of the next token. The default is logits / temperature. A filter such
-            as top_p is a logits processor that sets the scores of removed tokens to -inf.
-        device: device of the logits.
+            the next-token distribution. The default is logits / temperature. A filter such
+            as top_p is a logits processor that sets removed tokens' scores to -inf.
+        device: the logits' device.
     Returns:
         The function sample_token(logits, rows, counts) -> ids, logps, ends, see TokenSampler.
     """
@@ -197,7 +197,7 @@ def make_token_sampler(
         scaled = logits if temperature in (0, 1) else logits / temperature
         scores = scaled if logits_processor is None else logits_processor(logits, rows, counts)
         ids = sample(scores.softmax(-1), rows, counts) if temperature else scores.argmax(-1)
-        if is_batch_invariant():  # the formula of the trainer
+        if is_batch_invariant():  # the trainer's formula
             allowed_logits = torch.where(scores.isneginf(), scores, logits)
             logps = score_rows_(allowed_logits, ids, temperature or 1)[0]
             return ids, logps, torch.isin(ids, stop_index)
@@ -216,7 +216,7 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
     Args:
         uniforms: (R, max_new_tokens) float64 in [0, 1), one random number for each token of each
             row, see inverse_cdf.
-        device: device of the probabilities.
+        device: the probabilities' device.
     """
     uniforms = to_device(uniforms, device)
 
@@ -235,7 +235,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
     Args:
         probs: (r, V) float32.
-        uniform: (r,) float64 in [0, 1), the random number of each row.
+        uniform: (r,) float64 in [0, 1), each row's random number.
     Returns:
         The sampled ids (r,).
     """

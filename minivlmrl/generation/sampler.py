@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from minivlmrl.generation.filters import Filters
     from minivlmrl.generation.stop_strings import StopStrings
 
-# sampler class for each value of the option sampling.engine
+# sampler class for each sampling.engine value
 ENGINES = {
     "native": "minivlmrl.generation.sampler:Sampler",
     "vllm": "minivlmrl.generation.vllm:VLLMSampler",
@@ -39,17 +39,17 @@ ENGINES = {
 
 
 class Sampler:
-    """Sample completions with the options of a recipe's section `sampling`.
+    """Sample completions with the options in a recipe's section `sampling`.
 
-    A sample depends on the key of its prompt, but not on the other prompts or the number of ranks.
-    To use a different engine, make a subclass of this class; see vllm.py and
+    A sample depends on its prompt's key, but not on the other prompts or the number of ranks.
+    To use a different engine, subclass this class; see vllm.py and
     docs/developer_guide.md.
 
     Args:
         model: the policy.
         processor: the policy's processor, with the tokenizer and the default stop tokens.
-        sampling: the options of the section `sampling`.
-        world: the ranks of the run; defaults to this process only, on the device of the model.
+        sampling: the options in the section `sampling`.
+        world: the run's ranks; defaults to this process only, on the model's device.
         gather_weights: whether to gather all sharded weights before a rollout, see rollout_weights
             in distributed/weights.py.
         keeps_vision: whether to store image embeddings in the prompts, so that the reference and
@@ -69,15 +69,15 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # the device of the computation; the weights may be offloaded to a different device
+        # computation device; the weights may be offloaded to a different device
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # callback with the rows (r,) and ids (r,) of new tokens; commands/chat.py prints them
+        # callback with the rows (r,) and ids (r,) for new tokens; commands/chat.py prints them
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
         self.captured = self.device.type == "cuda" and can_capture(model, sampling, by_layer)
-        self.filters: Filters | None = None  # filters and stop strings of the current call
+        self.filters: Filters | None = None  # filters and stop strings for the current call
         self.stop_strings: StopStrings | None = None
 
     def __call__(
@@ -86,11 +86,11 @@ class Sampler:
         """Sample num_generations completions per prompt. All ranks must call this method.
 
         Args:
-            keys: the key of each prompt, from which its random numbers are computed.
+            keys: each prompt's key, from which its random numbers are computed.
         Returns:
             A list of num_generations completions for each prompt.
         Raises:
-            ValueError: if a stop token is outside the vocabulary of the model.
+            ValueError: if a stop token is outside the model's vocabulary.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
@@ -113,8 +113,8 @@ class Sampler:
         """Make the function that samples one token per row, with filters and stop strings.
 
         Raises:
-            ValueError: if a stop token is outside the vocabulary of the model, or the longest
-                completion of a prompt exceeds the positions of the model.
+            ValueError: if a stop token is outside the model's vocabulary, or the longest
+                completion for a prompt exceeds the model's positions.
         """
         sampling = self.sampling
         ids = [prompt.input_ids for prompt in prompts]
@@ -205,7 +205,7 @@ class Sampler:
     def decode(self) -> Decode:
         """Make the decode step.
 
-        The samplers in agents/ override this method to also prefill the outputs of tools.
+        The samplers in agents/ override this method to also prefill tool outputs.
         """
         if not self.captured:
             return Decode()
@@ -220,7 +220,7 @@ class Sampler:
 
         Args:
             rows: (r,), the row indices.
-            ids: (r,), the sampled token of each row.
+            ids: (r,), each row's sampled token.
             turn_ends: (r,) bool, True where the token is a stop token.
         Returns:
             (r,) bool, True where the row is finished.
@@ -228,7 +228,7 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record one new token per row, which was sampled or is part of the output of a tool.
+        """Record one new token per row, which was sampled or is part of a tool's output.
 
         Returns:
             (r,) bool, True where the token completes a stop string.
@@ -266,7 +266,7 @@ class Sampler:
 
         Args:
             num_parameters: number of parameters of the policy.
-            dtype: dtype of the policy.
+            dtype: policy dtype.
         """
         return {}
 
@@ -277,13 +277,13 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Check that the engine's log-probabilities of a rollout match those of the policy.
+        """Check that the engine's rollout log-probabilities match the policy's.
 
         This class computes with the policy itself, so it does not check anything.
 
         Args:
-            rows: the row of each prompt, for error messages.
-            completions: the sampled completions of each prompt.
+            rows: each prompt's row, for error messages.
+            completions: each prompt's sampled completions.
             max_logp_mismatch: factor by which the largest accepted difference is multiplied.
         Raises:
             ValueError: if the log-probabilities differ too much.
@@ -294,7 +294,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     """Return the sampler class that sampling.engine names.
 
     Raises:
-        ValueError: if sampling.engine does not name a subclass of Sampler.
+        ValueError: if sampling.engine does not name a Sampler subclass.
     """
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
@@ -359,7 +359,7 @@ def completion_fault(completion: Completion, vocab_size: int) -> str | None:
 
 
 def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
-    """Return whether decode steps of a model can be captured as a CUDA graph on a GPU.
+    """Return whether a model's decode steps can be captured as a CUDA graph on a GPU.
 
     A mixture of experts cannot be captured, because the number of tokens per expert varies.
 
@@ -370,7 +370,7 @@ def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer:
 
 
 def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):
-    """Compute the image embeddings of prompts and store them for reuse by later forward passes."""
+    """Compute the prompts' image embeddings and store them for reuse by later forward passes."""
     patches_per_token = model.config.vision_config.spatial_merge_size**2
     num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
     if not any(num_patches):

@@ -38,7 +38,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 
 
 class StopStrings:
-    """Find the rows that complete a stop string, like StopStringCriteria of transformers 5.23.
+    """Find the rows that complete a stop string, like StopStringCriteria in transformers 5.23.
 
     A stop string is complete as soon as a token contains its last byte, even if the token contains
     more text after it. For example, the tokens "</answ" and "er>." complete </answer>, and the full
@@ -47,8 +47,8 @@ class StopStrings:
 
     Args:
         strings: the stop strings.
-        tokenizer: tokenizer of the prompts and completions.
-        prompts: token ids of each row's prompt, (P,) int64.
+        tokenizer: tokenizer for prompts and completions.
+        prompts: each row's prompt token ids, (P,) int64.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer, prompts: Sequence[Tensor]):
@@ -65,7 +65,7 @@ class StopStrings:
 
         Args:
             rows: (r,), the row indices.
-            ids: (r,), the new token of each row.
+            ids: (r,), each row's new token.
         Returns:
             (r,) bool, True where the new token completes a stop string.
         """
@@ -75,7 +75,7 @@ class StopStrings:
             text = before + self.bytes_of(token_id)
             is_complete = False
             for string in self.strings:
-                # The search starts so late that a match contains a byte of the new token.
+                # The search starts so late that a match contains a byte from the new token.
                 start = max(0, len(before) + 1 - len(string))
                 is_complete |= string in text[start:]
             ends.append(is_complete)

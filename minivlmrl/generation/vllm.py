@@ -2,11 +2,11 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-Before each rollout, vLLM receives the weights of the policy. It receives each prompt as the token
+Before each rollout, vLLM receives the policy's weights. It receives each prompt as the token
 ids and image patches that minivlmrl has computed, so that text is not tokenized and images are not
 resized or normalised a second time. vLLM computes only the logits, and this file samples the
-tokens. Therefore samples do not depend on the other rows of a batch, and in float32 they equal the
-samples of the policy itself. To change this engine, copy the file and set
+tokens. Therefore samples do not depend on the other rows in a batch, and in float32 they equal the
+policy's own samples. To change this engine, copy the file and set
 sampling.engine=my_vllm.py:VLLMSampler.
 
 vLLM is imported inside functions, because the memory estimate must work without it.
@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# The engine must run in this process, because this process has the weights of the policy.
+# The engine must run in this process, because this process has the policy's weights.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault(
     "VLLM_CPU_OMP_THREADS_BIND", "nobind"
@@ -53,9 +53,9 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# options of vllm.LLM that a recipe cannot change
+# vllm.LLM options that a recipe cannot change
 FIXED_OPTIONS = {
-    "mm_device_do_normalize": False,  # the patches of minivlmrl are already normalised
+    "mm_device_do_normalize": False,  # minivlmrl's patches are already normalised
     "limit_mm_per_prompt": {"video": 0},  # otherwise vLLM profiles the longest possible video
     "mm_processor_cache_gb": 0,
     # This option and the next one ensure that each token is sampled exactly once.
@@ -65,22 +65,22 @@ FIXED_OPTIONS = {
     "generation_config": "vllm",
 }
 RESERVED_OPTIONS = {*FIXED_OPTIONS, "model", "tokenizer", "logits_processors"}
-# the vllm.LLM of each model that has one, because all stages of a run share an engine
+# the vllm.LLM for each model that has one, because all stages in a run share an engine
 STARTED = WeakKeyDictionary()
 
 
 class Sampling:
-    """Sample tokens from vLLM's logits, and record the sampled tokens of each row."""
+    """Sample tokens from vLLM's logits, and record each row's sampled tokens."""
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
         # one tuple (rows, ids, logps, ends) for each step, see generate.TokenSampler
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self.counts = torch.zeros(num_rows, dtype=torch.long)  # number of tokens of each row so far
+        self.counts = torch.zeros(num_rows, dtype=torch.long)  # each row's token count so far
         self.ended: list[str] = []  # names of the requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample the next token of each of these rows from logits (r, V).
+        """Sample the next token for each of these rows from logits (r, V).
 
         Returns:
             New logits (r, V): 0 for the sampled token and -inf for all other tokens, so that vLLM
@@ -98,7 +98,7 @@ class TokenChooser:
     """Logits processor for vLLM that makes vLLM select the tokens that `Sampling` samples.
 
     vLLM's V1 runner calls update_state, and its V2 runner calls add_request. start_engine makes a
-    subclass that also inherits from both LogitsProcessor classes of vLLM.
+    subclass that also inherits from both LogitsProcessor classes in vLLM.
     """
 
     # This is a class attribute, because vLLM constructs the object. It is None while vLLM warms up.
@@ -119,9 +119,9 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Replace the logits (r, V) of the rows in vLLM's batch.
+        """Replace the logits (r, V) for the rows in vLLM's batch.
 
-        Only the V2 runner passes a context, which contains the slots of the rows.
+        Only the V2 runner passes a context, which contains the rows' slots.
         """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
@@ -130,7 +130,7 @@ class TokenChooser:
 
 
 def row_of_request(params, prompt_ids, output_ids) -> int:
-    """Return the row index of a request.
+    """Return a request's row index.
 
     vLLM calls this function when the request enters the batch, and stores the result.
     """
@@ -138,7 +138,7 @@ def row_of_request(params, prompt_ids, output_ids) -> int:
 
 
 class VLLMSampler(Sampler):
-    """Sampler that uses logits from vLLM. The option sampling.vllm contains options of vllm.LLM."""
+    """Sampler that uses logits from vLLM. The option sampling.vllm contains vllm.LLM options."""
 
     @classmethod
     def check(cls, run: RunConfig):
@@ -223,7 +223,7 @@ class VLLMSampler(Sampler):
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
-            self.llm.sleep(level=2)  # frees the memory of the weights and of the KV cache
+            self.llm.sleep(level=2)  # frees the memory for weights and KV cache
         return completions
 
     def sample_with(
@@ -255,7 +255,7 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt to an input of vLLM, bypassing vLLM's tokenizer and image processor.
+        """Convert a prompt to an input for vLLM, bypassing vLLM's tokenizer and image processor.
 
         Raises:
             ValueError: if the prompt contains a video or is too long for max_model_len.
@@ -281,7 +281,7 @@ class VLLMSampler(Sampler):
             )
         if not len(prompt.image_grid_thw):
             return engine.tokens_input(ids.tolist())
-        num_patches = prompt.image_grid_thw.prod(-1)  # number of patches of each image
+        num_patches = prompt.image_grid_thw.prod(-1)  # each image's patch count
         num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
         spans = []
         for index in (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens):
@@ -308,7 +308,7 @@ class VLLMSampler(Sampler):
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Compare vLLM's log-probabilities of the first rollout with those of the policy.
+        """Compare vLLM's log-probabilities of the first rollout with the policy's.
 
         If the policy or vLLM computes in 16 bits, the root mean square of the differences in each
         group must be at most 0.5 nats. Otherwise no difference may exceed 1e-3 nats. Both bounds
@@ -343,7 +343,7 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
-    """Return the dtype in which the layers of the policy compute."""
+    """Return the dtype in which the policy's layers compute."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
@@ -357,12 +357,12 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which vLLM computes: sampling.vllm.dtype, or the dtype of the policy."""
+    """Return the dtype in which vLLM computes: sampling.vllm.dtype, or the policy's dtype."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 
 def start_engine(model: VisionLanguageModel, processor: Processor, options: dict, world: World):
-    """Start a vllm.LLM in this process, without the weights of the policy.
+    """Start a vllm.LLM in this process, without the policy's weights.
 
     Raises:
         ValueError: if vLLM rejects an option.
