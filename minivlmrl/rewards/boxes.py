@@ -1,11 +1,11 @@
-"""Rewards for object detection: compare the boxes of an answer with the true boxes.
+"""Rewards for object detection: compare an answer's boxes with the true boxes.
 
-True boxes (`solution`) are in pixels of the image file. The boxes of an answer may be in other
+True boxes (`solution`) are in pixels of the image file. An answer's boxes may be in other
 units, so these rewards also read the columns image_sizes and answer_extents, which are None for
 rows without an image: see data.boxes.box_columns.
 
-data.boxes.parse_boxes reads the boxes of an answer. Each box is matched with at most one true box.
-The sum of the values of matched pairs is divided by the number of boxes in the answer or in the
+data.boxes.parse_boxes reads an answer's boxes. Each box is matched with at most one true box.
+The summed values of matched pairs are divided by the number of boxes in the answer or in the
 solution, whichever is larger, so that missing and extra boxes both lower the reward.
 """
 
@@ -32,7 +32,7 @@ def mean_iou(
     log_extra: LogExtra | None = None,
     **columns,
 ) -> list:
-    """Compute the mean IoU of matched boxes, from 0 to 1; missing and extra boxes count as 0.
+    """Compute the mean IoU over matched boxes, from 0 to 1; missing and extra boxes count as 0.
 
     Example: the reward is 1/2 if the answer repeats the one true box, if it finds one of two true
     boxes, or if its box covers half of the true box.
@@ -43,7 +43,7 @@ def mean_iou(
             image file. [] and "" mean that the image does not contain the object. In this case the
             answer must deny that there is an object, see data.boxes.says_none.
         image_sizes, answer_extents: (width, height) of the image in pixels of the file, and in
-            units of the answer.
+            the answer's units.
     Returns:
         n numbers, or None for a row without an image or without a solution.
     Raises:
@@ -89,14 +89,14 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 def mean_giou(
     answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns
 ) -> list:
-    """Compute the mean generalised IoU of matched boxes; missing and extra boxes count as -1.
+    """Compute the mean generalised IoU over matched boxes; missing and extra boxes count as -1.
 
     Boxes are matched by their generalised IoU. The arguments and exceptions are the same as in
     mean_iou.
 
     Example: a box of the right size gives -1/3 if the gap between this box and the true box is as
     wide as the box. A box around the whole image gives more, namely the area of the true box
-    divided by the area of the image. A policy that is trained with this reward only therefore
+    divided by the image area. A policy that is trained with this reward only therefore
     learns large boxes first.
     """
 
@@ -119,7 +119,7 @@ def mean_giou(
 def box_format(
     completions: list[str], answer_extents: Extents, log_extra: LogExtra | None = None, **columns
 ) -> list:
-    """Return 1.0 for completions with the tags of tag_format and valid boxes, else 0.0.
+    """Return 1.0 for completions with tag_format's tags and valid boxes, else 0.0.
 
     All boxes must be valid and lie inside the image. An answer which denies that there is an object
     also gets 1.0. The result is None for a row without an image.
@@ -154,17 +154,17 @@ def box_format_error(completion: str, extent: tuple[float, float]) -> str | None
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    """Compute the IoU of two objects; objects with different labels have IoU 0."""
+    """Compute two objects' IoU; objects with different labels have IoU 0."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
 def similarities(
     predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0
 ) -> list[float]:
-    """Match predicted with true objects, and return the similarity of each matched pair.
+    """Match predicted with true objects, and return each matched pair's similarity.
 
     The value `missing` is added for each object without a partner, so that the list is as long as
-    the longer of the two lists of objects.
+    the longer object list.
     """
     pairs = boxes.match(predicted, true, similarity)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
@@ -174,7 +174,7 @@ def similarities(
 def mean_similarity(
     predicted: Objects, true: Objects, similarity: Callable = overlap, missing=0.0
 ) -> float:
-    """Compute the mean of the values of `similarities`."""
+    """Compute the mean value in `similarities`."""
     values = similarities(predicted, true, similarity, missing)
     return sum(values) / len(values)
 
@@ -203,18 +203,18 @@ def score_boxes(
     missing=0.0,
     log_extra: LogExtra | None = None,
 ) -> list:
-    """Compute n rewards by comparing the objects of n answers with the objects of the solutions.
+    """Compute n rewards by comparing the objects in n answers with the solutions' objects.
 
     Answers, solutions, sizes, extents and returned values are described in mean_iou.
 
     Args:
-        name: name of the reward, for error messages.
-        form: functions that read the objects of solutions and answers.
-        measure: function that computes a reward from the objects of an answer and the true objects.
-        missing: reward of an answer without objects.
+        name: reward name, for error messages.
+        form: functions that read objects from solutions and answers.
+        measure: function that computes a reward from an answer's objects and the true objects.
+        missing: reward for an answer without objects.
         log_extra: function that logs the reasons for rewards below 1.
     """
-    scored = []  # (reward, reason) of each answer
+    scored = []  # each answer's (reward, reason)
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
     for answer, solution, size, extent in rows:
         if solution is None or size is None or extent is None:
@@ -243,7 +243,7 @@ def score_boxes(
 
 
 def box_texts(objects: Objects) -> str:
-    """Return the labels and the coordinates of the first three objects, for a reason."""
+    """Return the first three objects' labels and coordinates, for a reason."""
     texts = []
     for label, box in objects[:3]:
         coordinates = ", ".join(f"{number:g}" for number in box.numbers)
@@ -253,7 +253,7 @@ def box_texts(objects: Objects) -> str:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse the boxes of a text, whose coordinates are in the units of `extent`.
+    """Parse the boxes in a text, whose coordinates are in the units of `extent`.
 
     Only the text in the last <answer> tags is parsed, or the whole text if it has no such tags.
     """

@@ -1,4 +1,4 @@
-"""Build the arguments of reward functions from rows and completions, and call the functions."""
+"""Build the arguments for reward functions from rows and completions, and call the functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from minivlmrl.rewards.text import find_answer
 def reward_columns(
     rows: Sequence[Row], completions: Sequence[Sequence[Completion]], processor: Processor
 ) -> dict[str, list]:
-    """Collect the arguments of reward functions from B rows with G completions each.
+    """Collect the arguments for reward functions from B rows with G completions each.
 
     Returns:
-        {name: n = B * G values}. If a row lacks a column, the values of its completions are None.
-        The values of `completions` are the texts of the assistant's turns. The values of
+        {name: n = B * G values}. If a row lacks a column, its completions' values are None.
+        `completions` has the texts of the assistant's turns. The values of
         `answer_texts` are the answers in these texts, see find_answer.
     """
     flat_completions = []

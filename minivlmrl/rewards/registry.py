@@ -1,4 +1,4 @@
-"""Registry of reward functions, and checks of their arguments and return values.
+"""Registry of reward functions, and checks on their arguments and return values.
 
 A name is a key of REWARDS, "my_rewards.py:brevity" or "package.module:brevity". Keyword arguments
 of the function may follow in brackets, as in "mine.py:near(tolerance=0.05)". Error messages contain
@@ -46,7 +46,7 @@ REWARDS: dict[str, str | Callable] = {  # name: "module:function", or the functi
     "environment": "minivlmrl.agents.environment:environment_reward",
 }
 MAX_FLOAT32 = 3.4e38
-# metrics of every optimizer step; rewards may not log metrics with these names
+# metrics for every optimizer step; rewards may not log metrics with these names
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
 
@@ -79,7 +79,7 @@ def last_turn(prompt: Text | list[dict]) -> Text:
 
 @dataclass
 class StageProgress:
-    """Progress of the stage in optimizer steps, with the field names of TRL's trainer_state."""
+    """The stage's progress in optimizer steps, with the field names in TRL's trainer_state."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -88,15 +88,15 @@ class StageProgress:
 class RewardLog:
     """The two objects that reward functions receive as TRL's arguments `trainer_state` and `log_metric`.
 
-    `trainer_state` contains the progress of the stage, and `log_metric` records a metric.
+    `trainer_state` contains the stage's progress, and `log_metric` records a metric.
     """
 
     def __init__(self, global_step: int = 0, max_steps: int = 0):
         self.trainer_state = StageProgress(global_step, max_steps)
-        self.metrics: dict[str, list[float]] = {}  # values of the current rollout on this rank
+        self.metrics: dict[str, list[float]] = {}  # values from the current rollout on this rank
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number; metrics.jsonl has the mean of all numbers of a rollout."""
+        """Log a finite number; metrics.jsonl has the mean over a rollout's numbers."""
         number = plain_value(value)
         if name in STEP_METRICS:
             raise ValueError(
@@ -117,21 +117,21 @@ class RewardFailed(ValueError):
 class Reward:
     """A reward function with its name, which checks arguments and returned values.
 
-    The function has the signature of TRL's reward functions.
+    The function has the same signature as TRL's reward functions.
     """
 
     name: str
     function: Callable
-    # World.run_on_all_ranks, which raises an error of one rank on all ranks
+    # World.run_on_all_ranks, which raises one rank's error on all ranks
     run_on_all_ranks: Callable = World().run_on_all_ranks
-    log: RewardLog | None = None  # log of the stage; None in evaluations and commands
+    log: RewardLog | None = None  # the stage's log; None in evaluations and commands
     max_seconds: float | None = (
-        None  # time limit of a call; None for a reward that another one calls
+        None  # time limit for a call; None for a reward that another one calls
     )
 
     @property
     def columns(self) -> set[str]:
-        """Names of the required columns: the function's parameters without a default value."""
+        """Required column names: the function's parameters without a default value."""
         parameters = inspect.signature(self.function).parameters.values()
         needed = {p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
         return needed - REWARD_ARGUMENTS
@@ -141,7 +141,7 @@ class Reward:
         return replace(self, run_on_all_ranks=world.run_on_all_ranks, log=log)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
-        """Compute the rewards of n completions; None values of the function become NaN.
+        """Compute rewards for n completions; None values from the function become NaN.
 
         Raises:
             RewardFailed: the function failed. The message names the row.
@@ -169,9 +169,9 @@ class Reward:
             ) from error
 
     def _score(self, columns: dict[str, list]) -> list[float]:
-        """Call the function on the rows that use this reward; the values of other rows are NaN.
+        """Call the function on the rows that use this reward; other rows' values are NaN.
 
-        The column row_rewards lists the rewards of a row, if data.train gives rewards for its file.
+        The column row_rewards lists a row's rewards, if data.train gives rewards for its file.
         """
         log = self.log or RewardLog()
         callbacks = {"trainer_state": log.trainer_state, "log_metric": log.log_metric}
@@ -229,7 +229,7 @@ class Reward:
                 error = row_error
                 break
         if isinstance(error, ValueError) and str(error).startswith("reward "):
-            return ValueError(f"{prefix}{error}")  # rewards of minivlmrl raise complete messages
+            return ValueError(f"{prefix}{error}")  # minivlmrl's rewards raise complete messages
         reason = raised(self.function, error, columns)
         return ValueError(f"{prefix}reward {self.name}, for {failed_with}, {reason}")
 
@@ -270,15 +270,15 @@ def held_out_rewards(run: RunConfig) -> list[Reward]:
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:
-    """Return the sorted names of all columns that these rewards require."""
+    """Return the sorted column names that these rewards require."""
     return sorted(set().union(*(reward.columns for reward in rewards)))
 
 
 def recipe_columns(rows, prompts, completions, processor) -> dict[str, list]:
-    """Collect all arguments of reward functions, see reward_columns and box_columns.
+    """Collect all reward-function arguments, see reward_columns and box_columns.
 
     The column turn_texts has a list of texts for each completion. The list contains the texts of
-    all turns of a trajectory, or the single text of another completion.
+    all turns in a trajectory, or the single text of another completion.
     """
     columns = reward_columns(rows, completions, processor)
     flat = list(chain(*completions))
@@ -296,10 +296,10 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
     None becomes NaN.
 
     Args:
-        name: name of the reward, for error messages.
+        name: reward name, for error messages.
         values: returned values.
-        completions: texts of the completions, for error messages.
-        prefixes: beginning of the error message of each completion, "" or "FILE:LINE: ".
+        completions: completion texts, for error messages.
+        prefixes: beginning of each completion's error message, "" or "FILE:LINE: ".
     Raises:
         ValueError: the values are not n finite numbers or None.
     """
@@ -330,7 +330,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
 
 @runtime_checkable
 class Array(Protocol):
-    """Protocol of tensors and arrays of any library."""
+    """Protocol of any library's tensors and arrays."""
 
     @property
     def ndim(self) -> int: ...
@@ -345,7 +345,7 @@ def plain_value(value: Array | float | str | None) -> Array | float | str | None
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log a value for each completion, as TRL's log_extra(column, values) does.
 
-    The column "why" has the reasons for the values of a reward. They are logged as {name of the
+    The column "why" has the reasons for a reward's values. They are logged as {name of the
     reward: reason}, because several rewards give reasons; None and "" are left out. Values that are
     not a number, a str or None are logged as str(value), because the log is JSON.
 
@@ -377,7 +377,7 @@ def _run_in_thread(coroutine: Coroutine) -> list:
     A daemon thread does not keep the process alive if the coroutine never ends.
     """
     future = Future()
-    # a new thread would use the first GPU of the machine on every rank
+    # a new thread would use the machine's first GPU on every rank
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run():

@@ -1,8 +1,8 @@
-"""Rewards for the format and the correctness of text answers.
+"""Rewards for text answers: format and correctness.
 
 A reward is a function with TRL's signature, which returns one number per completion:
 
-    def brevity(completions, **columns):    # all completions, and every column of their rows
+    def brevity(completions, **columns):    # all completions, and every column in their rows
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
 It may return None for a completion that it cannot score. Such a completion is excluded from the
@@ -10,7 +10,7 @@ mean of its group, and its advantage is 0. A recipe gives each reward a weight, 
 {accuracy: 1.0}; rewards/registry.py lists the names.
 
 A reward explains its values with log_extra("why", reasons), which gets one reason per completion,
-or None for a completion that needs no reason. The logs of a run show these reasons.
+or None for a completion that needs no reason. A run's logs show these reasons.
 """
 
 import re
@@ -36,7 +36,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Return the reason why a completion lacks the form of tag_format; None if it has the form."""
+    """Return the reason why a completion lacks tag_format's form; None if it has the form."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:
@@ -83,7 +83,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
     """Extract the answer from a completion; return None if the completion has no answer.
 
     Args:
-        completion: text of the completion.
+        completion: completion text.
         where: "tags" extracts the text inside the last <answer>...</answer>, "whole" extracts all
             text after the last </think>, and "last_line" extracts the last line of that text.
     """
@@ -98,7 +98,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 def last_answer(text: str) -> str | None:
     """Return the text inside the last <answer>...</answer>, or None.
 
-    The time is linear in the length of the text, even if the text has many opening tags.
+    The time is linear in the text's length, even if the text has many opening tags.
     """
     for closed in reversed(text.split("</answer>")[:-1]):
         _, tag, answer = closed.partition("<answer>")

@@ -1,1 +1,1 @@
-"""The built-in task, which needs no downloads, and the registry of tasks."""
+"""The built-in task, which needs no downloads, and the task registry."""

@@ -1,4 +1,4 @@
-"""Registry of tasks: generated data sets with their own tokenizer, which need no downloads.
+"""Task registry: generated data sets with their own tokenizer, which need no downloads.
 
 recipes/dots.py is an example to copy.
 """
@@ -12,7 +12,7 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import check_field, error_context
 
-# number of training rows of a task; rows are generated on demand, so that no run repeats a row
+# training rows per task; rows are generated on demand, so that no run repeats a row
 FRESH_ROWS = 1_000_000
 
 
@@ -22,23 +22,23 @@ class Task:
 
     # Function of the recipe's section `data` and a seed. It returns a dict of training rows, whose
     # keys are those of NEEDS in run/datasets.py, and the held-out rows, which are the same for all
-    # seeds. Further parameters are options of the task, as in shapes(pairs=8).
+    # seeds. Further parameters are task options, as in shapes(pairs=8).
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
-    tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all texts of the task
-    # function of the held-out rows; returns the accuracy of guessing without seeing the image
+    tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all task texts
+    # function (held-out rows) -> accuracy of guessing without seeing the image
     chance: Callable[[Dataset], float]
-    chance_name: str  # label of that accuracy in tables
+    chance_name: str  # label for that accuracy in tables
 
 
-# {name: Task, or "module:NAME" of a Task}; scripts may add entries
+# {name: Task, or a Task's "module:NAME"}; scripts may add entries
 TASKS: dict[str, str | Task] = {"shapes": "minivlmrl.tasks.shapes:TASK"}
 
 
 def get_task(name: str) -> Task:
-    """Return the task of a name, with its options applied.
+    """Return the named task, with its options applied.
 
     Args:
-        name: a key of TASKS, file.py:NAME or package.module:NAME; options may follow, as in
+        name: a key in TASKS, file.py:NAME or package.module:NAME; options may follow, as in
             shapes(pairs=8).
     Raises:
         ValueError: there is no such task, or the task has no such option.
@@ -64,7 +64,7 @@ def get_task(name: str) -> Task:
 
 
 def _call(name: str, function: Callable, expected: str, /, *arguments, **options) -> Any:
-    """Call a function of a custom task, and raise ValueError if it returns no `expected` value."""
+    """Call a custom task's function, and raise ValueError if it returns no `expected` value."""
     from minivlmrl.config.import_utils import call_user_code, defined_in
 
     result = call_user_code(name, function, *arguments, **options)

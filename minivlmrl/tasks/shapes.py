@@ -1,10 +1,10 @@
-"""The task of the default run: name the colour and the shape of the object in a small image.
+"""The default run's task: name the colour and the shape of the object in a small image.
 
 A prompt shows one image and asks what is in it. The answer names one of 12 classes (6 colours x 2
 shapes): <think>I see green</think><answer>green square</answer>
 
 The demonstrations for SFT are few, and half of them have a random label. From them a model learns
-the format of an answer, but the task only roughly, so that reinforcement learning, whose reward is
+the answer format, but the task only roughly, so that reinforcement learning, whose reward is
 always correct, can show an improvement.
 """
 
@@ -34,8 +34,8 @@ SHAPES = ("square", "triangle")
 LABELS = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 CHANCE = 1 / len(LABELS)
 PROBLEM = "What is it?"
-SIZE = 56  # width and height of an image in pixels
-OBJECT_SIZES = (32, 52)  # smallest and largest width of the object in pixels
+SIZE = 56  # image width and height in pixels
+OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Shapes(Sequence[Row]):
     wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-    tags: bool = True  # False makes demonstrations of the label only, without tags
+    tags: bool = True  # False makes demonstrations with the label only, without tags
     # True makes rows for KTO: one answer with a `label`, alternately chosen and rejected
     labelled: bool = False
 
@@ -130,7 +130,7 @@ def fill(image: PIL.Image.Image, color: str, shape: str, box: Sequence[int]):
 
 
 def tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer of about 370 tokens on all texts of the task."""
+    """Train a byte-level BPE tokenizer with about 370 tokens on all task texts."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     return train_tokenizer([*texts, *map(tagged_answer, LABELS)], vocab_size=512)
 
@@ -142,10 +142,10 @@ def datasets(
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.5,
     pairs: Annotated[int, ">= 1"] = 1024,
 ) -> tuple[dict[str, Dataset], Dataset]:
-    """Build the training rows of all stages, and the held-out rows; see Task.datasets.
+    """Build all stages' training rows, and the held-out rows; see Task.datasets.
 
     Args:
-        data: section `data` of the recipe.
+        data: the recipe's section `data`.
         demonstrations: number of rows for SFT.
         wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
         pairs: number of rows for DPO, KTO and the reward model.
