@@ -19,13 +19,13 @@ from minivlmrl.errors import error_context
 
 
 class RewardingEnvironment(Environment, Protocol):
-    """Interface of an environment that scores its own completion.
+    """Interface for an environment that scores its own completion.
 
     A recipe with such an environment must set `rewards: {environment: 1}`.
     """
 
     def get_reward(self) -> float | list[float] | None:
-        """Return the reward of the completion, or a list with one reward for each turn.
+        """Return the completion's reward, or a list with one reward for each turn.
 
         The list may have no reward for the last turn, which is then 0.
         None means that the completion cannot be scored.
@@ -36,11 +36,11 @@ class RewardingEnvironment(Environment, Protocol):
 class Settings:
     """Settings of an environment. Attributes of its class with the same names override them."""
 
-    # whether the system message declares the tools, in the format of the model's chat template
+    # whether the system message declares the tools, in the model's chat-template format
     declare_tools: bool = True
     # maximum number of tool calls in a completion; additional calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
-    # time limit of one tool call, in seconds
+    # time limit for one tool call, in seconds
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
     # maximum number of characters that one tool call may return
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
@@ -49,10 +49,10 @@ class Settings:
 
 
 def get_environment(name: str) -> Callable[[], Environment]:
-    """Return the constructor of an environment, given its name in a recipe.
+    """Return an environment's constructor, given its name in a recipe.
 
-    The name refers to a class, a function, or a list of functions. Functions become the tools of a
-    stateless environment. Arguments of the class are written in parentheses, for example
+    The name refers to a class, a function, or a list of functions. Functions become tools in a
+    stateless environment. The class's arguments are written in parentheses, for example
     "my_tools.py:Turn(step=45)".
 
     Raises:
@@ -77,7 +77,7 @@ def get_environment(name: str) -> Callable[[], Environment]:
 
 
 class Stateless:
-    """Base class of environments that consist of plain functions and keep no state."""
+    """Base class for environments that consist of plain functions and keep no state."""
 
     def reset(self, **columns):
         pass
@@ -101,13 +101,13 @@ def class_of(functions: Callable | list[Callable]) -> type[Environment]:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Return a copy of the processor whose chat template declares the tools of an environment."""
+    """Return a copy of the processor whose chat template declares an environment's tools."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
         if template is None or template.text == DEFAULT:
-            # The default template of Qwen2-VL and Qwen2.5-VL cannot declare tools.
+            # The default Qwen2-VL and Qwen2.5-VL template cannot declare tools.
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
             # Exported checkpoints contain these files, so they also contain the new template.
@@ -122,16 +122,16 @@ def with_tools(processor: Processor, name: str) -> Processor:
 def environment_reward(
     environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
 ) -> list[float | None]:
-    """Compute the reward of each completion by calling get_reward of its environment, as TRL does.
+    """Compute each completion's reward by calling its environment's get_reward, as TRL does.
 
     If get_reward returns a list with one number for each turn of a trajectory, the reward is the
     sum of the list. The last turn may have no number, because it may call no tool; its reward is 0.
     The reward of a completion without an environment is None.
 
     Args:
-        environments: the environment of each completion, or None.
-        turn_texts: the texts of all turns of each completion.
-        columns: the columns of the data set, which are ignored.
+        environments: each completion's environment, or None.
+        turn_texts: the turn texts for each completion.
+        columns: the data set's columns, which are ignored.
     Raises:
         ValueError: if a list has another length.
     """
@@ -156,8 +156,8 @@ def check_reward(name: str | None, rewards: Iterable[str]):
     """Check that the recipe uses the reward "environment" if and only if get_reward exists.
 
     Args:
-        name: name of the environment, or None.
-        rewards: names of the rewards in the recipe.
+        name: environment name, or None.
+        rewards: reward names in the recipe.
     Raises:
         ValueError: if the environment has a method get_reward that the recipe does not use, or if
             the recipe uses get_reward, but the environment does not have this method.
@@ -176,7 +176,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Return the settings of an environment: its attributes, or else the default values.
+    """Return an environment's settings: its attributes, or else the default values.
 
     Raises:
         ValueError: if an attribute has an invalid value.
@@ -189,7 +189,7 @@ def settings_of(environment: Environment) -> Settings:
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
-    """Return the tools of an environment as {name: bound method}.
+    """Return an environment's tools as {name: bound method}.
 
     All public methods are tools, except reset, get_reward and observe.
     """
@@ -201,7 +201,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass with the arguments of a tool, so that `build` can validate a call.
+    """Create a dataclass with a tool's arguments, so that `build` can validate a call.
 
     Raises:
         ValueError: if an argument does not have a type hint, or has one that JSON cannot represent.

@@ -1,4 +1,4 @@
-"""Functions of agents/ that the rest of the package uses.
+"""Functions in agents/ that the rest of the package uses.
 
 generation/environments.py imports this module only when a recipe sets `sampling.environment`.
 """

@@ -1,4 +1,4 @@
-"""Generate the JSON schema of a tool, equal to the result of transformers' get_json_schema."""
+"""Generate a tool's JSON schema, equal to the result from transformers' get_json_schema."""
 
 import inspect
 import json
@@ -29,12 +29,12 @@ CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Return the JSON schema of a tool.
+    """Return a tool's JSON schema.
 
     The schema is generated from the tool's signature, type hints and Google-style docstring.
 
     Raises:
-        ValueError: if JSON cannot represent the type of an argument.
+        ValueError: if JSON cannot represent an argument's type.
     """
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
@@ -56,12 +56,12 @@ def json_schema(tool: Callable) -> dict:
 
 
 def add_descriptions(properties: dict[str, dict], section: str):
-    """Add the descriptions in the Args section of a docstring to the schemas of the arguments.
+    """Add the descriptions in a docstring's Args section to the schemas of the arguments.
 
     Args:
         properties: {argument name: schema}, modified in place. If a description ends with
-            "(choices: [...])", this list becomes the "enum" of the schema.
-        section: text of the Args section.
+            "(choices: [...])", this list becomes the schema's "enum".
+        section: Args section text.
     """
     without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
     for _, name, text in ARGUMENT.findall(without_blank_lines):
@@ -76,7 +76,7 @@ def add_descriptions(properties: dict[str, dict], section: str):
 
 
 def type_schema(hint) -> dict:
-    """Return the JSON schema of a type hint.
+    """Return a type hint's JSON schema.
 
     Raises:
         ValueError: if JSON cannot represent values of this type.
@@ -106,10 +106,10 @@ def type_schema(hint) -> dict:
 
 
 def union_schema(hints: tuple) -> dict:
-    """Return the JSON schema of a union of types.
+    """Return the JSON schema for a union of types.
 
-    If the schema of each type is only a type name, the schema of the union is a list of type names.
-    Otherwise it is an "anyOf" list of schemas. A union with None is marked as "nullable".
+    If each type's schema is only a type name, the union's schema is a list of type names.
+    Otherwise it is an "anyOf" schema list. A union with None is marked as "nullable".
     """
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
     kinds = sorted({str(schema.get("type")) for schema in schemas})

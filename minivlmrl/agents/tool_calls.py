@@ -1,6 +1,6 @@
 """Parse the tool calls in a completion, execute the tools, and render their results as text.
 
-A call is written either in tags with the name of the tool, for example <zoom>1, 2</zoom>, or in
+A call is written either in tags with the tool's name, for example <zoom>1, 2</zoom>, or in
 Qwen's <tool_call> format.
 """
 
@@ -38,7 +38,7 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # an address in memory, see without_addresses
 
 
-# the name of the tool ("" for a call in Qwen's format), and the text between the tags
+# the tool's name ("" for a call in Qwen's format), and the text between the tags
 Call = tuple[str, str]
 # an image that a tool returned, and the image_grid_thw that its patches will have
 Picture = tuple[Image, tuple[int, int, int]]
@@ -56,11 +56,11 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
 
     Args:
         text: text since the last tool result.
-        tools: names of the tools.
+        tools: tool names.
         ended: whether the turn has ended.
 
     Returns:
-        The calls in the order of the text. If a call is in tags, it is the only one in the list.
+        The calls in text order. If a call is in tags, it is the only one in the list.
     """
     begins = {}  # {tool name: position in the text where its arguments begin}
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
@@ -77,17 +77,17 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
 def answer_call(
     tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
 ) -> tuple[list[dict], list[Picture], bool]:
-    """Execute one tool call, and return the message parts of its result.
+    """Execute one tool call, and return its result's message parts.
 
-    If the tool raises an exception, an argument is invalid, or the result exceeds a limit of
+    If the tool raises an exception, an argument is invalid, or the result exceeds a limit in
     `settings`, the result is a text part "error: ...", which the model reads.
 
     Args:
-        tools: the tools of the environment by name.
-        name: name of the tool, or "" for a call in Qwen's format.
+        tools: the environment's tools by name.
+        name: tool name, or "" for a call in Qwen's format.
         inside: text between the tags.
         processor: processor that will encode the images in the result.
-        settings: settings of the environment, with its limits.
+        settings: the environment's settings, with its limits.
 
     Returns:
         The message parts, the images with their grids, and whether the call succeeded.
@@ -120,7 +120,7 @@ def answer_call(
 
 
 def check_limits(parts: list[dict], images: list[Image], settings: Settings):
-    """Raise ValueError if the result of a tool exceeds max_tool_characters or max_tool_pixels."""
+    """Raise ValueError if a tool's result exceeds max_tool_characters or max_tool_pixels."""
     sizes = {
         "characters": sum(len(shown.get("text", "")) for shown in parts),
         "pixels": sum(image.width * image.height for image in images),
@@ -131,16 +131,16 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 
 
 def without_addresses(text: str) -> str:
-    """Replace addresses of memory, such as 0x7f3a91c0, by 0x.
+    """Replace memory addresses, such as 0x7f3a91c0, by 0x.
 
-    Addresses differ between runs, for example in the stack trace of selenium's errors. The model
-    reads the errors of tools, so a run with addresses could not be repeated.
+    Addresses differ between runs, for example in stack traces in selenium's errors. The model
+    reads tool errors, so a run with addresses could not be repeated.
     """
     return ADDRESS.sub("0x", text)
 
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Compute the image_grid_thw of an image without computing its patches.
+    """Compute an image's image_grid_thw without computing its patches.
 
     If the image cannot be decoded, PIL's exception is propagated.
     """
@@ -156,7 +156,7 @@ def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, in
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Construct an environment, and call its `reset` with the columns of a row.
+    """Construct an environment, and call its `reset` with a row's columns.
 
     Raises:
         ValueError: if `reset` raised an exception, exceeded max_tool_seconds, or returned a value.
@@ -172,10 +172,10 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
-    """Construct the environment `name`, and call its `reset` with a row of the data set.
+    """Construct the environment `name`, and call its `reset` with a data set row.
 
     Raises:
-        ValueError: if `reset` failed, see `begin`. The message contains the location of the row.
+        ValueError: if `reset` failed, see `begin`. The message contains the row's location.
     """
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
@@ -183,7 +183,7 @@ def begin_with_row(name: str, row: Row) -> Environment:
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call a method of an environment that is not a tool, for example `reset` or `observe`.
+    """Call an environment method that is not a tool, for example `reset` or `observe`.
 
     Raises:
         ValueError: if the method raised an exception or exceeded max_tool_seconds.
@@ -196,10 +196,10 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
-    """Parse and validate the arguments of a call, run the tool, and return its result.
+    """Parse and validate a call's arguments, run the tool, and return its result.
 
     Raises:
-        ValueError: if the arguments do not match the type hints of the tool.
+        ValueError: if the arguments do not match the tool's type hints.
     """
     if name:
         arguments = read_values(name, inside, tools)
@@ -232,7 +232,7 @@ def check_values(value, name: str):
     error ends the run.
 
     Raises:
-        ValueError: the value contains one of them.
+        ValueError: the value contains such a number or half.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -253,9 +253,9 @@ def check_values(value, name: str):
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Parse the text between the tags of a tool into {argument name: value}.
+    """Parse the text between a tool's tags into {argument name: value}.
 
-    The text contains the arguments in the order of the signature, as JSON values that are separated
+    The text contains the arguments in signature order, as JSON values that are separated
     by commas. If the tool's only argument is a str, or the text is not JSON, the whole text is used
     as the first argument.
     """
@@ -270,7 +270,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse a call in Qwen's <tool_call> format into the name of the tool and its arguments.
+    """Parse a call in Qwen's <tool_call> format into the tool's name and its arguments.
 
     Raises:
         ValueError: if the text is not a valid call, or there is no tool with this name.
@@ -286,7 +286,7 @@ def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a call in the <function=...> format of Qwen3.5.
+    """Parse a call in Qwen3.5's <function=...> format.
 
     Returns:
         {"name": ..., "arguments": ...}, or None if the text is not in this format.
@@ -320,11 +320,11 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # a value of the wrong type, for which `build` raises an error
+    return value  # a value with the wrong type, for which `build` raises an error
 
 
 def part(result) -> dict:
-    """Convert the result of a tool into a message part.
+    """Convert a tool's result into a message part.
 
     A PIL image becomes an image part, and a part in TRL's format becomes an image or a text part.
     Any other object is converted to text with `str`. Lone surrogates are replaced by "?", so that
@@ -359,10 +359,10 @@ def turn_opening(processor: Processor) -> list[str]:
 
 
 def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
-    """Render the results of tools as pieces of text.
+    """Render tool results as text pieces.
 
     Args:
-        answers: message parts of each result.
+        answers: each result's message parts.
         opening: text pieces that open the next assistant turn, see `turn_opening`. If it is empty,
             there must be one result, which is rendered as <result>...</result> inside the policy's
             turn. Otherwise the results are rendered in a user turn, and `opening` follows it.

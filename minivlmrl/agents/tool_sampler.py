@@ -1,7 +1,7 @@
 """Sample completions that call tools.
 
 When a completion calls a tool, the model reads the tool's result in one forward pass, and decoding
-continues after the result. The samples of a prompt depend only on the key of the prompt. Training
+continues after the result. A prompt's samples depend only on the prompt's key. Training
 uses the token ids, positions and patches that this module records, so text is not tokenized again.
 """
 
@@ -42,7 +42,7 @@ from minivlmrl.model.packing import pack
 
 
 class ToolEpisode:
-    """State of one completion and its environment during sampling."""
+    """State for one completion and its environment during sampling."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -53,7 +53,7 @@ class ToolEpisode:
         # The pattern is longer than each closing tag, so its length is an upper bound for tags.
         self.closing_tag = re.compile(f"</({'|'.join(self.tools)})>".encode())
         self.text = b""  # UTF-8 text that the policy generated since the last tool result
-        self.ids: list[int] = []  # token ids of the completion, including tool results
+        self.ids: list[int] = []  # completion token ids, including tool results
         # for each id: True if the policy sampled it, False if it belongs to a tool result
         self.policy_mask: list[bool] = []
         self.pictures: list[tuple] = []  # images in tool results, as in Completion.pictures
@@ -67,7 +67,7 @@ class ToolEpisode:
         """Append a sampled token, and execute the tool calls that the token completes.
 
         Args:
-            token: id of the sampled token.
+            token: the sampled token's id.
             turn_ends: whether the token is a stop token.
             text_ends: whether the token completes a stop string.
             sampler: the sampler, with its options and processor.
@@ -89,7 +89,7 @@ class ToolEpisode:
         return is_finished
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
-        """Append the bytes of a token to the text, and return the calls that the token completes.
+        """Append a token's bytes to the text, and return the calls that the token completes.
 
         After max_tool_calls calls, additional calls are ignored.
         """
@@ -103,7 +103,7 @@ class ToolEpisode:
     def closes_a_call(self, searched_from: int) -> bool:
         """Return whether the text contains a tool's closing tag at or after byte `searched_from`.
 
-        The tag counts only if the text also contains the opening tag of the same tool.
+        The tag counts only if the text also contains the same tool's opening tag.
         """
         closing_tag = self.closing_tag.search(self.text, searched_from)
         return closing_tag is not None and b"<%s>" % closing_tag[1] in self.text
@@ -143,7 +143,7 @@ class ToolEpisode:
     def call_tools(
         self, calls: list[Call], processor: Processor
     ) -> tuple[list[list[dict]], list[Picture]]:
-        """Execute tool calls, and return the message parts of each result and the images of all."""
+        """Execute tool calls, and return each result's message parts and all images."""
         answers = []
         pictures = []
         for name, inside in calls:
@@ -162,16 +162,16 @@ class ToolEpisode:
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add the tool results, the environment and the numbers of calls to a completion."""
+        """Add the tool results, the environment and the call counts to a completion."""
         self.insert_answers(completion)
         completion.stopped &= not self.cut
         completion.environment = self.environment
         completion.calls = self.num_calls, self.num_failed, self.cut
 
     def insert_answers(self, completion: Completion):
-        """Insert the tokens of tool results between the sampled tokens of a completion.
+        """Insert tool-result tokens between a completion's sampled tokens.
 
-        The log-probabilities of inserted tokens are 0, and `policy_mask` is False for these tokens.
+        Inserted tokens' log-probabilities are 0, and `policy_mask` is False for these tokens.
         """
         policy_mask = torch.tensor(self.policy_mask)
         completion.ids = torch.tensor(self.ids)
@@ -188,10 +188,10 @@ class ToolEpisode:
 def encode_answers(
     answers: list[list[dict]], pictures: list[Picture], turn_ended: bool, processor: Processor
 ) -> list[int]:
-    """Tokenize the results of tools.
+    """Tokenize tool results.
 
     If the policy has ended its turn, the results form a user turn, which is followed by the opening
-    of the next assistant turn. Otherwise the results are inserted into the policy's turn.
+    for the next assistant turn. Otherwise the results are inserted into the policy's turn.
     """
     grids = [grid for _, grid in pictures]
     opening = turn_opening(processor) if turn_ended else ()
@@ -227,25 +227,25 @@ def copy_on_write(image: Image) -> Image:
 
 @dataclass
 class AnswerSpan:
-    """Position of one tool result in the packed batch of results and in the decoding batch."""
+    """One tool result's position in the packed result batch and in the decoding batch."""
 
-    row: int  # index of the row in the decoding batch
-    tokens: slice  # positions of the result in the packed tokens of all results
-    prompt: int  # index of the row's prompt in the decoding batch
+    row: int  # row index in the decoding batch
+    tokens: slice  # the result's positions in the packed tokens of all results
+    prompt: int  # the row's prompt index in the decoding batch
     prompt_length: int
-    begin: int  # position of the result's first token, counted in the row's tokens after the prompt
+    begin: int  # the result's first position, counted in the row's tokens after the prompt
     end: int  # position after the result's last token, counted in the same way
 
 
 class AnswerAttention(DecodeAttention):
     """Attention for a forward pass over tool results, which are packed into one sequence.
 
-    The tokens of a result attend to the prompt of their row, to the earlier tokens of the row, and
+    A result's tokens attend to their row's prompt, to the row's earlier tokens, and
     causally to each other. Their keys and values are added to the row's KV cache.
 
     Args:
-        decoding: attention of the decode steps, whose KV cache is extended.
-        rows: index in the decoding batch of each result's row.
+        decoding: attention in the decode steps, whose KV cache is extended.
+        rows: each result's row index in the decoding batch.
         lengths: number of tokens of each result.
     """
 
@@ -255,7 +255,7 @@ class AnswerAttention(DecodeAttention):
         self.answer_spans = []
         self.response_rows = rows
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()  # one length per prompt
-        newest = decoding.newest.tolist()  # position of the newest token of each row
+        newest = decoding.newest.tolist()  # position of each row's newest token
         # for recurrent layers: the slice of each result's row, and the slice of its packed tokens
         self.spans = []
         tokens_of_rows = [0] * len(newest)
@@ -296,17 +296,17 @@ class AnswerAttention(DecodeAttention):
 
 
 def extend(row_cache: Tensor, prompts: Tensor, new: Tensor, span: AnswerSpan) -> Tensor:
-    """Write the keys (or values) of a tool result into the row's cache, and return its context.
+    """Write a tool result's keys (or values) into the row's cache, and return its context.
 
     Args:
-        row_cache: (R, K, C, D), cache of the rows' own tokens, modified in place.
-        prompts: (B, K, P, D), cache of the prompts.
-        new: (tokens, K, D), keys or values of all packed results.
-        span: position of the result.
+        row_cache: (R, K, C, D), cache for the rows' own tokens, modified in place.
+        prompts: (B, K, P, D), cache for the prompts.
+        new: (tokens, K, D), keys or values for all packed results.
+        span: the result's position.
 
     Returns:
-        (1, K, prompt_length + end, D), the keys or values of the prompt, followed by those of the
-        row's own tokens up to the end of the result.
+        (1, K, prompt_length + end, D), the prompt's keys or values, followed by those of the
+        row's own tokens up to the result's end.
     """
     row_cache[span.row, :, span.begin : span.end] = new[span.tokens].transpose(0, 1)
     # (K, P, D): key heads, prompt tokens without padding, head dimension
@@ -346,10 +346,10 @@ class ReadingDecode(Decode):
 
         Args:
             model: the policy.
-            attention: attention of the decode steps, whose KV cache is extended.
-            rows: indices of the rows in the decoding batch that have a tool result.
+            attention: attention in the decode steps, whose KV cache is extended.
+            rows: decoding-batch indices of the rows that have a tool result.
             index: `rows` as a tensor.
-            answers: the tool result of each of these rows.
+            answers: the tool result for each of these rows.
 
         Returns:
             (len(rows), V), the logits of the token that follows each result.
@@ -370,12 +370,12 @@ class ReadingDecode(Decode):
 
 
 class ToolSampler(Sampler):
-    """Sampler of completions that may call the tools of `sampling.environment`."""
+    """Sampler for completions that may call tools from `sampling.environment`."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[ToolEpisode] = []  # one episode for each row of the batch
+        self.episodes: list[ToolEpisode] = []  # one episode for each row in the batch
 
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
@@ -412,7 +412,7 @@ AnyEpisode = TypeVar("AnyEpisode", bound=ToolEpisode)
 
 
 def find_environment(sampler: Sampler) -> Callable[[], Environment]:
-    """Return the constructor of the environment that the options of a sampler name.
+    """Return the constructor for the environment that a sampler's options name.
 
     Raises:
         ValueError: if sampling.environment is not set, or rollout.gather_weights is false.
@@ -441,11 +441,11 @@ def begin_episodes(
 ) -> list[AnyEpisode]:
     """Create one episode for each completion.
 
-    Each episode has its own environment, which is reset with the row of the prompt.
+    Each episode has its own environment, which is reset with the prompt's row.
 
     Args:
-        make_episode: constructor of an episode from the environment, the prompt and its row.
-        make_environment: constructor of the environment.
+        make_episode: constructor for an episode from the environment, the prompt and its row.
+        make_environment: environment constructor.
         sampler: the sampler, with its options and processor.
         prompts: the prompts.
         num_generations: number of completions per prompt.
@@ -475,15 +475,15 @@ def begin_episodes(
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the keyword arguments of an environment's `reset`.
+    """Return an environment's keyword arguments for `reset`.
 
-    They are the columns of the row, its images, the messages of the prompt, and the extents. The
+    They are the row's columns, its images, the prompt's messages, and the extents. The
     extent of an image is the (width, height) of the coordinate system of the boxes in the image.
     """
     images = list(row.images)  # may decode image files, because images are loaded lazily
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # the grids of images; videos are excluded, because their second_per_grid_ts is not 0
+    # image grids; videos are excluded, because their second_per_grid_ts is not 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = []
     for image, (_, rows, columns) in zip(images, grids, strict=True):
@@ -500,18 +500,18 @@ def step_episodes(
     turn_ends: Tensor,
     text_ends: Tensor,
 ) -> Tensor:
-    """Append one sampled token to the episode of each row.
+    """Append one sampled token to each row's episode.
 
     Args:
         episodes: the episodes of all rows.
         sampler: the sampler, with its options and processor.
-        rows: (r,), the index of the episode of each token.
+        rows: (r,), each token's episode index.
         ids: (r,), the sampled token ids.
         turn_ends: (r,) bool, True where the token is a stop token.
         text_ends: (r,) bool, True where the token completes a stop string.
 
     Returns:
-        (r,) bool, True where the completion of the row is finished.
+        (r,) bool, True where the row's completion is finished.
     """
     sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
     ends = []

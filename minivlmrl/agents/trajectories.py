@@ -1,8 +1,8 @@
 """Sample trajectories, which are completions of several turns with separate context windows.
 
-The context window of a turn is the prompt from which the turn is sampled. The first window is the
-prompt of the row. A later window contains the messages that the environment's `observe(rounds)`
-returns. With sampling.history=K instead, it contains all text so far and the images of the newest K
+A turn's context window is the prompt from which the turn is sampled. The first window is the
+row's prompt. A later window contains the messages that the environment's `observe(rounds)`
+returns. With sampling.history=K instead, it contains all text so far and images from the newest K
 rounds. A round is a turn together with the results of its tool calls. A trajectory ends with a turn
 that does not call a tool, or when the environment sets `done`. A trajectory is one Completion and
 one row of a loss; see docs/agents.md.
@@ -53,7 +53,7 @@ def has_windows(name: str, history: int | None) -> bool:
     """Return whether each turn has its own context window, which makes completions trajectories.
 
     Args:
-        name: name of the environment.
+        name: environment name.
         history: the option sampling.history, the number of rounds whose images are shown.
 
     Raises:
@@ -70,16 +70,16 @@ def has_windows(name: str, history: int | None) -> bool:
 
 @dataclass
 class Round:
-    """A turn that called tools, together with the results of its calls."""
+    """A turn that called tools, together with its calls' results."""
 
     text: str  # text that the policy generated in this turn
-    parts: list[dict]  # message parts of the tool results
+    parts: list[dict]  # the tool results' message parts
     answers: Prompt  # tool results as token ids and patches
     images: list[PIL.Image.Image]  # images in the tool results
 
 
 class Episode(ToolEpisode):
-    """State of one trajectory during sampling.
+    """One trajectory's state during sampling.
 
     Tool results are not inserted into the turn. They are part of the next context window instead.
     """
@@ -88,7 +88,7 @@ class Episode(ToolEpisode):
         super().__init__(environment)
         self.prompt = prompt
         self.row = row
-        self.key = ""  # seed of the sampling, together with the number of the turn
+        self.key = ""  # sampling seed, together with the turn number
         self.turns: list[Completion] = []
         self.rounds: list[Round] = []
 
@@ -106,7 +106,7 @@ class Episode(ToolEpisode):
         """Execute tool calls and record the round, unless the environment is done.
 
         Returns:
-            True, because a tool call always ends the turn. The results of the call are part of the
+            True, because a tool call always ends the turn. The call's results are part of the
             next context window.
         """
         answers, pictures = self.call_tools(calls, processor)
@@ -129,7 +129,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion.
 
-        The `pictures` of the completion are only used for display. They are the newest image of
+        The completion's `pictures` are only used for display. They are the newest image of
         each window after the first.
         """
         windows = [turn.prompt for turn in self.turns[1:]]
@@ -146,17 +146,17 @@ class Episode(ToolEpisode):
 
 
 class TrajectorySampler(Sampler):
-    """Sampler of trajectories.
+    """Trajectory sampler.
 
-    The seed of a turn is the key of its prompt, the index of the completion in its group, and the
-    number of the turn. Sharded weights are gathered once for all turns, because ranks may sample
+    A turn's seed is its prompt's key, the completion's index in its group, and the
+    turn number. Sharded weights are gathered once for all turns, because ranks may sample
     different numbers of turns.
     """
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = find_environment(self)
-        self.episodes: list[Episode] = []  # one episode for each row of the batch
+        self.episodes: list[Episode] = []  # one episode for each row in the batch
 
     def token_sampler(
         self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]
@@ -192,7 +192,7 @@ class TrajectorySampler(Sampler):
         num_generations: int,
         episodes: list[Episode],
     ) -> list[list[Completion]]:
-        """Sample the next turn of each episode from its context window."""
+        """Sample each episode's next turn from its context window."""
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
         sample_token = super().token_sampler(windows, num_generations, keys)
@@ -208,7 +208,7 @@ class TrajectorySampler(Sampler):
         num_generations: int,
         sample_token: TokenSampler,
     ) -> list[list[Completion]]:
-        """Sample one turn of each episode in `self.episodes`, and store it in the episode."""
+        """Sample one turn for each episode in `self.episodes`, and store it in the episode."""
         groups = super().generate(model, prompts, num_generations, sample_token)
         for episode, turn in zip(self.episodes, chain(*groups), strict=True):
             episode.finish(turn)
@@ -219,11 +219,11 @@ class TrajectorySampler(Sampler):
         return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
 
     def window(self, episode: Episode) -> Prompt:
-        """Build the next context window of a trajectory.
+        """Build a trajectory's next context window.
 
         Raises:
             ValueError: if the window and max_new_tokens together exceed the model's
-                max_position_embeddings. The message contains the location of the row.
+                max_position_embeddings. The message contains the row's location.
         """
         row = episode.row
         name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
@@ -273,7 +273,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build a context window from all text so far and the images of the newest `history` rounds.
+    """Build a context window from all text so far and the images in the newest `history` rounds.
 
     If `history` covers the prompt and all rounds, the window has exactly the tokens that a
     completion would have at this point if sampling.history was not set.

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with a loss function of yours.
+"""TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
 docs/library.md shows how to use it. TRL is not a dependency of minivlmrl. This module needs TRL 1.10 or
 newer, because older releases divide some losses by other totals.
@@ -42,8 +42,8 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
         f"{INSTALL}"
     )
 
-LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # the signature of grpo_loss
-# argument of grpo_loss: field of GRPOConfig with the same meaning (kl_estimator has none)
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # grpo_loss's signature
+# grpo_loss argument: GRPOConfig field with the same meaning (kl_estimator has none)
 CONFIG_NAMES = {
     "loss_type": "loss_type",
     "importance_sampling_level": "importance_sampling_level",
@@ -52,7 +52,7 @@ CONFIG_NAMES = {
     "beta": "beta",
     "use_bias_correction_kl": "use_bias_correction_kl",
 }
-# fields of GRPOConfig that are keyword arguments of functions in TERMS
+# GRPOConfig fields that are keyword arguments for functions in TERMS
 TERM_OPTIONS = (
     "delta",
     "sapo_temperature_pos",
@@ -66,15 +66,15 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with a loss function of yours.
+    """TRL's GRPOTrainer with the loss `minivlmrl.grpo_loss`, or with your own loss function.
 
     Only `_compute_loss` is replaced: completions, rewards, advantages, the reference model, the
-    optimizer and checkpoints are TRL's. The other arguments are those of trl.GRPOTrainer.
+    optimizer and checkpoints are TRL's. The other arguments are the same as in trl.GRPOTrainer.
 
     Args:
-        loss: a loss_type of `grpo_loss`, such as "grpo"; or a function with the arguments and
-            results of `grpo_loss`. None means the loss_type of `args`.
-        kl_estimator: estimator of the KL, see kl_term. `args` has all other options of the loss.
+        loss: a loss_type for `grpo_loss`, such as "grpo"; or a function with the arguments and
+            results of `grpo_loss`. None means the loss_type in `args`.
+        kl_estimator: KL estimator, see kl_term. `args` has all other loss options.
     Raises:
         ValueError: `args` names another loss than `loss`, or has an option that cannot be computed.
     """
@@ -114,7 +114,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
-        # The gradients of this many micro-batches are added.
+        # Gradients from this many micro-batches are added.
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
         normalizer = LossNormalizer(
             len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length
@@ -137,8 +137,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # TRL logs the loss of a micro-batch before it divides by the number of micro-batches,
-            # unless the loss is divided by the tokens of the step
+            # TRL logs a micro-batch's loss before it divides by the number of micro-batches,
+            # unless the loss is divided by the step's tokens
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -153,7 +153,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probabilities and entropies of the completions (B, T), and the aux loss."""
+        """Return log-probabilities and entropies for the completions (B, T), and the aux loss."""
         score = self._get_per_token_logps_and_entropies
         arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
         return score(
@@ -168,9 +168,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
 
     def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
-        """Return the number of tokens by which dapo divides.
+        """Return the token count by which dapo divides.
 
-        TRL counts the tokens of a whole generation, which may have several optimizer steps.
+        TRL counts a whole generation's tokens, which may have several optimizer steps.
         Processes average their gradients, so that each divides by the mean number per process.
         """
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
@@ -181,10 +181,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return the factors of the policy term, or None, and keyword arguments of the term."""
+        """Return the policy term's factors, or None, and its keyword arguments."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
-            # log-probabilities of vLLM, or of the model before the optimizer steps
+            # log-probabilities from vLLM, or from the model before the optimizer steps
             old_logps = inputs.get("old_per_token_logps", logps.detach())
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(
@@ -226,7 +226,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
-    """Return the options of grpo_loss that `args` sets, under the names of their arguments."""
+    """Return the grpo_loss options that `args` sets, under the names of their arguments."""
     options = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
     if options["epsilon_high"] is None:
         options["epsilon_high"] = args.epsilon
@@ -235,7 +235,7 @@ def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
-    """Raise ValueError if the loss cannot follow an option of `args`."""
+    """Raise ValueError if the loss cannot follow an option in `args`."""
     if args.use_adaptive_entropy:
         raise ValueError(
             "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "
