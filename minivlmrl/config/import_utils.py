@@ -2,8 +2,8 @@
 
 Options may follow a name: "name(option=1)" is the object `name` with this option bound.
 `call_user_code` calls the loaded function and reports the line at which the function fails.
-`describe_user_error` does the same for an error that has left the code of a user already.
-`unchanged_process` checks that the code of a user does not change the process.
+`describe_user_error` does the same for an error that has left a user's code already.
+`unchanged_process` checks that a user's code does not change the process.
 """
 
 import ast
@@ -90,10 +90,10 @@ def recipes_folder() -> Path:
 def run_file(path: str) -> ModuleType:
     """Run a file once as a module, and return the module.
 
-    The name of the module is derived from the path, so that pickle and inspect find the module by
+    The module's name is derived from the path, so that pickle and inspect find the module by
     the same name on every rank.
     """
-    # without dots, because a dot in the name of a module separates packages
+    # without dots, because a dot in a module name separates packages
     module = ModuleType(path.removesuffix(".py").replace(".", "%2e"))
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -110,15 +110,15 @@ def split_options(text: str) -> tuple[str, str]:
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the object that "name(option=value)" names, and its options.
 
-    The values of options are Python literals. Only a name with a colon loads code from outside the
+    Option values are Python literals. Only a name with a colon loads code from outside the
     table, and config/loading.py rejects such names in recipes of unknown origin.
 
     Args:
-        kind: kind of the object for error messages, such as "reward".
-        text: name of the object, with or without options.
-        table: {name: object, or the "package.module:name" of an object}.
+        kind: the object's kind for error messages, such as "reward".
+        text: object name, with or without options.
+        table: {name: object, or an object's "package.module:name"}.
     Raises:
-        ValueError: there is no object of this name, or the options are not of the form name=value.
+        ValueError: no object has this name, or the options are not written as name=value.
     """
     name, options = split_options(text)
     target = table.get(name, name)
@@ -147,9 +147,9 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class that an item of `stages` names.
+    """Return the trainer class that an item in `stages` names.
 
-    Only the name of the stage and the dataclass of its options are checked. The base class is not
+    Only the stage's name and its options dataclass are checked. The base class is not
     checked, because it is in a higher layer, see trainers/registry.py.
 
     Args:
@@ -174,7 +174,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind values to parameters that have a default, and check the bounds of Annotated parameters.
+    """Bind values to parameters that have a default, and check Annotated parameters' bounds.
 
     Raises:
         ValueError: `function` is not callable, has no parameter with a default of this name, or the
@@ -203,7 +203,7 @@ def raised(function: Callable, error: BaseException, names: Iterable[str]) -> st
     Args:
         function: function that raised the error.
         error: the error, with its traceback.
-        names: names of the arguments, from which a similar name is suggested for a KeyError.
+        names: argument names, from which a similar name is suggested for a KeyError.
     """
     text = f"raised {shown_error(error)}{place(function, error)}"
     if isinstance(error, KeyError):
@@ -212,14 +212,14 @@ def raised(function: Callable, error: BaseException, names: Iterable[str]) -> st
 
 
 def shown_error(error: BaseException) -> str:
-    """Return the type of an exception and its message, if it has one."""
+    """Return an exception's type and its message, if it has one."""
     return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 def place(function: Callable, error: BaseException) -> str:
     """Return the user's line at which an error was raised, such as " in file.py:12".
 
-    If no line of a user's file was called, the result is where the function is defined.
+    If no line in a user's file was called, the result is where the function is defined.
     """
     file = None
     with suppress(TypeError, OSError):  # an object that is not written in Python has no file
@@ -231,7 +231,7 @@ def place(function: Callable, error: BaseException) -> str:
 
 
 def _unwrapped(function: Callable) -> Callable:
-    """Return the function inside of decorators and of functools.partial."""
+    """Return the function inside decorators and functools.partial."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.unwrap(function)
@@ -249,7 +249,7 @@ def defined_in(function: Any) -> str:
 def user_line(error: BaseException) -> str | None:
     """Return "file.py:12", the innermost line of an error's traceback that is in a user's file.
 
-    The result is None if no line is in the file of a user, or if code of this package that the file
+    The result is None if no line is in a user's file, or if code in this package that the file
     calls raised the error.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -261,7 +261,7 @@ def user_line(error: BaseException) -> str | None:
 
 
 def describe_user_error(error: BaseException) -> str | None:
-    """Describe an error that the code of a user raised; None if the code of a user did not."""
+    """Describe an error that a user's code raised; None if a user's code did not."""
     line = user_line(error)
     if line is None:
         return None
@@ -269,7 +269,7 @@ def describe_user_error(error: BaseException) -> str | None:
 
 
 def call_user_code(name: str, function: Callable, /, *arguments, **options):
-    """Call a function or class of a user, and return the result.
+    """Call a user's function or class, and return the result.
 
     Raises:
         ValueError: the call raised any error. The message begins with `name` and contains the line.
@@ -312,11 +312,11 @@ def working_folder() -> str:
 
 
 def backend(attribute: str) -> Callable[[], Any]:
-    """Return a function that reads an attribute of torch.backends."""
+    """Return a function that reads a torch.backends attribute."""
     return functools.partial(operator.attrgetter(attribute), torch.backends)
 
 
-# Settings of the process that change the results of a run without an error, and functions that read
+# Settings of the process that change a run's results without an error, and functions that read
 # them. Random seeds are not in the table, because a run computes its random numbers from keys.
 PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
     "the number of threads": torch.get_num_threads,

@@ -26,7 +26,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import json_text
 
-# options, apart from the weights, that change an answer and that no file of a Hugging Face folder
+# options, apart from the weights, that change an answer and that no file in a Hugging Face folder
 # contains
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
@@ -48,15 +48,15 @@ TEXTS = {str, FilePath, RecipePath, Code}  # types of fields whose values are te
 def load_config(
     recipe: str | Path, overrides: Sequence[str] = (), asked_for: Sequence[str] | None = None
 ) -> RunConfig:
-    """Load a recipe, which is a YAML file with fields of RunConfig and sections of custom stages.
+    """Load a recipe, which is a YAML file with RunConfig fields and sections for custom stages.
 
     Args:
-        recipe: path of the recipe, or the name of a recipe in the folder `recipes`.
+        recipe: recipe path, or a recipe's name in the folder `recipes`.
         overrides: such as "--seed=1" or "--grpo.learning_rate=1e-4", or an option and its value as
             two texts, "--seed", "1". Values are parsed as YAML.
         asked_for: for a recipe of unknown origin, the overrides that the user typed. Code in the
             recipe runs only if one of these overrides names the code. None means that the user
-            chose the recipe, so that all of its code may run.
+            chose the recipe, so that all its code may run.
     Raises:
         ValueError: the recipe is not valid, or names code that may not run. In the second case no
             code has been run.
@@ -99,7 +99,7 @@ def load_config(
 def _build_overridden(
     config_class: type[RunConfig], values: dict, overrides: Sequence[str], resolver: ChangeText
 ) -> RunConfig:
-    """Apply the overrides to the values of a recipe, and build its config."""
+    """Apply the overrides to a recipe's values, and build its config."""
     hints = {option.path: option.hint for option in options_of(config_class)}
     for override in overrides:
         values = _apply(override, values, hints)
@@ -112,9 +112,9 @@ def _build_run(
     where: str | Path,
     change_text: ChangeText | None = None,
 ) -> RunConfig:
-    """Build a config, and check the rules that the dataclasses of options cannot check themselves.
+    """Build a config, and check the rules that the option dataclasses cannot check themselves.
 
-    The dataclasses do not check these rules, because they avoid imports of other modules.
+    The dataclasses do not check these rules, because they avoid importing other modules.
 
     Raises:
         ValueError: the config breaks a rule.
@@ -183,7 +183,7 @@ def check_named_code(recipe: str | Path, code: Iterable[str], overrides: Sequenc
     """Raise ValueError if a recipe of unknown origin names code that the user did not name.
 
     Args:
-        recipe: path of the recipe, for the error message.
+        recipe: recipe path, for the error message.
         code: names of code in the recipe.
         overrides: overrides on the command line. Code that is named in an override may run.
     """
@@ -207,13 +207,13 @@ def _is_in(overrides: Sequence[str], text: str) -> bool:
 
 
 class Resolver:
-    """Makes the paths of a recipe absolute and collects the names of code.
+    """Makes a recipe's paths absolute and collects code names.
 
-    The type of a field determines which folder its path is relative to. Repository ids, and paths
+    A field's type determines which folder its path is relative to. Repository ids, and paths
     that do not exist, are not changed.
 
     Args:
-        beside: folder of the recipe.
+        beside: recipe folder.
         overrides: overrides on the command line. A file that is named in an override is searched
             first in the working directory and then beside the recipe.
     """
@@ -238,9 +238,9 @@ class Resolver:
         """Make the path in "file.py:name" absolute.
 
         Args:
-            text: name of code.
-            short: True removes the working directory from the path, because the name of a reward is
-                also the name of its metrics.
+            text: code name.
+            short: True removes the working directory from the path, because a reward's name is
+                also its metrics' name.
         """
         match = re.match(r"(.*?\.py)(:.*)", text, re.DOTALL)
         if not match:
@@ -257,7 +257,7 @@ class Resolver:
         folders = [self.beside, Path()]
         if _is_in(self.overrides, file):
             folders = [Path(), self.beside]
-        # a copy of a recipe of ours names files beside the original, such as shapes_model.json
+        # a copied built-in recipe names files beside the original, such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -278,7 +278,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Return the values of a recipe after an override such as "--grpo.beta=0.1"."""
+    """Return a recipe's values after an override such as "--grpo.beta=0.1"."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path)
     if not separator and hint is bool:  # --dpo.use_weighting
@@ -290,7 +290,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse the value of an override as YAML.
+    """Parse an override's value as YAML.
 
     For a text field, a value that is not valid YAML, or not a text in YAML, is used as it is.
     """
@@ -328,7 +328,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the content of minivlmrl.yaml, which has the options that change a model's answers."""
+    """Return minivlmrl.yaml's content, which has the options that change a model's answers."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():

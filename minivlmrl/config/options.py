@@ -1,9 +1,9 @@
 """All options that a recipe can set, one dataclass per section.
 
-A recipe is a YAML file with the fields of RunConfig. On the command line, `--grpo.beta=0.04` sets
-one option, and `python train.py --help grpo` prints the comments of this file.
-config/validation.py rejects options that have no effect because of other options of the recipe. The
-section of a stage in your own file is declared in the same file.
+A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets
+one option, and `python train.py --help grpo` prints this file's comments.
+config/validation.py rejects options that have no effect because of other recipe options. The
+section for a stage in your own file is declared in the same file.
 """
 
 from collections.abc import Iterator
@@ -36,31 +36,31 @@ class ModelOptions:
     path: FilePath | None = None  # Hugging Face folder or repository id
     config: RecipePath | None = None  # a config.json; its model is initialised with random weights
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
-    # dtype of the forward and backward pass, such as bfloat16; None uses `dtype`
+    # dtype in the forward and backward pass, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
     # dtype of the weights in checkpoint/; None is the dtype of the folder `path`, or `dtype` if the
     # model began with random weights
     save_dtype: Dtype | None = None
     # parts that are not trained; `vision` does not include the merger
     freeze: list[Part] = field(default_factory=list)
-    # keep only the input of each block and recompute its activations in the backward pass
+    # keep only each block's input and recompute its activations in the backward pass
     activation_checkpointing: bool = False
 
 
 @dataclass
 class LoRAOptions:
-    """LoRA adapters. With adapters, the weights of the base model are frozen."""
+    """LoRA adapters. With adapters, the base model's weights are frozen."""
 
     # PEFT folder whose adapters are trained further; r, alpha and target must match that folder
     path: FilePath | None = None
     r: Annotated[int, ">= 0"] = 0  # rank of the matrices; 0 trains without adapters
-    alpha: Annotated[float, "(0, inf)"] = 32.0  # the output of an adapter is scaled by alpha / r
-    # fraction of the inputs of matrix A that training sets to 0, see model/lora.py
+    alpha: Annotated[float, "(0, inf)"] = 32.0  # an adapter's output is scaled by alpha / r
+    # fraction of matrix A's inputs that training sets to 0, see model/lora.py
     dropout: Annotated[float, "[0, 1)"] = 0.0
     # layers that get adapters: language, vision, merger, experts (with their routers), or a regex
     # of layer names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # nf4 stores the frozen weights of the decoder, and of all other layers with adapters, in 4 bits
+    # nf4 stores the frozen weights in the decoder, and in all other layers with adapters, in 4 bits
     # per value (QLoRA)
     quantize: Literal["nf4"] | None = None
 
@@ -69,7 +69,7 @@ class LoRAOptions:
 class ReferenceOptions:
     """The reference model, to which the KL penalty and DPO compare the policy."""
 
-    # Hugging Face folder or repository id; None copies the policy at the start of the stage
+    # Hugging Face folder or repository id; None copies the policy when the stage starts
     path: FilePath | None = None
     sync_ref_model: bool = False  # let the reference follow the policy (TR-DPO)
     # each update sets reference = (1 - alpha) * reference + alpha * policy
@@ -77,7 +77,7 @@ class ReferenceOptions:
     ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between updates
     # parameters before this layer are frozen and shared with the reference; None shares none
     num_shared_layers: Annotated[int, ">= 0"] | None = None
-    pattern: str = "model.layers.{layer}"  # text that the parameter names of that layer contain
+    pattern: str = "model.layers.{layer}"  # text in that layer's parameter names
 
     def __post_init__(self):
         if self.path is not None and self.num_shared_layers is not None:
@@ -92,12 +92,12 @@ class ReferenceOptions:
 
 @dataclass
 class ImageOptions:
-    """Size of an image: options that a row may give beside the image, as in qwen-vl-utils."""
+    """Image size: options that a row may give beside the image, as in qwen-vl-utils."""
 
-    # bounds of the area of an image, or of one frame of a video
+    # bounds on the area of an image, or of one video frame
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
-    resized_height: Whole | None = None  # fixed size that replaces the size of the file
+    resized_height: Whole | None = None  # fixed size that replaces the file's size
     resized_width: Whole | None = None
 
     def __post_init__(self):
@@ -109,51 +109,51 @@ class ImageOptions:
 
 @dataclass
 class VideoOptions(ImageOptions):
-    """Size and selection of the frames of a video, see data/video.py."""
+    """Size and selection of video frames, see data/video.py."""
 
-    total_pixels: Whole | None = None  # upper bound of the total area of all frames
+    total_pixels: Whole | None = None  # upper bound on the total area of all frames
     fps: Annotated[float, "(0, 1e15)"] | None = None  # sampled frames per second
     nframes: Whole | None = None  # number of sampled frames, in place of fps
-    # bounds of the number of frames that fps samples
+    # bounds on the number of frames that fps samples
     min_frames: Whole | None = None
     max_frames: Whole | None = None
-    # first and last second of the part of the video that is sampled
+    # first and last second in the sampled part of the video
     video_start: Annotated[float, "[0, 1e15)"] | None = None
     video_end: Annotated[float, "[0, 1e15)"] | None = None
 
 
 @dataclass
 class RowOptions:
-    """Options for reading the rows of a file."""
+    """Options for reading a file's rows."""
 
-    # folder that relative image paths start from; None is the folder of the file
+    # folder that relative image paths start from; None is the file's folder
     image_root: FilePath | None = None
     # your own function, as file.py:name, that gets each row of a file as a dictionary and returns the
     # row's columns, for a nested format; None reads the formats in docs/data.md
     format: Code | None = None
-    # new names of columns: {label: solution} reads the column `label` as `solution`
+    # new column names: {label: solution} reads the column `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
-    # text of the last user turn; {problem} is replaced by the question of the row. A template
+    # text of the last user turn; {problem} is replaced by the row's question. A template
     # without {problem} is for rows that have no question
     prompt_template: str = "{problem}"
-    system_prompt: str | None = None  # None uses the default of the chat template
-    # answers of a conversation that are trained: all, or only the last, with the turns before it as
+    system_prompt: str | None = None  # None uses the chat template's default
+    # answers in a conversation that are trained: all, or only the last, with the turns before it as
     # its prompt
     train_answers: Literal["all", "last"] = "all"
     # library whose filter resizes images: pil, or torch as transformers' fast processor does; None
     # follows the processor settings in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
-    # options of all images whose row gives no options, such as {resized_height: 384,
+    # options for all images whose row gives no options, such as {resized_height: 384,
     # resized_width: 384}; see ImageOptions
     image: dict = field(default_factory=dict)
-    # options of all videos whose row does not give the same option, such as {fps: 1}; see
+    # options for all videos whose row does not give the same option, such as {fps: 1}; see
     # VideoOptions
     video: dict = field(default_factory=dict)
 
 
 @dataclass
 class FileOptions:
-    """One file of data.train."""
+    """One file in data.train."""
 
     file: FilePath  # see data/row_files.py
     # number of times that an epoch contains each row; with 0.5 it contains every second row
@@ -161,14 +161,14 @@ class FileOptions:
     sampling: str = "all"  # rows that are used: all, first:N, end:N or random:N; N may end with %
     # folder that relative image paths start from; None is data.image_root
     image_root: FilePath | None = None
-    # rewards of the recipe that score the rows of this file; an empty list means all of them
+    # rewards from the recipe that score this file's rows; an empty list means all
     rewards: list[RewardName] = field(default_factory=list)
     prompt_template: str | None = None  # text of the last user turn; None is data.prompt_template
 
 
 @dataclass
 class DataOptions(RowOptions):
-    """Source of the training and evaluation rows: a built-in `task`, or files, see docs/data.md."""
+    """Training and evaluation rows: a built-in `task`, or files, see docs/data.md."""
 
     # "shapes", or "file.py:TASK" relative to the recipe; arguments may follow in parentheses
     task: Code | None = None
@@ -182,25 +182,25 @@ class DataOptions(RowOptions):
     # keeps all rows
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum number of rows to evaluate; 0 for none
-    # also evaluate with gray images and with the images of other rows, see docs/metrics.md
+    # also evaluate with gray images and with other rows' images, see docs/metrics.md
     eval_without_images: bool = False
-    # lower bound of the area of an image in pixels; None follows the processor settings in the
+    # lower bound on the area of an image in pixels; None follows the processor settings in the
     # model folder
     min_pixels: MinPixels | None = None
-    # upper bound of the area of an image in pixels; None follows the processor settings
+    # upper bound on the area of an image in pixels; None follows the processor settings
     max_pixels: Count | None = None
     # threads that prepare prompts while a step computes; 0 prepares them between steps
     image_workers: Annotated[int, "[0, 64]"] = 2
     skip_unreadable: bool = False  # skip training rows whose image cannot be read, and count them
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
-    # units of the coordinates in answers; None follows the convention of the model family
+    # units of the coordinates in answers; None follows the model family's convention
     box_space: Literal["original", "resized", "thousandths", "unit"] | None = None
     # part of a completion that is the answer: the text in <answer> tags, the whole text, or the
     # last line of the text
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
-    # rewards of the evaluation, of which the first one is reported in most detail; None evaluates
-    # with the rewards of the recipe, see RunConfig.eval_rewards
+    # rewards for the evaluation, the first one in most detail; None evaluates
+    # with the recipe's rewards, see RunConfig.eval_rewards
     eval_rewards: list[RewardName] | None = None
 
     def __post_init__(self):
@@ -223,15 +223,15 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# {option of a filter that removes tokens: value at which the filter removes no tokens}. A filter
-# that is not in this table is never applied, because `truncates` and the validation of options read
+# {option for a filter that removes tokens: value at which the filter removes no tokens}. A filter
+# that is not in this table is never applied, because `truncates` and the option validation read
 # the table.
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass
 class SamplingOptions:
-    """Options of how completions are sampled, and of where completions end."""
+    """Options for how completions are sampled, and where they end."""
 
     temperature: Annotated[float, "[0, inf)"] = (
         1.0  # divides the logits; 0 takes the most likely token
@@ -248,7 +248,7 @@ class SamplingOptions:
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
     # a completion ends with the token that completes one of these texts
     stop_strings: list[str] = field(default_factory=list)
-    # maximum number of tokens of prompts and completions in one sampling batch, where completions
+    # maximum number of prompt and completion tokens in one sampling batch, where completions
     # count with their full length; None samples all prompts in one batch
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # environment whose tools a completion may call, as file.py:NAME, see docs/agents.md
@@ -260,7 +260,7 @@ class SamplingOptions:
     # model that computes the logits of rollouts: the policy (native), vLLM (docs/notes/vllm.md), or a
     # class in your own file; filtering and sampling are the same for all engines
     engine: Literal["native", "vllm"] | Code = "native"
-    # options of vllm.LLM, such as dtype and max_model_len
+    # vllm.LLM options, such as dtype and max_model_len
     vllm: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -283,15 +283,15 @@ class SamplingOptions:
 
     @property
     def filtered(self) -> bool:
-        """True if sampling applies a filter of generation/filters.py."""
+        """True if sampling applies a filter from generation/filters.py."""
         return self.truncates or self.repetition_penalty != 1
 
 
 @dataclass
 class RolloutOptions:
-    """Options of checks and memory use of sampling during training."""
+    """Options for checks and memory use when sampling during training."""
 
-    # largest allowed difference, in nats, between the log-probabilities of sampler and trainer for
+    # largest allowed difference, in nats, between sampler and trainer log-probabilities for
     # a token. In 16 bits, the root mean square over all tokens may be at most a tenth of this value
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all weights before a rollout; False gathers the weights layer by layer in each forward
@@ -306,7 +306,7 @@ class RolloutOptions:
 
 @dataclass
 class OptimizerOptions:
-    """Optimizer options of all stages; each stage has its own learning rate and adam_beta2."""
+    """Optimizer options for all stages; each stage has its own learning rate and adam_beta2."""
 
     # AdamW, AdamW with 8-bit moments, or your own: file.py:name, which is called with (parameters,
     # learning rate, betas=, weight_decay=) and must keep its whole state in tensors
@@ -317,14 +317,14 @@ class OptimizerOptions:
 
 @dataclass
 class ShardingOptions:
-    """Sharding of weights, gradients and optimizer state over the ranks with FSDP2."""
+    """How weights, gradients and optimizer state are sharded over the ranks with FSDP2."""
 
     enabled: bool = False  # False keeps a full copy of the model on each rank
-    # number of full copies of the model; with one copy per node, weights are gathered within nodes
+    # number of full model copies; with one copy per node, weights are gathered within nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
     # gather weights and reduce gradients once per optimizer step, not once per micro-batch; needs
-    # memory for all weights in the dtype of the layers, and for all gradients in float32
+    # memory for all weights in the layers' dtype, and for all gradients in float32
     once_per_step: bool = False
 
 
@@ -333,7 +333,7 @@ class ShardingOptions:
 
 @dataclass
 class TrainingOptions:
-    """Options of every stage: number of steps, batch size and learning rate."""
+    """Options for every stage: number of steps, batch size and learning rate."""
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, over all ranks
@@ -342,14 +342,14 @@ class TrainingOptions:
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # schedule after warmup
     min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # final rate as a fraction of learning_rate
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps in which the learning rate rises linearly
-    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # decay rate of the second moment
-    # weight of the load-balancing loss of a mixture of experts
+    adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # second-moment decay rate
+    # load-balancing loss weight for a mixture of experts
     router_aux_loss_coef: Annotated[float, "[0, inf)"] = 0.0
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, reason) for options of this section that have no effect.
+        """Yield (option, reason) for options in this section that have no effect.
 
-        config/validation.py rejects such an option if its value is not the default. The section of
+        config/validation.py rejects such an option if its value is not the default. The section for
         a stage in your own file can extend this method, here for an option `warmdown`:
 
             def without_effect(self):
@@ -372,7 +372,7 @@ class SFTOptions(TrainingOptions):
 class DPOOptions(TrainingOptions):
     """DPO and the other preference losses on pairs, see dpo_loss."""
 
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys of DPO_LOSSES
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # keys in DPO_LOSSES
     loss_weights: list[Finite] | None = None  # None is 1 for each; MPO has [0.8, 0.2, 1.0]
     beta: Annotated[float, "(0, inf)"] = (
         0.1  # scales the log ratios; larger values keep the policy near the reference
@@ -383,9 +383,9 @@ class DPOOptions(TrainingOptions):
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
         "reverse_kl"
     )
-    f_alpha_divergence_coef: Finite = 0.5  # alpha of the alpha divergence
+    f_alpha_divergence_coef: Finite = 0.5  # alpha in the alpha divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = (
-        None  # LD-DPO: weight of tokens beyond the length of the shorter answer
+        None  # LD-DPO: weight for tokens beyond the shorter answer's length
     )
     use_weighting: bool = False  # WPO: weight each pair by its probability under the policy
     # compute all reference log-probabilities before the first step, except for rows that have the
@@ -398,16 +398,16 @@ class DPOOptions(TrainingOptions):
 
 @dataclass
 class RewardModelOptions(TrainingOptions):
-    """Training of a reward model on pairs."""
+    """Options for training a reward model on pairs."""
 
     center_rewards_coefficient: Finite | None = None  # weight of (chosen + rejected)^2
-    # folder of the model that the reward `reward_model` uses; None is the model of this stage
+    # model folder that the reward `reward_model` uses; None is this stage's model
     path: FilePath | None = None
 
 
 @dataclass
 class GRPOOptions(TrainingOptions):
-    """GRPO and its variants: options that select functions of losses/."""
+    """GRPO and its variants: options that select functions in losses/."""
 
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (the group)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
@@ -433,7 +433,7 @@ class GRPOOptions(TrainingOptions):
     # exclude truncated completions from the loss (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
-    # loss, see grpo_loss; or your own function with the signature of grpo_loss, as file.py:name
+    # loss, see grpo_loss; or your own function with grpo_loss's signature, as file.py:name
     loss_type: (
         Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code
     ) = "dapo"
@@ -443,18 +443,18 @@ class GRPOOptions(TrainingOptions):
     # the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     epsilon_high: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2  # see epsilon_low
-    beta: Annotated[float, "[0, inf)"] = 0.0  # weight of the KL; 0 needs no reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL, see kl_term
+    beta: Annotated[float, "[0, inf)"] = 0.0  # KL weight; 0 needs no reference model
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator, see kl_term
     # multiply the KL by the policy ratio, which makes its gradient unbiased
     use_bias_correction_kl: bool = True
     # train only on this fraction of the tokens, those with the highest entropy
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
-    entropy_coef: Finite = 0.0  # weight of the entropy bonus
-    # correction of the mismatch between sampler and trainer, see rollout_importance_ratio
+    entropy_coef: Finite = 0.0  # entropy bonus weight
+    # correction for the mismatch between sampler and trainer, see rollout_importance_ratio
     rollout_correction: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = None
-    # lower and upper bound of the ratio
+    # lower and upper bound on the ratio
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
@@ -486,13 +486,13 @@ class PPOOptions(TrainingOptions):
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # clips the ratio to 1 +- cliprange, and a value to its old value +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
-    vf_coef: Annotated[float, "[0, inf)"] = 0.1  # weight of the value loss
+    vf_coef: Annotated[float, "[0, inf)"] = 0.1  # value loss weight
     critic: Literal["shared", "separate"] = "shared"  # value head on the policy, or own model
     # checkpoint (critic or reward model) that initialises a separate critic; None copies the policy
     critic_path: FilePath | None = None
-    kl_coef: Annotated[float, "[0, inf)"] = 0.05  # weight of the KL; 0 needs no reference
-    kl_estimator: Literal["k1", "k3"] = "k1"  # estimator of the KL, see token_rewards
-    # subtracted from the score of a completion without an end token, as in TRL; None disables it
+    kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL weight; 0 needs no reference
+    kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator, see token_rewards
+    # subtracted from the score when a completion lacks an end token, as in TRL; None disables it
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # discount factor, see gae
     lam: Annotated[float, "[0, 1]"] = 0.95  # lambda of GAE, see gae
@@ -505,7 +505,7 @@ class PPOOptions(TrainingOptions):
 class RunConfig:
     """All options of a training run."""
 
-    seed: int = 0  # seed of weights, data order and sampling
+    seed: int = 0  # seed for weights, data order and sampling
     output_dir: str = "runs/default"  # folder of all files of the run
     # stages to run, in order; also file.py:Class, whose section has the name Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
@@ -527,10 +527,10 @@ class RunConfig:
     # files that save_steps and best_metric write: all weights with the adapter merged, or only the
     # adapter, which needs far less space; the end of the run always merges
     save: Literal["merged", "adapter"] = "merged"
-    log_completions: Annotated[int, ">= 0"] = 10  # steps between entries of completions.jsonl
-    # number of prompts per entry, the first ones of rank 0; null logs all prompts of all ranks
+    log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl
+    # number of prompts per entry, the first ones of rank 0; null logs all prompts on all ranks
     num_logged_prompts: Annotated[int, ">= 1"] | None = 4
-    # minutes between updates of report.html; 0 writes it only at the end of the run
+    # minutes between updates of report.html; 0 writes it only when the run ends
     report_minutes: Annotated[float, "[0, inf)"] = 1.0
     # evaluation metric, such as eval/accuracy_greedy; the weights with its best value are saved in
     # best/
@@ -538,12 +538,12 @@ class RunConfig:
     # trackers that also receive the metrics, or your own function as file.py:name, which is called
     # with (config, steps, closing) and returns log(values, steps)
     report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
-    # do not start if the model does not fit the memory of the GPUs, according to `minivlmrl memory`
+    # do not start if the model does not fit the GPUs' memory, according to `minivlmrl memory`
     check_memory: bool = True
     # seconds that a rank waits for other ranks in training, where all ranks do the same; sampling,
     # rewards and saving may take longer on one rank, and the run prints who is waited for
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
-    # seconds that one call of a reward may take for all completions of a batch
+    # seconds that one reward call may take for all completions in a batch
     max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
@@ -551,7 +551,7 @@ class RunConfig:
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    # names and weights of the rewards: {accuracy: 1.0}
+    # reward names and weights: {accuracy: 1.0}
     rewards: Weights = field(
         default_factory=lambda: {RewardName("format"): 0.5, RewardName("accuracy"): 1.0}
     )
@@ -565,8 +565,8 @@ class RunConfig:
 
     def __post_init__(self):
         # fields that load_config sets; they are not options
-        self.recipe = ""  # path of the recipe
-        # sections of stages from files that are not in `stages`, because an override changed them
+        self.recipe = ""  # recipe path
+        # sections for stages from files that are not in `stages`, because an override changed them
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # "file.py:Class" of `stages` -> Class.stage
         if self.rewards and not any(self.rewards.values()):
@@ -577,14 +577,14 @@ class RunConfig:
 
     @property
     def stage_names(self) -> list[str]:
-        """Names of the sections of the stages, such as kto for recipes/kto.py:KTO."""
+        """The stages' section names, such as kto for recipes/kto.py:KTO."""
         return [self.names_of_files.get(stage, stage) for stage in self.stages]
 
     @property
     def eval_rewards(self) -> list[RewardName]:
-        """Rewards of the evaluation: data.eval_rewards, or else the rewards of the recipe.
+        """Rewards for the evaluation: data.eval_rewards, or else the recipe's rewards.
 
-        The rewards of the recipe are ordered by weight, the largest first, and formats come last.
+        The recipe's rewards are ordered by weight, the largest first, and formats come last.
         The reward model is left out, because it can only score training rows. If no reward is left,
         answers are evaluated with accuracy and format.
         """

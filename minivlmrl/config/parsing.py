@@ -1,8 +1,8 @@
-"""Read values of recipes and config files by the type hints of a dataclass.
+"""Read values in recipes and config files by a dataclass's type hints.
 
 `Reader` walks over a value together with its type hint, checks and converts the value, and lets the
 caller change texts that name files or code. `build` uses a Reader to create a dataclass from the
-values of a file, and `read_value` reads a single value. `options_of` lists the fields of a
+a file's values, and `read_value` reads a single value. `options_of` lists the fields in a
 dataclass, for overrides and for --help.
 """
 
@@ -30,7 +30,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # such as list[int] or int | None; Python has no type for type hints before PEP 747
 ChangeText = Callable[[TypeHint, str], str]
-# {option of TRL or transformers: name of the same option in minivlmrl}
+# {option in TRL or transformers: the same option's name in minivlmrl}
 TRL_ALIASES = {
     "lr": "STAGE.learning_rate",
     "num_train_epochs": "max_epochs",
@@ -47,7 +47,7 @@ TRL_ALIASES = {
     "gradient_accumulation_steps": "STAGE.prompts_per_step, of an update on all ranks",
     "bf16": "model.compute_dtype=bfloat16",
 }
-# options of other trainers that have no counterpart -> what to do instead, after "unknown key ...; "
+# other trainers' options that have no counterpart -> what to do instead, after "unknown key ...; "
 _DEVICE = (
     "there is no such option: a run uses all GPUs that CUDA shows to it, one for each process of "
     "torchrun, or else the CPU; choose them with the environment variable CUDA_VISIBLE_DEVICES "
@@ -104,13 +104,13 @@ def build(
     json: bool = False,
     change_text: ChangeText | None = None,
 ) -> T:
-    """Build a dataclass from the values of a file; every key, type and bound is checked.
+    """Build a dataclass from a file's values; every key, type and bound is checked.
 
     Args:
         cls: dataclass to build.
-        values: values of the file.
-        where: name of the file, for error messages.
-        prefix: path of the section in the file with a dot at the end, for error messages.
+        values: the file's values.
+        where: file name, for error messages.
+        prefix: section path in the file with a dot at the end, for error messages.
         json, change_text: see Reader.
     """
     with error_context(where):
@@ -123,7 +123,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check the values of a file as `build` does, and return the values that are not None."""
+    """Check a file's values as `build` does, and return the values that are not None."""
     if not values:
         return {}
     checked = vars(build(cls, values, where))
@@ -136,22 +136,22 @@ def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
 
 
 class UnknownKey(ValueError):
-    """Error for an unknown field, with (dataclass of the section, prefix of the section, key)."""
+    """Error for an unknown field, with (section dataclass, section prefix, key)."""
 
 
 class Reader:
     """Walks over a value together with its type hint, checks the value and converts it.
 
     Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...],
-    tuple[X, X, X], dataclasses, Literal["a", "b"], types of texts from config/types.py, and bounds:
+    tuple[X, X, X], dataclasses, Literal["a", "b"], text types from config/types.py, and bounds:
     Annotated[int, ">= 1"], Annotated[float, "(0, 1]"].
 
     Args:
         json: True for JSON files, which programs write. Then unknown keys are ignored and texts are
             not converted. False for recipes, in which a float may be written as "1e-4" (which YAML
-            reads as text), and a list of one text as a text.
+            reads as text), and a list with one text as a text.
         change_text: function that is called with (type, text) for each key or value whose type is
-            a text type of config/types.py. Its result replaces the text.
+            a text type from config/types.py. Its result replaces the text.
     """
 
     def __init__(self, json: bool, change_text: ChangeText | None = None):
@@ -159,7 +159,7 @@ class Reader:
         self.change_text = change_text
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Read a value; `name` is the path of the field for error messages, such as "grpo.beta"."""
+        """Read a value; `name` is the field's path for error messages, such as "grpo.beta"."""
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             # a caller may have built a section already, such as a subclass of its type
@@ -225,11 +225,11 @@ class Reader:
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" is text for float | str
             return value
-        if len(choices) == 1:  # the error message of a single type is more specific
+        if len(choices) == 1:  # a single type's error message is more specific
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
-                continue  # a name without a file must be in the Literal of the union
+                continue  # a name without a file must be in the union's Literal
             with suppress(ValueError):
                 return self.read(choice, value, name)
         raise _invalid(name, value, f"of type {type_text(hint)}")
@@ -258,7 +258,7 @@ class Reader:
         return tuple(self.read(item_hint, item, name) for item_hint, item in items)
 
     def _changed(self, hint: TypeHint, value: Plain) -> Plain:
-        """Apply change_text to a value whose type is a text type of config/types.py.
+        """Apply change_text to a value whose type is a text type from config/types.py.
 
         Other values are returned unchanged.
         """
@@ -270,7 +270,7 @@ class Reader:
 def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
     """Suggest what to write instead of an unknown key.
 
-    The suggestion is the option that corresponds to an option of TRL, the place of an option that
+    The suggestion is the option that corresponds to a TRL option, the place of an option that
     is in another section, or a similar name.
     """
     if key in NO_COUNTERPART:
@@ -292,7 +292,7 @@ def _suggestion(root: type, section: type, prefix: str, key: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of a recipe: a field of a dataclass that is not a section."""
+    """A recipe option: a dataclass field that is not a section."""
 
     path: str  # name on the command line, such as "seed" or "grpo.beta"
     hint: TypeHint
@@ -315,7 +315,7 @@ class Option:
 
 
 def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
-    """Yield the options of a dataclass and of its sections."""
+    """Yield the options in a dataclass and its sections."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -330,7 +330,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
 
 @functools.cache
 def _field_comments(cls: type) -> dict[str, str]:
-    """Return the comment of each field of a dataclass, from the lines above and after the field."""
+    """Return the comment on each field in a dataclass, from the lines above and after the field."""
     comments = {}
     above = []  # comment lines since the last field
     name = ""

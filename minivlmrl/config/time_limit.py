@@ -1,4 +1,4 @@
-"""Limit the time of a call, and end the process if the call can neither continue nor be stopped."""
+"""Limit a call's time, and end the process if the call can neither continue nor be stopped."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ class Overtime(BaseException):
 
 
 def end_process(message: str):
-    """Print a message and end the process without leaving the code of a user."""
+    """Print a message and end the process without leaving a user's code."""
     print(message, file=sys.stderr, flush=True)
     os._exit(2)
 
 
-# The function that is called if the code of a user can neither continue nor be interrupted. During
+# The function that is called if a user's code can neither continue nor be interrupted. During
 # a run, StopSignals replaces it with a function that also saves a checkpoint.
 on_hang: Callable[[str], None] = end_process
 
@@ -55,7 +55,7 @@ def time_limit(seconds: float, called: str = "the call") -> Iterator[None]:
 
     Args:
         seconds: time limit.
-        called: what the block calls, for the message at the end of the process.
+        called: what the block calls, for the message when the process ends.
     """
 
     def end():

@@ -1,22 +1,22 @@
-"""Types of options: texts that name files or code, and numbers with bounds.
+"""Option types: texts that name files or code, and numbers with bounds.
 
 config/parsing.py reads a value according to its type. For example, a value of the type
-Annotated[int, ">= 1"] is checked against the bound, and the type of a path determines which folder
+Annotated[int, ">= 1"] is checked against the bound, and a path's type determines which folder
 the path is relative to.
 """
 
 from typing import Annotated, Any, Literal, NewType
 
-Plain = Any  # any value of YAML or JSON: None, bool, int, float, str, list, dict
+Plain = Any  # any YAML or JSON value: None, bool, int, float, str, list, dict
 
-# relative to the working directory, unless the comment of a field names another folder
+# relative to the working directory, unless a field's comment names another folder
 FilePath = NewType("FilePath", str)
 RecipePath = NewType("RecipePath", str)  # relative to the recipe
 Code = NewType("Code", str)  # a name, or "file.py:name" with the file relative to the recipe
-RewardName = NewType("RewardName", str)  # name of a reward, or Code: see rewards/registry.py
+RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-# parts of a model, see PARTS in model/plain_weights.py; vision is the vision tower without merger
+# model parts, see PARTS in model/plain_weights.py; vision is the vision tower without merger
 Part = Literal["vision", "merger", "language", "embeddings"]
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]

@@ -1,7 +1,7 @@
 """Reject options that have no effect in combination with other options, before the run starts.
 
 Each function below checks one section, and yields (option, reason) for every option that has no
-effect because of the values of other options. `check_effects` raises an error for the first such
+effect because of other options' values. `check_effects` raises an error for the first such
 option whose value is not the default. The section of a stage, also of a stage in your own file, can
 check its own options in a method, see `TrainingOptions.without_effect`.
 """
@@ -18,12 +18,12 @@ WithoutEffect = Iterator[tuple[str, str]]  # option ("grpo.beta"), and why it ha
 def check_effects(run: RunConfig, has_reference: bool):
     """Raise ValueError if an option is set that has no effect because of other options.
 
-    Options of stages that the recipe does not name are not checked here, because run/setup.py
+    Options for stages that the recipe does not name are not checked here, because run/setup.py
     prints a note about these options.
 
     Args:
-        run: config of the run.
-        has_reference: True if a stage of the recipe has a reference model in memory.
+        run: run config.
+        has_reference: True if a stage in the recipe has a reference model in memory.
     """
     unnamed = unnamed_stages(run)
     with error_context(run.recipe or "recipe"):
@@ -37,7 +37,7 @@ def check_dtypes(run: RunConfig):
     """Raise ValueError if a recipe trains in float16, whose gradients would need loss scaling.
 
     Hidden gradients below 6e-8 are 0 in float16, and activations above 65,504 are inf. bfloat16 has
-    the range of float32. A recipe without stages only evaluates, which works in float16.
+    float32's range. A recipe without stages only evaluates, which works in float16.
     """
     for option in ("dtype", "compute_dtype"):
         if run.stage_names and getattr(run.model, option) == "float16":
@@ -90,7 +90,7 @@ def options_without_effect(run: RunConfig, has_reference: bool) -> WithoutEffect
 
 
 def check_data(run: RunConfig) -> WithoutEffect:
-    """Check options of files if there is a task, and options of an evaluation without rows."""
+    """Check file options if there is a task, and evaluation options without rows."""
     if not (run.data.eval_file or run.data.task):
         evaluation = ("data.eval_rows", "data.eval_without_images", "data.eval_rewards")
         for option in ("eval_steps", "best_metric", *evaluation):
@@ -181,17 +181,17 @@ def check_dpo(run: RunConfig) -> WithoutEffect:
 def _on_policy(grpo: GRPOOptions) -> bool:
     """Return True if each rollout is used for only one optimizer step.
 
-    In this case the policy of the step is the policy that sampled the rollout, so all ratios of
+    In this case the step's policy is the policy that sampled the rollout, so all ratios of
     policies are 1.
     """
     return grpo.num_iterations * grpo.steps_per_generation == 1
 
 
 def check_grpo_clipping(grpo: GRPOOptions) -> WithoutEffect:
-    """Check the bounds and the level of the ratio of policies.
+    """Check the policy ratio's bounds and level.
 
     With a loss from a file, every option may have an effect, because the loss can have any option
-    of the section as an argument.
+    in the section as an argument.
     """
     if ":" in grpo.loss_type:
         return
@@ -280,5 +280,5 @@ def check_sampling(run: RunConfig) -> WithoutEffect:
         yield "sampling.history", "completions have only one turn unless environment is set"
     if sampling.engine == "vllm":
         yield "sampling.cuda_graph", "engine vllm itself chooses when to use CUDA graphs"
-    if sampling.engine == "native":  # an engine from a file may use the options of vLLM too
+    if sampling.engine == "native":  # an engine from a file may use vLLM's options too
         yield "sampling.vllm", "these options are read only with engine vllm"
