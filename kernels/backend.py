@@ -1,4 +1,4 @@
-"""Choose between the torch path and the Triton path of a kernel, and import Triton if possible.
+"""Choose between the torch path and a kernel's Triton path, and import Triton if possible.
 
 The torch path runs everywhere, and the tests compare the Triton path with it. Triton runs on a GPU,
 or on a CPU in its interpreter, which executes the programs one after the other with numpy. The
@@ -70,7 +70,7 @@ CHECKED = tuple(kernel for kernel, has_run in KERNELS.items() if has_run)
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
-    """Choose the backend of a kernel for a tensor's device and dtype, and from MINIVLMRL_KERNELS.
+    """Choose a kernel's backend for a tensor's device and dtype, and from MINIVLMRL_KERNELS.
 
     Args:
         kernel: a name in KERNELS.

@@ -1,28 +1,28 @@
-"""Products and softmax sums whose bits do not depend on the other rows of a batch.
+"""Products and softmax sums whose bits do not depend on the other rows in a batch.
 
-The sampler computes one token of many completions at a time, and the trainer all tokens of a few
+The sampler computes one token for many completions at a time, and the trainer all tokens in a few
 completions. Both compute the same formulas, but a matrix product adds its terms in an order that
-depends on the shape of the matrices, so the log-probabilities differ in the last digits. In
-`batch_invariant_mode`, the sampler and the trainer of this package compute equal bits, because of
+depends on the matrix shapes, so the log-probabilities differ in the last digits. In
+`batch_invariant_mode`, this package's sampler and trainer compute equal bits, because of
 four rules:
 
 1.  A product of rows is computed in tiles of ROWS rows; the last tile is padded. The inner size and
-    the number of outputs are padded to multiples of ALIGNED, because libraries compute the rest in
+    the output count are padded to multiples of ALIGNED, because libraries compute the rest in
     another order. Therefore all products with the same weight have the same shape, and a row does
     not depend on other rows.
 2.  The sums of attention over keys are computed in blocks of KEYS keys, which are added one after
-    the other. The keys of the prompt and those of the completion fill separate blocks. The padding
-    adds exact zeros, so the lengths of other prompts and completions have no influence.
+    the other. The prompt's keys and the completion's keys fill separate blocks. The padding
+    adds exact zeros, so other prompts' and completions' lengths have no influence.
 3.  Activation functions are written out with exp, tanh and erf, which torch computes alike for all
     numbers of a tensor. Its own silu, gelu and sigmoid use another formula for the last numbers.
-4.  The sampler computes log-probabilities with score_rows_, the formula of the trainer.
+4.  The sampler computes log-probabilities with score_rows_, the trainer's formula.
 
 The gradients need no such rules: the backward pass is that of the usual functions.
 
-The model does not know the mode: it calls functions of torch, and the table RULES replaces them
+The model does not know the mode: it calls torch functions, and the table RULES replaces them
 inside a `with batch_invariant_mode()` block by the rules 1 and 3. Attention and the sampler ask
-is_batch_invariant() for the rules 2 and 4, because a function of torch does not know where a prompt
-ends. The kernels float32_matmul and sum_rows ask, too, because they are not functions of torch.
+is_batch_invariant() for the rules 2 and 4, because a torch function does not know where a prompt
+ends. The kernels float32_matmul and sum_rows ask, too, because they are not torch functions.
 docs/exact.md shows how much each rule contributes, and how much time it takes.
 Source: He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines, 2025), which calls
 kernels of this kind batch-invariant.
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ROWS = 16  # rows of a tile
-ALIGNED = 16  # inner sizes and numbers of outputs are padded to multiples of this number
+ALIGNED = 16  # inner sizes and output counts are padded to multiples of this number
 KEYS = 32  # keys of a block
 CHUNK = 2**14  # numbers that torch adds in one call; it never divides so few among threads
 
@@ -49,7 +49,7 @@ _enabled = False
 class batch_invariant_mode:  # a class, so that checkpoint_contexts can be entered several times
     """Follow the rules inside a `with` block, if `enabled`; otherwise do not follow them.
 
-    The rules hold on a CPU. On a GPU, some kernels of other files do not follow them.
+    The rules hold on a CPU. On a GPU, some kernels in other files do not follow them.
     """
 
     def __init__(self, enabled: bool = True):
@@ -76,13 +76,13 @@ def is_batch_invariant() -> bool:
 def checkpoint_contexts() -> tuple[AbstractContextManager, batch_invariant_mode]:
     """Return the argument context_fn for torch's checkpoint: recompute as in the forward pass.
 
-    The backward pass may run outside the `with` block of the mode, or in another thread.
+    The backward pass may run outside the mode's `with` block, or in another thread.
     """
     return nullcontext(), batch_invariant_mode(is_batch_invariant())
 
 
 class _Rules(TorchFunctionMode):
-    """Call the rule of RULES instead of each function of torch that has one.
+    """Call the rule in RULES instead of each torch function that has one.
 
     torch switches a mode off while the mode handles a call. Therefore a rule can call the function
     that it replaces. Tensor.backward is such a call, too, so recomputed activations have to enter
@@ -141,7 +141,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return _activate(x, functools.partial(F.gelu, approximate=approximate), written_out)
 
 
-# function of torch -> function with the same arguments that follows the rules
+# torch function -> function with the same arguments that follows the rules
 RULES: dict[Callable, Callable] = {
     F.linear: linear,
     torch.addmm: addmm,
@@ -226,7 +226,7 @@ def block_softmax(scores: Tensor) -> Tensor:
 def block_weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
     """Compute weights @ v, with weights (..., L, T') from block_softmax and v (..., T, D) (rule 2).
 
-    The sums are float32 (float64 for float64 inputs), and the result has the dtype of the weights.
+    The sums are float32 (float64 for float64 inputs), and the result has the weights' dtype.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     pairs = zip(weights.to(dtype).split(KEYS, dim=-1), _blocks(v.to(dtype)), strict=True)

@@ -1,9 +1,9 @@
 """Triton kernels for attention during decoding, with one new token for each running completion.
 
-A running completion is called a row. Its new token attends to the keys of its prompt, which all
-rows of the prompt share, and to the row's own keys.
+A running completion is called a row. Its new token attends to its prompt's keys, which all
+the prompt's rows share, and to the row's own keys.
 
-Derivation. The keys of a query are divided into parts. For part j, with the scores
+Derivation. A query's keys are divided into parts. For part j, with the scores
 s_i = q k_i D^-1/2 log2 e, compute
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
@@ -18,7 +18,7 @@ of all rows of a prompt form one tile, so that the prompt's keys are read once f
 keys of a row are read once for all its query heads.
 
 Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al.,
-2024) shares the keys of prompts.
+2024) shares prompt keys.
 """
 
 import math
@@ -31,9 +31,9 @@ from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import DTYPES
 
 # Target number of programs for the keys of all prompts, and also for the own keys of all rows. This
-# is about one program for each multiprocessor of a GPU.
+# is about one program for each GPU multiprocessor.
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum number of parts into which the keys of a query are divided
+MAX_PARTS = 32  # maximum number of parts into which a query's keys are divided
 TILE = 64  # maximum number of queries that a program computes
 KEY_BLOCK = 32  # number of keys that a program reads at once
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # number of warps of a program for each head_dim
@@ -97,8 +97,8 @@ def _part(
 ):
     """Compute and store o and e for one part of the keys of one key head and a tile of queries.
 
-    A group is a set of `group_rows` rows that share keys. The queries of a key head come from its
-    HEADS query heads in all rows of the group. A line is one query, numbered as in (R, H): rows,
+    A group is a set of `group_rows` rows that share keys. A key head's queries come from its
+    HEADS query heads in all rows in the group. A line is one query, numbered as in (R, H): rows,
     query heads. `lines` is the number of all queries, R * H.
     """
     num_queries = group_rows * HEADS
@@ -122,7 +122,7 @@ def _part(
     k += group_and_head.to(tl.int64) * num_keys * D
     v += group_and_head.to(tl.int64) * num_keys * D
     start = part * part_keys
-    # Masked keys come last. Therefore, if the first key of a part is masked, the whole part is.
+    # Masked keys come last. Therefore, if a part's first key is masked, the whole part is.
     part_end = tl.minimum(start + part_keys, num_keys)
     end = tl.where(tl.load(mask + start).to(tl.float32) == 0, part_end, start)
     out, log_sum = _attend(queries, k, v, mask, start, end, TILE, D)
@@ -158,10 +158,10 @@ def _parts_kernel(
     TILE: constexpr,
     OWN_TILE: constexpr,
 ):
-    """Compute all parts of all queries.
+    """Compute all parts for all queries.
 
-    The first programs compute the parts of the prompts' keys, and the remaining programs compute
-    the parts of the rows' own keys. For own keys, each row is a group of one row.
+    The first programs compute the parts for the prompts' keys, and the remaining programs compute
+    the parts for the rows' own keys. For own keys, each row is a group of one row.
     """
     program = tl.program_id(0)
     if program < prompt_programs:
@@ -208,7 +208,7 @@ def _parts_kernel(
 
 @triton.jit
 def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constexpr):
-    """Combine the results of all parts of one query into its output.
+    """Combine the results from all parts of one query into its output.
 
     PARTS is the number of parts, rounded up to a power of two.
     """
@@ -235,7 +235,7 @@ def fits(q: Tensor) -> bool:
 
 
 class WorkSplit(NamedTuple):
-    """Numbers that describe how queries and keys are divided among the programs of a kernel."""
+    """Numbers that describe how queries and keys are divided among a kernel's programs."""
 
     tile: int  # number of queries that a program computes
     part_keys: int  # number of keys in a part
@@ -269,17 +269,17 @@ def decode_attention(
     own_v: Tensor,
     own_bias: Tensor,
 ) -> Tensor:
-    """Compute attention of new tokens to the keys of their prompt and to the keys of their row.
+    """Compute attention from new tokens to their prompt's keys and to their row's keys.
 
-    The result equals that of DecodeAttention in minivlmrl/model/attention.py. Call `fits` first.
+    The result equals DecodeAttention's result in minivlmrl/model/attention.py. Call `fits` first.
 
     Args:
         q: (R, H, D), one query per row and head. Each of the B prompts has R / B consecutive rows.
-        k, v: (B, K, P, D), keys and values of the prompts, contiguous.
+        k, v: (B, K, P, D), the prompts' keys and values, contiguous.
         prompt_bias: (B, P), 0 for a key and -inf for padding, which must come last.
-        own_k, own_v: (R, K, C, D), keys and values of the rows, contiguous.
+        own_k, own_v: (R, K, C, D), the rows' keys and values, contiguous.
         own_bias: (R, C) with any stride between rows: 0 for a key, and -inf for a position whose
-            key is not yet written. These positions must come last, and the first key of each row
+            key is not yet written. These positions must come last, and each row's first key
             must be written.
     Returns:
         The attention outputs (R, H, D).

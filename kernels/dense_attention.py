@@ -1,4 +1,4 @@
-"""Softmax attention with grouped heads (GQA), used by every attention of this project.
+"""Softmax attention with grouped heads (GQA), used by every attention in this project.
 
     S = q k^T D^-1/2, -inf for masked keys       P = softmax(S)       out = P v
 
@@ -106,7 +106,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Stack the queries of the H / K query heads of each key head along the token axis.
+    """Stack the queries from each key head's H / K query heads along the token axis.
 
     Args:
         q, k, is_causal: as in dense_attention.
@@ -126,24 +126,24 @@ def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = Fal
     """Compute `dense_attention` step by step, with all scores in memory."""
     L = q.shape[2]
     q, mask = stack_queries(q, k, is_causal)
-    # (S, K, H/K*L, T): the weight of each key for each stacked query
+    # (S, K, H/K*L, T): each key's weight for each stacked query
     weights = softmax_of_scores(attention_scores(q, k, mask)).to(q.dtype)
     return weighted_sum(weights, v).unflatten(2, (-1, L)).flatten(1, 2)
 
 
 class FlashOutput(NamedTuple):
-    """Results of flash_attention."""
+    """flash_attention's results."""
 
     out: Tensor  # (S, H, L, D), the attention outputs, on a CPU at least in float32
-    lse: Tensor  # (S, H, L), log-sum-exp of the scores of each query, at least in float32
-    state: tuple  # arguments of a GPU's backward pass: lengths and an unused random state
+    lse: Tensor  # (S, H, L), log-sum-exp of each query's scores, at least in float32
+    state: tuple  # arguments for a GPU's backward pass: lengths and an unused random state
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if flash_attention supports the device, dtype and head dimension of q, k and v.
+    """Return True if flash_attention supports the device, dtype and head dimension for q, k and v.
 
     The meta device stands for an NVIDIA GPU, because the memory estimate runs on it. The kernel for
-    MPS returns no log-sum-exp. AMD GPUs are excluded, because the log-sum-exp of their kernel is
+    MPS returns no log-sum-exp. AMD GPUs are excluded, because their kernel's log-sum-exp is
     not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
@@ -157,7 +157,7 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
     """Compute attention with the fused kernel, outside autograd, and also return log-sum-exps.
 
-    On a CPU, inputs of 16 bits are computed in float32, so that `out` is not rounded before the
+    On a CPU, 16-bit inputs are computed in float32, so that `out` is not rounded before the
     backward pass, see flash_attention_backward.
 
     Args:
@@ -174,7 +174,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def with_more_digits(*inputs: Tensor) -> list[Tensor]:
-    """Convert tensors of 16 bits on a CPU to float32; all other tensors are returned unchanged.
+    """Convert 16-bit tensors on a CPU to float32; all other tensors are returned unchanged.
 
     Tensors on the meta device stand for an NVIDIA GPU, see has_flash_attention.
     """
@@ -186,23 +186,23 @@ def with_more_digits(*inputs: Tensor) -> list[Tensor]:
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: FlashOutput, is_causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v with the fused kernel's backward pass.
+    """Compute the q, k and v gradients with the fused kernel's backward pass.
 
-    The kernel recomputes the weight of each key as exp(score - lse). Therefore k and v may also be
+    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be
     a part of the keys to which q attends, if `out` and `lse` are the results for all these keys:
-    the weights are then those of the softmax over all keys. The gradients of k and v are complete,
-    and the gradients of q must be summed over the parts.
+    the weights are then those of the softmax over all keys. The k and v gradients are complete,
+    and the q gradients must be summed over the parts.
 
-    The kernel computes the gradient of a score as P (grad . v - grad . out), where P is the weight
+    The kernel computes a score's gradient as P (grad . v - grad . out), where P is the weight
     of the key. If one key has nearly the whole weight, both products are nearly equal, and the
-    rounding of an `out` of 16 bits remains. In bfloat16, each rounding of `out` changes the
+    rounding of a 16-bit `out` remains. In bfloat16, each rounding of `out` changes the
     gradient of a score by up to P * 2^-9 * sum(|grad * out|). This error reaches the gradients of
     q and k on a GPU, where JoinedAttention rounds `out` twice, and with the fused kernel in
     dense_attention. The gradient of v does not depend on `out`.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
-        result: the results of flash_attention for all keys, with the state for k and v. `out` has
+        result: flash_attention's results for all keys, with the state for k and v. `out` has
             the dtype in which flash_attention returned it.
     """
     out, lse, state = result
@@ -213,7 +213,7 @@ def flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    # The kernel sums the gradients of k and v over the queries in the dtype of k and v, which loses
+    # The kernel sums the k and v gradients over the queries in the dtype of k and v, which loses
     # digits in bfloat16.
     inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -1,6 +1,6 @@
 """Cumulative sums of integers over long rows, computed in blocks.
 
-Blocks are faster, because torch's cumsum on a GPU adds the values of a row one after the other.
+Blocks are faster, because torch's cumsum on a GPU adds a row's values one after the other.
 """
 
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ BLOCK = 128  # number of values in a block; 128 divides the vocabulary sizes of 
 def running_sum(x: Tensor) -> Tensor:
     """Compute x.cumsum(-1) for integers x (r, V).
 
-    The function computes cumulative sums inside each block, and adds the totals of the preceding
+    The function computes cumulative sums inside each block, and adds the totals in the preceding
     blocks. In contrast, torch's cumsum over a whole vocabulary took 0.3 ms per generated token.
     """
     vocab = x.shape[1]
@@ -20,7 +20,7 @@ def running_sum(x: Tensor) -> Tensor:
     if missing:
         x = F.pad(x, (0, missing))
     blocks = x.unflatten(1, (-1, BLOCK)).cumsum(-1)  # (r, blocks, BLOCK): sums inside each block
-    totals = blocks[..., -1]  # (r, blocks): the total of each block
+    totals = blocks[..., -1]  # (r, blocks): each block's total
     before = totals.cumsum(-1) - totals
     sums = (blocks + before[..., None]).flatten(1)
     return sums[:, :vocab].contiguous()

@@ -1,4 +1,4 @@
-"""Matrix products of bfloat16 or float16 tensors with float32 results.
+"""Matrix products from bfloat16 or float16 tensors with float32 results.
 
 Matrix multiplication sums the products in float32 anyway. The function in this file only omits the
 rounding of the result. In bfloat16, rounding would change a logit of 20 by up to 0.06, and an
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl.kernels.batch_invariant import is_batch_invariant, tiled_matmul
 
-COLUMNS = 2048  # columns of b that are converted at once
+COLUMNS = 2048  # columns in b that are converted at once
 
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    """Compute a @ b, and convert b to the dtype of a in pieces.
+    """Compute a @ b, and convert b to a's dtype in pieces.
 
     A whole copy of a head with 151,936 rows would take 0.5 GB and half of the time of a decode step.
     """

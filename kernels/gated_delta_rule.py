@@ -1,7 +1,7 @@
-"""The gated delta rule, the linear attention of Qwen3.5.
+"""The gated delta rule, Qwen3.5's linear attention.
 
-Each head has a state S (K, V) that predicts the value of a key as S^T k. A token first decays the
-state by a, then adds the prediction error of its key, and reads the state with its query:
+Each head has a state S (K, V) that predicts a key's value as S^T k. A token first decays the
+state by a, then adds its key's prediction error, and reads the state with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
@@ -38,7 +38,7 @@ import math
 import torch
 from torch import Tensor
 
-CHUNK = 64  # number of tokens in a chunk
+CHUNK = 64  # tokens in a chunk
 
 
 def by_definition(
@@ -46,7 +46,7 @@ def by_definition(
 ) -> tuple[Tensor, Tensor]:
     """Compute the outputs and the last state of `gated_delta_rule` token by token.
 
-    This is the definition of the rule, without the chunked form.
+    This is the rule's definition, without the chunked form.
     """
     outputs = []
     for i in range(q.shape[1]):
@@ -78,12 +78,12 @@ def gated_delta_rule(
         return by_definition(q, k, v, beta, g, state)
     C = min(CHUNK, T)
     q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
-    G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the start of the chunk
+    G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
-    # (b, H, chunks, C, C): decay from token j to token i of a chunk, 0 for j > i
+    # (b, H, chunks, C, C): decay from token j to token i in a chunk, 0 for j > i
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
-    since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the start of the chunk
-    until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to the end of its chunk
+    since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
+    until = (G[..., -1:] - G).exp()[..., None]  # decay from each token to its chunk's end
     X, Y = solve_chunks(k, v, beta, decay, since)
     queries = q * since
     M = (q @ k.mT) * decay
@@ -92,14 +92,14 @@ def gated_delta_rule(
     outputs = []
     for chunk in zip(*(x.unbind(2) for x in tensors), strict=True):
         (chunk_x, chunk_y, chunk_queries, chunk_m, chunk_keys, chunk_decay) = chunk
-        u = chunk_x - chunk_y @ state  # (b, H, C, V): prediction errors of the chunk, times beta
+        u = chunk_x - chunk_y @ state  # (b, H, C, V): prediction errors in the chunk, times beta
         outputs.append(chunk_queries @ state + chunk_m @ u)
         state = chunk_decay * state + chunk_keys @ u
     return torch.cat(outputs, dim=2)[:, :, :T].transpose(1, 2), state
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """Divide the tokens of x into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...).
+    """Divide x's tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...).
 
     The last chunk is padded with zeros, which do not change the state.
     """
@@ -111,8 +111,8 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 def solve_chunks(
     k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Solve the triangular systems of all chunks, and return X and Y of the derivation."""
+    """Solve the triangular systems for all chunks, and return X and Y from the derivation."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
-    lower = beta * (k @ k.mT) * decay  # L of the derivation; solve_triangular ignores its diagonal
+    lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     return solved.split([v.shape[-1], k.shape[-1]], dim=-1)

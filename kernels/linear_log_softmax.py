@@ -1,11 +1,11 @@
-"""Log-probabilities of given tokens, and entropies, computed without storing all logits.
+"""Log-probabilities for given tokens, and entropies, computed without storing all logits.
 
 Derivation. For one hidden state h (D,), head W (V, D), chosen token y and temperature T:
 
     z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
     dh = W^T dz        dW = sum over rows of dz h^T
 
-Both passes compute the logits (M, V) of M hidden states (rows) piece by piece. The forward pass
+Both passes compute the logits (M, V) for M hidden states (rows) piece by piece. The forward pass
 stores only three numbers for each row: top, s and H. The backward pass computes the logits of a
 piece again, overwrites them with dz, and multiplies dz by W and h. In total this takes four matrix
 products of M V D multiplications each. A row whose two upstream gradients are 0 (because of an
@@ -15,11 +15,11 @@ approximation.
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
     Triton    A piece is a tile of 4096 rows by 2048 ids, or of fewer rows by more ids. It stays in
               the GPU's L2 cache between the product that computes it and the kernel that adds it to
-              top, s and t. dW is completed tile by tile, without a float32 copy of shape (V, D).
+              top, s and t. dW is completed tile by tile, without a float32 (V, D) copy.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a
 resolution of only 0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The
-products are summed in float32, and so are the contributions of all pieces to dh and dW.
+products are summed in float32, and so are the contributions from all pieces to dh and dW.
 """
 
 import torch
@@ -50,7 +50,7 @@ class Pieces:
     """Compute the logits of hidden states (M, D) and a head (V, D) in pieces.
 
     A piece is the logits of a slice of the rows and of a slice of the ids (a tile of the head).
-    `mask` is the argument sampling_mask of linear_log_softmax; an empty mask (2, 0) allows all ids.
+    `mask` is linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all ids.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Pieces:
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute the logits (m, width) of a piece, in the memory that all pieces share."""
+        """Compute a piece's logits (m, width), in the memory that all pieces share."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
@@ -102,7 +102,7 @@ class Pieces:
         return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute dz (m, width) of a piece, in the dtype of the hidden states."""
+        """Compute a piece's dz (m, width), in the hidden states' dtype."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -119,7 +119,7 @@ def tile_width(rows: int, vocab: int) -> int:
 
     Products of few rows with few ids do not fill a GPU. Therefore a piece with fewer rows has more
     ids, so that its logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer
-    get 8,192 ids. The limit is there because dW of a tile is summed in a float32 copy.
+    get 8,192 ids. The limit is there because a tile's dW is summed in a float32 copy.
     """
     step = TILE // 4  # widths are multiples of 1,024, so that GPUs can divide the products evenly
     ids = TILE**2 // 2 // max(rows, step)
@@ -141,7 +141,7 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # Pairs outside of z are redirected to an additional element after the last logit.
+    # Pairs outside z are redirected to an additional element after the last logit.
     cells = torch.where(inside, rows * width + columns, m * width)
     dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
     dropped.index_fill_(0, cells, False)
@@ -149,10 +149,10 @@ def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
 
 
 def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Join the sampling masks of several completions into one mask for linear_log_softmax.
+    """Join several completions' sampling masks into one mask for linear_log_softmax.
 
     Args:
-        ids: (M,), the tokens of all completions, one completion after the other.
+        ids: (M,), all completions' tokens, one completion after the other.
         masks: one pair for each completion: the number of allowed ids at each of its tokens, and
             the concatenated allowed ids of all its tokens.
     Returns:
@@ -169,7 +169,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return the number of rows per piece of the torch path (the last piece may be smaller)."""
+    """Return the number of rows per torch-path piece (the last piece may be smaller)."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -177,14 +177,14 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in place, and sum in the dtype of `total` (float32 or float64)."""
+    """Add a @ b to `total` in place, and sum in `total`'s dtype (float32 or float64)."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         # PyTorch does not support products with a wider result on this device, so the product is
-        # rounded once to the dtype of `a`.
+        # rounded once to `a`'s dtype.
         total += a @ b
 
 
@@ -195,9 +195,9 @@ def differentiate(
 
     Args:
         inputs: hidden, weight, ids and mask, see linear_log_softmax.
-        saved: H, top and s of the forward pass, each (M,).
-        upstream: g (M,), the gradient of logp, and e (M,), the gradient of H, or None.
-        grads: memory for the gradient of hidden (float32 or float64) and of weight, or None for a
+        saved: H, top and s from the forward pass, each (M,).
+        upstream: g (M,), logp's gradient, and e (M,), H's gradient, or None.
+        grads: memory for the gradients of hidden (float32 or float64) and weight, or None for a
             gradient that is not needed.
     """
     hidden, weight, ids, mask = inputs
@@ -285,7 +285,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.temperature = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # the gradient of an unused output is None
+    ctx.set_materialize_grads(False)  # an unused output's gradient is None
 
 
 def _differentiate_scores(ctx, g, e, *_):
@@ -307,17 +307,17 @@ def linear_log_softmax(
     temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of given tokens, and entropies, from hidden states.
+    """Compute log-probabilities for given tokens, and entropies, from hidden states.
 
     The distribution is softmax(hidden @ weight.T / temperature).
 
     Args:
         hidden: (M, D), the hidden states that predict the M tokens.
-        weight: (V, D), the weight of the LM head, with the same dtype as `hidden`.
+        weight: (V, D), the LM head's weight, with the same dtype as `hidden`.
         ids: (M,) int64, the tokens to score.
-        temperature: divisor of the logits; must be greater than 0.
+        temperature: logit divisor; must be greater than 0.
         sampling_mask: (2, K) int64, pairs of a token's index 0..M-1 and an id that could be sampled
-            for this token, for example after top-k. The softmax of each token is restricted to its
+            for this token, for example after top-k. Each token's softmax is restricted to its
             ids, which must include the token itself. Without a mask, the softmax is over the whole
             vocabulary.
     Returns:
@@ -360,7 +360,7 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         hidden: (M, D), hidden states.
-        weight: (V, D), the weight of the LM head.
+        weight: (V, D), the LM head's weight.
     Returns:
         (M,) in nats, at most 0.
     Source: part of WPO's weights, eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.

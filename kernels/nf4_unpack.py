@@ -1,7 +1,7 @@
 """Triton kernel that unpacks NF4 weights (4 bits each) with one read and one write.
 
 A byte holds two indices into a table of 16 values, and the first index is in the upper half of the
-byte. The 64 values of a block share a scale. This scale is stored as an 8-bit index into a table of
+byte. A block's 64 values share a scale. This scale is stored as an 8-bit index into a table of
 256 numbers; the number is multiplied by a float32 scale, which 256 blocks share, and an offset is
 added. In torch, unpacking moves 24 bytes of memory per weight; this kernel moves 2.6 bytes with
 bfloat16 results.
@@ -33,7 +33,7 @@ def _kernel(
 ):
     """Unpack BYTES bytes into two values each.
 
-    `size` is the number of bytes of the whole tensor.
+    `size` is the whole tensor's byte count.
     """
     begin = tl.program_id(0).to(tl.int64) * BYTES
     byte = begin + tl.arange(0, BYTES)
@@ -55,13 +55,13 @@ def nf4_unpack(
 ) -> Tensor:
     """Unpack n NF4 values into a tensor (n,) of the given dtype.
 
-    The result is bit-identical to the result of the torch path, because fused multiply-add is
+    The result is bit-identical to the torch path's result, because fused multiply-add is
     switched off.
 
     Args:
         packed: (n / 2,), bytes with two values each.
         indices, scales, offset: scale_indices, scale_scales and offset of pack_nf4 in model/nf4.py.
-        tables: the table of scales (256,) and the table of values (16,).
+        tables: the scale table (256,) and the value table (16,).
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)

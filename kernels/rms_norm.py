@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class RMSNorm(nn.RMSNorm):
     """torch.nn.RMSNorm with torch's fused kernel on a GPU and the formulas above on a CPU."""
 
-    eps: float  # always a number, although eps of torch.nn.RMSNorm may be None
+    eps: float  # always a number, although eps in torch.nn.RMSNorm may be None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
@@ -29,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1): norm of each row
+    r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1): each row's norm
     r = r.square_().div_(len(weight)).add_(eps).rsqrt_()
     return (wide * r).to(x.dtype).mul_(weight), r
 
@@ -47,7 +47,7 @@ class _RMSNorm(torch.autograd.Function):
         n = x * r
         g = g.to(r.dtype)
         wide_weight = weight.to(r.dtype)
-        products = (g * n).flatten(0, -2)  # (rows, D): g n of the derivation
+        products = (g * n).flatten(0, -2)  # (rows, D): g n in the derivation
         means = (products @ wide_weight / -len(weight)).view(r.shape)  # -mean(g weight n) per row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         grad_weight = products.sum(0)

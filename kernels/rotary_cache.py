@@ -1,10 +1,10 @@
-"""Triton kernel that rotates the new queries and keys of a decode step, and fills the KV cache.
+"""Triton kernel that rotates a decode step's new queries and keys, and fills the KV cache.
 
 In torch, the rotary embedding of q and k takes six operations, and the write to the cache two. All
 of them read and write very little, so their launches take longer than their work.
 
 The products are rounded in the same order as in apply_rotary (model/rope.py), which the trainer
-uses: x * cos is rounded to the dtype of x before the second product is added. In 16 bits, the
+uses: x * cos is rounded to x's dtype before the second product is added. In 16 bits, the
 results of both are equal to the bit.
 """
 
@@ -18,7 +18,7 @@ constexpr = tl.constexpr
 
 @triton.jit
 def _rotate(x, cos, sin, out, out_stride, heads, HEADS: constexpr, D: constexpr):
-    """Rotate all heads (heads, D) of one token.
+    """Rotate one token's heads (heads, D).
 
     `out_stride` is the distance between two heads of the result. HEADS is the number of heads,
     rounded up to a power of two.
@@ -36,7 +36,7 @@ def _rotate(x, cos, sin, out, out_stride, heads, HEADS: constexpr, D: constexpr)
 
 @triton.jit
 def _store_rotated(a, b, cos, sin, out, inside):
-    """Store a * cos + b * sin. The first product is rounded to the dtype of the result."""
+    """Store a * cos + b * sin. The first product is rounded to the result's dtype."""
     dtype = out.dtype.element_ty
     product = (a * tl.load(cos).to(tl.float32)).to(dtype).to(tl.float32)
     rotated = tl.fma(b, tl.load(sin).to(tl.float32), product)
@@ -64,12 +64,12 @@ def _kernel(
     H_ROUNDED: constexpr,
     K_ROUNDED: constexpr,
 ):
-    """Process the new token of one row. X_ROUNDED is X, rounded up to a power of two."""
+    """Process one row's new token. X_ROUNDED is X, rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     cos += row * D
     sin += row * D
     _rotate(q + row * q_stride, cos, sin, rotated_q + row * H * D, D, H, H_ROUNDED, D)
-    cell = (row * K * C + tl.load(newest + row)) * D  # position of the token in the cache
+    cell = (row * K * C + tl.load(newest + row)) * D  # the token's position in the cache
     _rotate(k + row * k_stride, cos, sin, key_cache + cell, C * D, K, K_ROUNDED, D)
     head = tl.arange(0, K_ROUNDED)[:, None]
     column = tl.arange(0, D)[None, :]
@@ -88,13 +88,13 @@ def rotary_cache(
     value_cache: Tensor,
     newest: Tensor,
 ) -> Tensor:
-    """Rotate q and k of one new token per row, and write k and v to the cache.
+    """Rotate q and k for one new token per row, and write k and v to the cache.
 
     The result equals that of apply_rotary and DecodeAttention.remember in minivlmrl/model. The
     dtype must be one of DTYPES, and D must be a power of two.
 
     Args:
-        q: (R, H, D), queries before the rotation. The heads of a row are contiguous.
+        q: (R, H, D), queries before the rotation. A row's heads are contiguous.
         k, v: (R, K, D), keys before the rotation, and values, likewise.
         cos, sin: (R, 1, D), from text_rotary; contiguous.
         key_cache, value_cache: (R, K, C, D), contiguous; changed in place.
@@ -126,6 +126,6 @@ def rotary_cache(
             H_ROUNDED=triton.next_power_of_2(H),
             K_ROUNDED=triton.next_power_of_2(K),
             num_warps=4,
-            enable_fp_fusion=False,  # the order of rounding is explicit
+            enable_fp_fusion=False,  # the rounding order is explicit
         )
     return out

@@ -11,7 +11,7 @@ k = log2(e) / T:
     units_j = floor(2^(k z_j - top) (2^52 / s))             total = sum_j units_j
     target = floor(u total)         id = the first i with sum_{j <= i} units_j > target
 
-Here units_j is the probability of token j in multiples of 2^-52, rounded down. The kernels follow
+Here units_j is token j's probability in multiples of 2^-52, rounded down. The kernels follow
 these formulas in three steps:
 
     1.  one program per row: top and s
@@ -19,7 +19,7 @@ these formulas in three steps:
     3.  one program per row: the block in which the cumulative sum exceeds the target, the units of
         this block again, the id, and its log-probability k z_id ln 2 - (top + log2 s) ln 2
 
-The probabilities are rounded in another way than those of torch's softmax, in the last bit of
+The probabilities are rounded in another way than in torch's softmax, in the last bit of
 float32. With equal units, the ids are equal too. A token with 0 units is never sampled.
 """
 
@@ -41,7 +41,7 @@ TOP_WARPS = 8
 
 @triton.jit
 def _top_kernel(logits, tops, sums, stride, width, k):
-    """Compute top and s of one row."""
+    """Compute one row's top and s."""
     row = tl.program_id(0).to(tl.int64)
     top, s, _ = _describe_row(logits + row * stride, width, k)
     tl.store(tops + row, top)
@@ -50,7 +50,7 @@ def _top_kernel(logits, tops, sums, stride, width, k):
 
 @triton.jit
 def _block_units(row_logits, block, width, k, top, s):
-    """Compute the units (BLOCK,) of one block of tokens.
+    """Compute the units (BLOCK,) for one token block.
 
     The multiply-add is explicit, and the launches do not allow the compiler to fuse others, because
     steps 2 and 3 must round alike.
@@ -76,7 +76,7 @@ def _units_kernel(logits, tops, sums, totals, stride, width, blocks, k):
 def _select_kernel(
     logits, uniforms, tops, sums, totals, ids, logps, stride, width, blocks, k, BLOCKS: constexpr
 ):
-    """Sample the token of one row. BLOCKS is `blocks`, rounded up to a power of two."""
+    """Sample one row's token. BLOCKS is `blocks`, rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top = tl.load(tops + row)
@@ -87,7 +87,7 @@ def _select_kernel(
     # The product is rounded down, so the target is below the total.
     target = (tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64)
     is_before = tl.cumsum(block_units, 0) <= target
-    # Logits of NaN have no units. The minimum keeps the index inside the row; `generate` raises an
+    # NaN logits have no units. The minimum keeps the index inside the row; `generate` raises an
     # error later, because the log-probability is NaN.
     block = tl.minimum(tl.sum(is_before.to(tl.int32), 0), blocks - 1)
     target -= tl.sum(tl.where(is_before, block_units, 0), 0)
@@ -107,8 +107,8 @@ def sample_blocks(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple
 
     Args:
         logits: (r, V), in one of DTYPES; rows are contiguous.
-        uniforms: (r,) float64 in [0, 1), the random number of each row.
-        temperature: divisor of the logits, greater than 0.
+        uniforms: (r,) float64 in [0, 1), each row's random number.
+        temperature: logit divisor, greater than 0.
     Returns:
         The ids (r,) int64, and their log-probabilities (r,) float32 in nats.
     """

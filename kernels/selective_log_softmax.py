@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens, and entropies, computed from logits.
+"""Log-probabilities for given tokens, and entropies, computed from logits.
 
 The forward and the backward pass each read the logits once. linear_log_softmax.py computes the
-logits from hidden states and uses the functions of this file.
+logits from hidden states and uses the functions in this file.
 
 Derivation. For one row of logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -20,7 +20,7 @@ Backward pass. From the derivatives
 
     d logp / dz_j = ([j = y] - p_j) / T          dH / dz_j = -p_j (log p_j + H) / T
 
-and the upstream gradients g (of logp) and e (of H), it follows that
+and the upstream gradients g (for logp) and e (for H), it follows that
 
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
@@ -69,12 +69,12 @@ def score_rows_(
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute dz (m, V), the gradient of the logits, from the differences d (m, V).
+    """Compute dz (m, V), the logits' gradient, from the differences d (m, V).
 
     Args:
         d: (m, V), overwritten.
         ids: (m,), the chosen tokens.
-        saved: H, top and s of the forward pass, each (m,).
+        saved: H, top and s from the forward pass, each (m,).
         upstream: g (m,), the gradient of logp, and e (m,), the gradient of H, or None.
         scratch: (m, V), memory for the result; by default, new memory is allocated.
     """
@@ -109,7 +109,7 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select the same rows of each tensor, in contiguous memory. None stays None."""
+    """Select the same rows in each tensor, in contiguous memory. None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
@@ -131,7 +131,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update top, s and t of each column, in base 2, with the logits z (STEPS, COLUMNS)."""
+    """Update each column's top, s and t, in base 2, with the logits z (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -143,7 +143,7 @@ def _add_logits(z, top, s, t, k):
 
 @triton.jit
 def _describe_row(row_logits, width, k):
-    """Compute top, s and t of one row of logits, in base 2."""
+    """Compute top, s and t for one logit row, in base 2."""
     offsets = tl.arange(0, STEPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tops = tl.full((COLUMNS,), LOWEST_TOP, tl.float32)
     s = tl.zeros((COLUMNS,), tl.float32)
@@ -164,7 +164,7 @@ def _describe_row(row_logits, width, k):
 
 @triton.jit
 def _join(top1, s1, t1, top2, s2, t2):
-    """Combine top, s and t of two parts of a row, in base 2."""
+    """Combine top, s and t from two parts of a row, in base 2."""
     top = tl.maximum(top1, top2)
     c1 = top1 - top
     c2 = top2 - top
@@ -190,7 +190,7 @@ def _score_kernel(
     FIRST: constexpr,
     LAST: constexpr,
 ):
-    """Score one row of `width` logits, which belong to the ids first..first+width-1.
+    """Score one row with `width` logits, which belong to the ids first..first+width-1.
 
     If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the parts of
     the vocabulary are scored one after the other. `parts` (4, rows) then holds the running results
@@ -199,7 +199,7 @@ def _score_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # column of the chosen token, which may be in another part
+    column = tl.load(ids + row) - first  # the chosen token's column, which may be in another part
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
@@ -238,9 +238,9 @@ def _differentiate_kernel(
     first,
     k,
 ):
-    """Compute dz of one row of `width` logits, which belong to the ids first..first+width-1.
+    """Compute dz for one row with `width` logits, which belong to the ids first..first+width-1.
 
-    The result is written to `out`, which may be the memory of the logits.
+    The result is written to `out`, which may be the logits' memory.
     """
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
@@ -284,7 +284,7 @@ def score_part_(
     """Score one part of the vocabulary with the Triton kernel.
 
     Args:
-        z: (N, width), logits of the ids first_id..first_id+width-1.
+        z: (N, width), logits for the ids first_id..first_id+width-1.
         ids: (N,), the chosen tokens.
         parts: (4, N), running results over the parts so far, see _score_kernel. None if the
             vocabulary is a single part.
@@ -325,13 +325,13 @@ def differentiate_part_(
     out: Tensor,
     first_id: int = 0,
 ) -> Tensor:
-    """Compute dz of one part of the vocabulary with the Triton kernel.
+    """Compute dz for one part of the vocabulary with the Triton kernel.
 
     Args:
-        z: (N, width), logits of the ids first_id..first_id+width-1.
+        z: (N, width), logits for the ids first_id..first_id+width-1.
         ids: (N,), the chosen tokens.
-        saved: H, top and s of the forward pass, each (N,).
-        upstream: g (N,), the gradient of logp, and e (N,), the gradient of H, or None.
+        saved: H, top and s from the forward pass, each (N,).
+        upstream: g (N,), logp's gradient, and e (N,), H's gradient, or None.
         out: (N, width), memory for the result; it may be z.
     """
     rows, width = z.shape
@@ -383,14 +383,14 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 def selective_log_softmax(
     logits: Tensor, ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of given tokens, and entropies, from logits.
+    """Compute log-probabilities for given tokens, and entropies, from logits.
 
     Args:
         logits: (..., V), in float32, float16, bfloat16, or float64 (only on the torch path).
         ids: (...) int64, the tokens to score.
-        temperature: divisor of the logits; must be greater than 0.
+        temperature: logit divisor; must be greater than 0.
     Returns:
-        The log-probabilities and the entropies of softmax(logits / temperature), both (...), in
+        The log-probabilities and the entropies under softmax(logits / temperature), both (...), in
         nats, in float32 (float64 for float64 logits). Both are differentiable.
     Raises:
         ValueError: if the shapes do not match, or the temperature is not positive.

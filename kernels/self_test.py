@@ -1,13 +1,13 @@
-"""Compare each Triton kernel with float64 on the CPU, at the head dimensions of real models.
+"""Compare each Triton kernel with float64 on the CPU, at real models' head dimensions.
 
     python -m minivlmrl.kernels.self_test                              # all kernels, on cuda:0
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
 
 A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and
-3.7 use for Hopper, computed addresses of a matrix product from a register that no instruction had
+3.7 use for Hopper, computed a matrix product's addresses from a register that no instruction had
 written. The results were 30 to 40 % off, and stray addresses made the GPU refuse all later work of
 the process. Therefore verdicts.py runs this file in separate processes before a run uses the
-kernels. Each line of the output is the name of a kernel and its largest relative error.
+kernels. Each output line is a kernel's name and its largest relative error.
 """
 
 import os
@@ -38,14 +38,14 @@ TEMPERATURE = 0.7
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference, divided by the norm of `expected` (float64, on the CPU)."""
+    """Return the difference's norm, divided by the norm of `expected` (float64, on the CPU)."""
     return ((actual.detach().double().cpu() - expected).norm() / expected.norm()).item()
 
 
 def compare(
     function: Callable, reference: Callable, inputs: Sequence[Tensor], device: str
 ) -> list[float]:
-    """Return the relative errors of a function's result and of its gradients.
+    """Return the relative errors in a function's result and its gradients.
 
     Args:
         function: called with the inputs on the device; returns one tensor.
@@ -84,7 +84,7 @@ def check_windows(device: str) -> list[float]:
 
 def check_decoding(device: str) -> list[float]:
     """Check prompts with padding, and completions with positions that are not yet written."""
-    B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens of a prompt, own tokens
+    B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens in a prompt, own tokens
     R = B * G
     prompt_bias = torch.zeros(B, P)
     prompt_bias[1, 200:] = float("-inf")
@@ -109,7 +109,7 @@ def check_decoding(device: str) -> list[float]:
 
 
 def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute the log-probabilities of the ids (M,) and the entropies, concatenated to (2 M,)."""
+    """Compute the ids' log-probabilities (M,) and the entropies, concatenated to (2 M,)."""
     log_probs = (logits / TEMPERATURE).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
@@ -184,8 +184,8 @@ def check_rotary_cache(device: str) -> list[float]:
 def check_sample_blocks(device: str) -> list[float]:
     """Return the error of log-probabilities, and the distance of random numbers to their tokens.
 
-    The distance is that to the interval of the token in the cumulative distribution. It is divided
-    by the mean length of the intervals.
+    The distance is measured to the token's interval in the cumulative distribution. It is divided
+    by the mean interval length.
     """
     logits = 3 * torch.randn(32, 5_000)
     uniforms = torch.rand(32, dtype=torch.float64)
@@ -199,7 +199,7 @@ def check_sample_blocks(device: str) -> list[float]:
     return [logp_error, (distances.mean() / lengths.mean()).item()]
 
 
-# kernel -> function that returns relative errors; the names are those of KERNELS in backend.py
+# kernel -> function that returns relative errors; the names are those in KERNELS in backend.py
 CHECKS = {
     "window_attention": check_windows,
     "decode_attention": check_decoding,
@@ -212,14 +212,14 @@ CHECKS = {
 
 
 def largest_error(kernel: str, device: str) -> float:
-    """Return the largest relative error of a kernel on a device; NaN if a result is NaN."""
+    """Return a kernel's largest relative error on a device; NaN if a result is NaN."""
     torch.manual_seed(0)
     return torch.tensor(CHECKS[kernel](device), dtype=torch.float64).max().item()
 
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
-    """Print the largest error of each kernel; stop with an error message if a check fails."""
-    os.environ["MINIVLMRL_KERNELS"] = "triton"  # auto mode would wait for the verdict of this check
+    """Print each kernel's largest error; stop with an error message if a check fails."""
+    os.environ["MINIVLMRL_KERNELS"] = "triton"  # auto mode would wait for this check's verdict
     for kernel in kernels or CHECKS:
         try:
             print(kernel, largest_error(kernel, device), flush=True)

@@ -1,6 +1,6 @@
-"""Attention of completions that share a prompt.
+"""Attention for completions that share a prompt.
 
-The queries of all completions of a prompt are multiplied with the keys of the prompt in one matrix
+The queries from all completions for a prompt are multiplied with the prompt's keys in one matrix
 product.
 
 Dimension letters: R rows (completions), B prompts, K key heads, h query heads for each key head, H
@@ -40,7 +40,7 @@ def rectangles(
     Only the completions are padded.
 
     Args:
-        prompts: position range of each prompt in the packed sequence: b prompts of P tokens each.
+        prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.
         completions: position ranges of the completions of each prompt, r completions in total.
     Returns:
         Three tensors: the indices of the prompts' tokens in the packed sequence (b, P), the indices
@@ -61,13 +61,13 @@ def rectangles(
 
 
 class PromptSlots:
-    """Assignment of rows (completions) to slots of their prompts.
+    """Assignment of rows (completions) to slots for their prompts.
 
-    All prompts have the same number of slots, which is the number of rows of the largest group.
+    All prompts have the same number of slots, which is the largest group's row count.
     Prompts with fewer rows have empty slots.
 
     Args:
-        prompt_index: (R,), the prompt of each row, in ascending order. It must be on the CPU, so
+        prompt_index: (R,), each row's prompt, in ascending order. It must be on the CPU, so
             that the host does not wait for a GPU.
         prompts: number of prompts.
     """
@@ -85,7 +85,7 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Arrange the rows as queries of their prompt: (R, K, h, X) -> (B, K, slots*h, X).
+        """Arrange the rows as queries for their prompt: (R, K, h, X) -> (B, K, slots*h, X).
 
         Empty slots are filled with 0.
         """
@@ -99,7 +99,7 @@ class PromptSlots:
         return x if self.full else x[self.slot]
 
     def expand_to_rows(self, x: Tensor) -> Tensor:
-        """Repeat each prompt's entry of x for all rows of the prompt: (B, ...) -> (R, ...)."""
+        """Repeat each prompt's entry of x for all the prompt's rows: (B, ...) -> (R, ...)."""
         x = x.unsqueeze(1).expand(-1, self.slots, *x.shape[1:]).flatten(0, 1)
         return x if self.full else Reorder.apply(x, self.slot)
 
@@ -107,7 +107,7 @@ class PromptSlots:
 def completion_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute attention of completions to all keys of their prompt and causally to their own keys.
+    """Compute attention from completions to all their prompt's keys and causally to their own keys.
 
     The prompt's keys are not copied for each completion. On a CPU, scores of at most
     MAX_SCORE_BYTES are computed step by step by grouped_attention. Otherwise, JoinedAttention calls
@@ -115,9 +115,9 @@ def completion_attention(
     example for float32 on a GPU, the keys are copied for each completion.
 
     Args:
-        q: (R, H, C, D), queries of the completions.
-        k, v: (R, K, C, D), keys and values of the completions.
-        prompt_k, prompt_v: (B, K, P, D), keys and values of the prompts.
+        q: (R, H, C, D), the completions' queries.
+        k, v: (R, K, C, D), the completions' keys and values.
+        prompt_k, prompt_v: (B, K, P, D), the prompts' keys and values.
         slots: assignment of the completions to their prompts.
     Returns:
         The attention outputs (R, H, C, D).
@@ -126,7 +126,7 @@ def completion_attention(
         functions = [partial(f, slots=slots) for f in (grouped_attention, completion_attention)]
         return GradientOf.apply(*functions, q, k, v, prompt_k, prompt_v)
     num_keys = prompt_k.shape[2] + k.shape[2]
-    score_bytes = 4 * q[..., 0].numel() * num_keys  # size of the scores in float32
+    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32 score size
     if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     if has_flash_attention(q, k, v):
@@ -138,16 +138,16 @@ def completion_attention(
 
 
 class JoinedAttention(torch.autograd.Function):
-    """Compute `completion_attention` with two calls of the fused kernel, without copies or masks.
+    """Compute `completion_attention` with two fused-kernel calls, without copies or masks.
 
-    In call 1, the queries of all completions of a prompt attend to the prompt's keys. In call 2,
+    In call 1, the queries from all completions for a prompt attend to the prompt's keys. In call 2,
     each completion attends causally to its own keys. With the output o_j of call j and the
     log-sum-exp e_j of its scores,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is the attention to all keys. In the backward pass, the kernel computes the gradients of each
-    part from `out` and e, see flash_attention_backward. The arguments of apply are those of
+    is the attention to all keys. In the backward pass, the kernel computes the gradients for each
+    part from `out` and e, see flash_attention_backward. apply's arguments are those of
     completion_attention.
 
     Sources: Hydragen (Juravsky et al., 2024) joins the parts; Ring Attention (Liu et al., 2023)
@@ -164,7 +164,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = to_own.lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
-        # in the dtype of the kernel's outputs, which on a CPU has more digits than 16 bits
+        # in the kernel outputs' dtype, which on a CPU has more digits than 16 bits
         out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
@@ -176,7 +176,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # in the memory order (R, C, H, D) of q, in which by_prompt copies nothing
+        # in q's memory order (R, C, H, D), in which by_prompt copies nothing
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
@@ -200,25 +200,25 @@ def grouped_attention(
     K = k.shape[1]
     S = slots.slots
     h = H // K
-    # (R, K, C, h, D): rows, key heads, tokens, query heads of a key head, head dimension
+    # (R, K, C, h, D): rows, key heads, tokens, query heads per key head, head dimension
     q = q.unflatten(1, (K, h)).transpose(2, 3)
-    # (B, K, S*C*h, D): all queries of a prompt and key head
+    # (B, K, S*C*h, D): all queries for a prompt and key head
     q = slots.by_prompt(q).flatten(2, 3)
     own_q = q.unflatten(2, (S, C * h))
     own_k = slots.by_prompt(k).unflatten(2, (S, C))
     own_v = slots.by_prompt(v).unflatten(2, (S, C))
     # (C*h, C): each token's mask row, repeated for its h query heads
     causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)
-    # (B, K, S*C*h, C): scores of the completion's own keys
+    # (B, K, S*C*h, C): scores for the completion's own keys
     to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)
-    # (B, K, S*C*h, P): scores of the prompt's keys
+    # (B, K, S*C*h, P): scores for the prompt's keys
     to_prompt = attention_scores(q, prompt_k)
     weights = softmax_of_scores(torch.cat([to_prompt, to_own], dim=-1)).to(q.dtype)
     to_prompt, to_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
-    # (B, K, S, C*h, D): outputs of each slot
+    # (B, K, S, C*h, D): each slot's outputs
     out = weighted_sum(to_prompt, prompt_v).view_as(own_q)
     out = out + weighted_sum(to_own.unflatten(2, (S, C * h)), own_v)
     out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D)
-    # (R, C, 1, K, h, D): outputs of each row; by_row treats the token axis C like key heads
+    # (R, C, 1, K, h, D): each row's outputs; by_row treats the token axis C like key heads
     out = slots.by_row(out)
     return out.flatten(2, 4).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 Each kernel is checked by self_test.py in a process of its own, because a wrong kernel can make the
 GPU refuse all later work of its process. All checks run at the same time. The verdict is stored in
-Triton's cache folder, in a file for each GPU model, driver, version and source of the kernels. A
+Triton's cache folder, in a file for each GPU model, driver, version and kernel source. A
 lock lets one process of a host run the checks, and the other processes wait for its verdict.
 """
 
@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
-TIME_LIMIT = 120  # seconds for the check of a kernel
+TIME_LIMIT = 120  # seconds for one kernel check
 # If a check ended without a number, for example because the GPU had no free memory, processes that
-# start after this number of seconds repeat it.
+# start after this many seconds repeat it.
 RETRY_AFTER = 3600
 
 
@@ -47,7 +47,7 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return the stored result of each kernel, or check the kernels and store the results.
+    """Return each kernel's stored result, or check the kernels and store the results.
 
     A result is the largest relative error, or the reason why there is no error.
     """
@@ -74,9 +74,9 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
 
 
 def describe_setup(device: str) -> str:
-    """Return a text with everything that can change the results of the kernels on a GPU.
+    """Return a text with everything that can change kernel results on a GPU.
 
-    The environment variables of Triton are included because they can select another assembler.
+    Triton's environment variables are included because they can select another assembler.
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     source_hash = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
@@ -92,7 +92,7 @@ def describe_setup(device: str) -> str:
 
 
 def driver_version() -> str:
-    """Return the version of the GPU's driver, from the file of the NVIDIA or the AMD driver."""
+    """Return the GPU driver's version, from the NVIDIA or the AMD driver's file."""
     for path in (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")):
         if path.exists():
             return path.read_text().partition("\n")[0]
@@ -114,7 +114,7 @@ def load_results(path: Path) -> dict[str, float | str] | None:
 def locked(path: Path) -> Iterator[None]:
     """Wait until no other process has locked the file, and hold the lock.
 
-    The lock of a process that ends or is killed is released. Windows has no such lock.
+    A lock held by a process that ends or is killed is released. Windows has no such lock.
     """
     with path.open("a") as file:
         if find_spec("fcntl"):
@@ -154,6 +154,6 @@ def check_kernel(device: str, kernel: str) -> float | str:
     ]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # the message of self_test.py, or the end of a traceback; a signal ends a process without a text
+    # self_test.py's message, or a traceback's end; a signal ends a process without a text
     lines = (done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"]
     return lines[-1]

@@ -1,4 +1,4 @@
-"""Attention inside segments: each token attends to all tokens of its window or its video frame.
+"""Attention inside segments: each token attends to all tokens in its window or its video frame.
 
 Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D), with c = D^-1/2,
 and for each head separately:
@@ -6,7 +6,7 @@ and for each head separately:
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
 The exponentials of the softmax are computed as 2^(S log2 e), after the largest score of each row is
-subtracted. Let do_s be the gradient of o_s. Because the softmax of a row has the Jacobian
+subtracted. Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian
 diag(p) - p p^T,
 
     dv_s = P^T do_s              dP = do_s v_s^T
@@ -54,23 +54,23 @@ TOKENS_PER_CALL = 128
 class Segments:
     """Segment boundaries, and the order in which `batched_attention` computes the segments.
 
-    One instance is computed per input and shared by all layers of the vision tower.
+    One instance is computed per input and shared by all vision-tower layers.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        # (segments + 1,), the start of each segment and the end of the last segment
+        # (segments + 1,), each segment's start and the last segment's end
         self.cu_seqlens = to_device(starts.int(), device)
         # A run is a sequence of consecutive segments with equal length. Each entry is the segment
-        # length and the number of tokens of a run.
+        # length and a run's token count.
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
         # permutation (T,) that sorts the tokens by segment length, and its inverse; None if the
         # tokens are not sorted
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
-            # (T,), the segment length of each token
+            # (T,), each token's segment length
             length_of_token = starts.diff().repeat_interleave(starts.diff())
             self.order = to_device(length_of_token.argsort(stable=True), device)
             self.inverse = self.order.argsort()
@@ -95,7 +95,7 @@ def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 
     q, k and v have the shape (S * length, H, D).
     """
-    # (S, H, L, D): segments, heads, tokens of a segment, head dimension
+    # (S, H, L, D): segments, heads, tokens in a segment, head dimension
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
@@ -106,7 +106,7 @@ def supports_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute `window_attention` in one call of torch's fused kernel, which needs an NVIDIA GPU.
+    """Compute `window_attention` with one call to torch's fused kernel, which needs an NVIDIA GPU.
 
     The scale is varlen_attn's default, D^-1/2.
     """
@@ -119,7 +119,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     return out
 
 
-# Both block sizes are powers of two: ROWS is the padded number of tokens of a segment, COLUMNS the
+# Both block sizes are powers of two: ROWS is a segment's padded token count, COLUMNS the
 # padded head dimension D.
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -157,7 +157,7 @@ def _store_product(out, a, b, length, H: constexpr, D: constexpr):
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute P from q k^T. The weights of rows outside of the segment are not used."""
+    """Compute P from q k^T. Weights for rows outside the segment are not used."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -166,7 +166,7 @@ def _softmax(scores, length, D: constexpr, ROWS: constexpr):
 
 @triton.jit
 def _segment(cu_seqlens, H: constexpr):
-    """Return the head of the program, and the first token and the length of its segment.
+    """Return the program's head, and its segment's first token and length.
 
     The first token is int64, because offsets that are computed from it may exceed 32 bits.
     """
@@ -196,7 +196,7 @@ def _forward_kernel(
 ):
     """Compute attention for one segment and one head.
 
-    q_row and q_head are the strides of q between rows and between heads. The strides of k and v are
+    q_row and q_head are q's strides between rows and between heads. The strides of k and v are
     named in the same way.
     """
     head, start, length = _segment(cu_seqlens, H)
@@ -233,9 +233,9 @@ def _backward_kernel(
     ROWS: constexpr,
     COLUMNS: constexpr,
 ):
-    """Compute the gradients of q, k and v for one segment and one head.
+    """Compute the q, k and v gradients for one segment and one head.
 
-    The formulas are derived in the docstring of this module.
+    The formulas are derived in this module's docstring.
     """
     head, start, length = _segment(cu_seqlens, H)
     q += start * q_row + head * q_head
@@ -249,7 +249,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # In rows outside of the segment, dP is 0, and therefore dS is also 0.
+    # In rows outside the segment, dP is 0, and therefore dS is also 0.
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)
@@ -258,10 +258,10 @@ def _backward_kernel(
 
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
-    """Return the block sizes ROWS and COLUMNS for segments of at most `longest` tokens.
+    """Return the block sizes ROWS and COLUMNS for segments with at most `longest` tokens.
 
     Each block size is a power of two and at least 16, because matrix instructions do not support
-    smaller sizes. Example: 60 tokens with a head dimension of 80 give 64 and 128.
+    smaller sizes. Example: 60 tokens with head dimension 80 give 64 and 128.
     """
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
@@ -270,9 +270,9 @@ def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
 def _launch(
     kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor
 ) -> None:
-    """Launch one program of `kernel` for each segment and head.
+    """Launch one `kernel` program for each segment and head.
 
-    `tensors` are the remaining arguments of the kernel, which differ between forward and backward.
+    `tensors` are the kernel's remaining arguments, which differ between forward and backward.
     """
     # The kernels accept any strides between rows and between heads, but columns must be contiguous.
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
@@ -295,7 +295,7 @@ def _launch(
             # 64 tokens take 4 warps, which is one warp group of Hopper's matrix unit.
             num_warps=rows // 16,
             num_stages=1,
-            # Each launch of kernels/ chooses this option, because Triton will change its default.
+            # Each launch in kernels/ chooses this option, because Triton will change its default.
             enable_fp_fusion=True,
         )
 
@@ -343,10 +343,10 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     The Triton kernels are used if backend_for selects them and each segment fits into one program,
     which needs at most 64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes
     segments of at most 64 tokens with different lengths in one call of varlen_attention, if the GPU
-    supports it, and all other segments with one call of dense_attention for each run.
+    supports it, and all other segments with one dense_attention call for each run.
 
     Args:
-        q, k, v: (T, H, D), queries, keys and values of T tokens, all with the same dtype.
+        q, k, v: (T, H, D), queries, keys and values for T tokens, all with the same dtype.
     Returns:
         The attention outputs (T, H, D).
     Source: equals transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
