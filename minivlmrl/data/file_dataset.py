@@ -48,7 +48,7 @@ from minivlmrl.data.messages import (
 from minivlmrl.data.row_files import open_rows
 from minivlmrl.data.row_summary import count_words
 from minivlmrl.data.rows import REWARD_ARGUMENTS, Row
-from minivlmrl.data.video import VideoFile, load_video
+from minivlmrl.data.video import Video, VideoFile, load_video, outline_video
 from minivlmrl.errors import check_field, did_you_mean, error_context
 from minivlmrl.files import digest
 
@@ -155,15 +155,19 @@ class FileDataset(FileRows):
     def describe(self) -> str:
         return count_words(self.counts, self.size)
 
-    def outline(self, index: int) -> Row | None:
+    def outline(self, index: int) -> Row:
         row, media = self.read(index)
-        if any(item.kind == "video" for item in media):
-            return None
-        blank_images = []
-        for item in media:
-            with readable_image(row.where), open_image(item.image_source, self.folder) as image:
-                blank_images.append(PIL.Image.new("L", image.size))
-        return replace(row, images=blank_images)
+        with readable_image(row.where):
+            row.images = [self._header(item) for item in media if item.kind == "image"]
+            for part in answer_image_parts(row):
+                part["image"] = self._header(part["image"])
+        row.videos = load_videos(media, self.folder, outline_video)
+        return row
+
+    def _header(self, item: Media) -> PIL.Image.Image:
+        """Open an image to read its size; the returned image cannot be decoded."""
+        with open_image(item.image_source, self.folder) as image:
+            return image
 
     def content(self, index: int) -> str:
         row, media = self.read(index)
@@ -217,15 +221,19 @@ def fetch_row_image(where: str, source: str | bytes, folder: Path) -> PIL.Image.
 
 def load_media(media: list[Media], folder: Path, where: str) -> tuple[Sequence, Sequence]:
     """Return the images and videos of a row, which are decoded only when they are used."""
-    images = []
+    sources = [item.image_source for item in media if item.kind == "image"]
+    images = [partial(fetch_row_image, where, source, folder) for source in sources]
+    return images and LazyImages(images), load_videos(media, folder, load_video)
+
+
+def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
+    """Return the videos of a row, which are read with load_video or outline_video when used."""
     videos = []
     for item in media:
-        if item.kind == "image":
-            images.append(partial(fetch_row_image, where, item.image_source, folder))
-        else:
+        if item.kind == "video":
             sampling = {n: value for n, value in item.options.items() if n in SAMPLING_OPTIONS}
-            videos.append(VideoFile(partial(load_video, item.source, folder, **sampling)))
-    return images and LazyImages(images), videos
+            videos.append(VideoFile(partial(load, item.source, folder, **sampling)))
+    return videos
 
 
 def check_inside(folder: Path, files: list[tuple[str | bytes, str]]):

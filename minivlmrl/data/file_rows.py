@@ -25,8 +25,8 @@ class FileRows(Sequence[Row]):
         """Read a row without its images and videos, and list its media in order."""
 
     @abstractmethod
-    def outline(self, index: int) -> Row | None:
-        """Read a row with blank images of the right sizes; return None for a row with videos."""
+    def outline(self, index: int) -> Row:
+        """Read a row with images and videos of the right sizes, which are not decoded."""
 
     @abstractmethod
     def content(self, index: int) -> str:
@@ -63,7 +63,7 @@ class RowSelection(FileRows):
         part, row = self.picks[index]
         return self.parts[part].read(row)
 
-    def outline(self, index: int) -> Row | None:
+    def outline(self, index: int) -> Row:
         part, row = self.picks[index]
         return self.parts[part].outline(row)
 

@@ -11,7 +11,7 @@ tower computes the embedding of each placeholder from four patches (model/vision
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -148,6 +148,22 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     return np.stack(channels, axis=1)
 
 
+class RGBFrames(Sequence):
+    """Frames that are converted to RGB when they are used, one at a time.
+
+    Copies of all frames of a video could fill the memory.
+    """
+
+    def __init__(self, frames: Sequence[Image]):
+        self.frames = frames
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def __getitem__(self, index: int) -> Image:
+        return to_rgb(self.frames[index])
+
+
 class VideoRules(Protocol):
     """Interface for model families whose video preprocessing differs from data/video.py."""
 
@@ -224,9 +240,9 @@ class ImageProcessor:
             width, height = image.size
             bounds = bounds | options
         new_height, new_width = smart_resize(height, width, self.factor, **bounds)
-        return self.patches([to_rgb(image)], new_height, new_width)
+        return self.patches(RGBFrames([image]), new_height, new_width)
 
-    def patches(self, frames: Iterable[Image], height: int, width: int) -> tuple[Tensor, Grid]:
+    def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
         """Resize RGB frames to one size, and return their normalised patches and image_grid_thw."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]

@@ -80,14 +80,7 @@ class Processor:
         pixel_values = []
         grids = []
         seconds = []
-        for item, options in shown_parts(messages, images, videos):
-            if isinstance(item, PIL.Image.Image):
-                patches, grid = self.image_processor(item, **options)
-                time = 0.0
-            else:
-                # `time` is the duration of a temporal patch in seconds, or for Qwen3-VL the list of
-                # timestamps of all temporal patches.
-                patches, grid, time = item.patches(self.image_processor, **options)
+        for patches, grid, time in self.media_patches(messages, images, videos):
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
@@ -104,6 +97,23 @@ class Processor:
             image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
             second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
         )
+
+    def media_patches(
+        self,
+        messages: list[dict],
+        images: Sequence[PIL.Image.Image],
+        videos: "Sequence[Video | VideoFile]",
+    ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
+        """Yield the patches, the grid and the time of each image and video; see __call__.
+
+        The time is the duration of a temporal patch in seconds, or for Qwen3-VL the list of
+        timestamps of all temporal patches. It is 0 for an image.
+        """
+        for item, options in shown_parts(messages, images, videos):
+            if isinstance(item, PIL.Image.Image):
+                yield *self.image_processor(item, **options), 0.0
+            else:
+                yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
         """Tokenize pieces, and repeat each placeholder once per token of its image or video.

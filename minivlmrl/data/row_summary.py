@@ -1,5 +1,6 @@
 """Count images per row and tokens per prompt of a dataset, without decoding images."""
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -20,8 +21,9 @@ class PatchCounter(ImageProcessor):
     """Image processor that counts the patches of an image without computing their values."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        grid = 1, height // self.patch_size, width // self.patch_size
-        return torch.zeros(0, self.patch_dim), grid
+        depth = math.ceil(len(frames) / self.temporal_patch_size)
+        grid = depth, height // self.patch_size, width // self.patch_size
+        return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
 
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) -> str:
@@ -33,7 +35,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
         skip_unreadable: True counts and names unreadable rows of the sample; False raises their
             ValueError.
     """
-    counter = _counter(processor)
+    counter = counting_processor(processor)
     row_numbers = sorted({len(rows) * i // SAMPLE for i in range(SAMPLE)})
     unreadable: list[str] | None = [] if skip_unreadable else None
     lengths = [_prompt_length(rows, number, counter, unreadable) for number in row_numbers]
@@ -64,7 +66,7 @@ def _prompt_length(
     """
     try:
         row = outline(rows, index)
-        return None if row is None else len(row.prompt(counter).input_ids)
+        return None if row.videos else len(row.prompt(counter).input_ids)
     except ValueError as error:
         if unreadable is None:
             raise
@@ -84,8 +86,8 @@ def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> s
     return f"{num_rows} ({text})" if len(media_counts) > 1 else text
 
 
-def outline(rows: Dataset, index: int) -> Row | None:
-    """Return a row for measuring its prompt, or None if it has videos; images may be blank."""
+def outline(rows: Dataset, index: int) -> Row:
+    """Return a row for measuring its prompt; its images and videos need not be readable."""
     return rows.outline(index) if isinstance(rows, FileRows) else rows[index]
 
 
@@ -192,7 +194,7 @@ def _long_rows(
     """Yield (index, file and line, prompt length) of rows with more than `limit` prompt tokens."""
     if not isinstance(rows, FileRows):
         return  # all rows of an embedded task are similar
-    counter = _counter(processor)
+    counter = counting_processor(processor)
     image_processor = processor.image_processor
     token_side = image_processor.patch_size * image_processor.merge_size
     for row_number in range(len(rows)):
@@ -207,7 +209,8 @@ def _long_rows(
             yield row_number, row.where, prompt_length
 
 
-def _counter(processor: Processor) -> Processor:
+def counting_processor(processor: Processor) -> Processor:
+    """Return a processor that counts the patches of images and videos without decoding them."""
     return replace(processor, image_processor=PatchCounter(**vars(processor.image_processor)))
 
 

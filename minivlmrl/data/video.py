@@ -16,9 +16,16 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.image import Grid, ImageProcessor, smart_resize, to_rgb
-from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, check_options, fetch_image, open_source
-from minivlmrl.errors import optional_dependency
+from minivlmrl.data.image import Grid, ImageProcessor, RGBFrames, smart_resize
+from minivlmrl.data.media import (
+    MAX_IMAGE_PIXELS,
+    Source,
+    check_options,
+    fetch_image,
+    open_image,
+    open_source,
+)
+from minivlmrl.errors import error_context, optional_dependency
 
 FPS = 2.0  # default number of sampled frames per second
 FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this factor
@@ -75,8 +82,8 @@ class Video:
         frame_width, frame_height = self.frames[0].size
         height, width = frame_size(processor, num_frames, frame_height, frame_width, **options)
         _check_size(math.ceil(num_frames / depth) * depth, width, height)
-        # map() converts one frame at a time, because copies of all frames could fill the memory
-        pixel_values, image_grid_thw = processor.patches(map(to_rgb, self.frames), height, width)
+        frames = RGBFrames(self.frames)
+        pixel_values, image_grid_thw = processor.patches(frames, height, width)
         if processor.videos is None:
             return pixel_values, image_grid_thw, depth / self.fps
         seconds = self.seconds
@@ -98,10 +105,13 @@ class VideoFile:
 
     load: Callable[..., Video]  # load_video with all arguments except frame_factor
 
+    def read(self, processor: ImageProcessor) -> Video:
+        """Load the frames that the model family of the processor samples."""
+        return self.load(frame_factor=FRAME_FACTOR if processor.videos is None else 1)
+
     def patches(self, processor: ImageProcessor, **options: int) -> tuple:
         """Load the video, and compute its patches with Video.patches."""
-        factor = FRAME_FACTOR if processor.videos is None else 1
-        return self.load(frame_factor=factor).patches(processor, **options)
+        return self.read(processor).patches(processor, **options)
 
 
 def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling) -> Video:
@@ -141,6 +151,27 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
             reason = getattr(error, "strerror", None) or error_text
             error_text = f"the file cannot be read as a video ({reason})"
         raise ValueError(f"{name}: {error_text}") from error
+
+
+def outline_video(
+    source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling
+) -> Video:
+    """Return a video as load_video returns it, but with blank frames, and without decoding.
+
+    The number of frames of a file is taken from its header. See load_video for the arguments.
+    """
+    sampling = check_options("video", sampling)
+    if isinstance(source, list | tuple):
+        with open_image(source[0], folder) as image:
+            return Video([image] * len(source), sampling.get("fps", FPS))
+    name, file = open_source(source, folder)
+    with error_context(name), _opened(file) as (container, stream):
+        video_fps = float(stream.average_rate or stream.guessed_rate or 0)
+        total_frames = stream.frames or _count_frames(container, stream)
+        size = stream.codec_context.width, stream.codec_context.height
+    indices, fps = sample_indices(total_frames, video_fps, frame_factor, **sampling)
+    seconds = [index / video_fps for index in indices]
+    return Video([PIL.Image.new("1", size)] * len(indices), fps, seconds)
 
 
 def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:

@@ -62,10 +62,11 @@ def check(config: RunConfig) -> Iterator[str]:
     """
     stages = find_trainers(config)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
-    for callback in default_callbacks(config):
+    callbacks = default_callbacks(config)
+    for callback in callbacks:
         callback.on_setup(config, world)
     describe_hardware(config, world)
-    model, processor, datasets = prepare(config, stages, world)
+    model, processor, datasets = prepare(config, stages, world, callbacks)
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
     if online:
@@ -94,8 +95,7 @@ def check(config: RunConfig) -> Iterator[str]:
         # stage samples from it. The completions of the untrained model are not checked then.
         if config.model.path and config.stage_names[0] in online:
             sampling = replace(config.sampling, engine="native")
-            gathers = config.rollout.gather_weights
-            sampler = make_sampler(model, processor, sampling, world, gathers)
+            sampler = make_sampler(model, processor, sampling, world, config.rollout.gather_weights)
             yield from check_completions(trial, sampler, getattr(config, online[0]).num_generations)
         else:
             print(

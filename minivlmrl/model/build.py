@@ -39,14 +39,31 @@ def random_model(
     max_pixels: int | None = None,
 ) -> tuple[VisionLanguageModel, Processor]:
     """Build a model with random weights for a config.json and a tokenizer, and its Processor."""
+    model = random_weights(config_file, tokenizer, seed)
+    return model, random_processor(model.config, tokenizer, min_pixels, max_pixels)
+
+
+def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> VisionLanguageModel:
+    """Build a model with random weights for a config.json and a tokenizer."""
+    model = model_from_config(config_for(config_file, tokenizer), config_file)
+    initialize(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
+    """Read a config.json, and set the vocabulary and the control tokens of a tokenizer."""
     values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
     config = config_json.from_dict(values, str(config_file))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
     # a text_config may set a vocab_size above the tokenizer's token count
     vocab_size = max(len(tokenizer), config.vocab_size)
-    config = replace(config, vocab_size=vocab_size, **token_ids)
-    model = model_from_config(config, config_file)
-    initialize(model, torch.Generator().manual_seed(seed))
+    return replace(config, vocab_size=vocab_size, **token_ids)
+
+
+def random_processor(
+    config: ModelConfig, tokenizer: Tokenizer, min_pixels: int | None, max_pixels: int | None
+) -> Processor:
+    """Build the processor of a model with random weights; see random_model."""
     family = FAMILIES[config.model_type]
     patches = {name: getattr(config.vision_config, field) for name, field in PATCHES.items()}
     # pixels in one merged token
@@ -58,7 +75,7 @@ def random_model(
         max_pixels or ImageProcessor.max_pixels,
     )
     images = replace(images, videos=family.read_videos({}, "data", images))
-    return model, Processor(tokenizer, images, default_template(family), box_space=family.box_space)
+    return Processor(tokenizer, images, default_template(family), box_space=family.box_space)
 
 
 def default_template(family: ModelSpec) -> "ChatTemplate | None":

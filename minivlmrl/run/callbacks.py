@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
@@ -22,6 +24,15 @@ class Callback:
 
     def on_setup(self, config: RunConfig, world: World):
         """Called before rows and weights are loaded; may raise ValueError to reject the recipe."""
+
+    def on_rows(
+        self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
+    ):
+        """Called after rows and before weights are loaded; may raise ValueError like on_setup.
+
+        Args:
+            datasets: the rows of each stage by its name, and the held-out rows as "eval".
+        """
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         """Called once before training, after config.yaml and the log files have been created."""

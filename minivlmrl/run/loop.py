@@ -116,7 +116,7 @@ def set_up(
     for callback in callbacks:
         callback.on_setup(config, world)
     with phase("load"):
-        model, processor, datasets = prepare(config, trainers, world)
+        model, processor, datasets = prepare(config, trainers, world, callbacks)
     check_output_dir(config)
     return model, processor, datasets
 

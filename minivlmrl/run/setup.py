@@ -1,7 +1,7 @@
 """Build the model, processor and datasets of a run, and check them before the first step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -23,11 +23,12 @@ from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
-from minivlmrl.model.build import random_model
+from minivlmrl.model.build import config_for, random_processor, random_weights
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.decoder import Sharder, VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.datasets import check_shares, load_datasets
 from minivlmrl.run.metrics import check_trackers
 from minivlmrl.run.optimizer import check_optimizer
@@ -45,7 +46,10 @@ from minivlmrl.trainers.base import Trainer
 
 
 def prepare(
-    config: RunConfig, trainers: dict[str, type[Trainer]], world: World
+    config: RunConfig,
+    trainers: dict[str, type[Trainer]],
+    world: World,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Build the model, the processor, and the datasets by stage name, or "eval" for held-out rows.
 
@@ -63,15 +67,18 @@ def prepare(
     eval_columns = required_columns(held_out_rewards(config))
     datasets = load_datasets(config, needs, reward_columns, eval_columns, world)
     try_rewards(config, needs, datasets)
-    model, processor = build_model(config, world, datasets)
+    processor = build_processor(config, datasets)
+    datasets, row_texts = fit_rows(config, datasets, processor, world)
+    for callback in callbacks:
+        callback.on_rows(config, datasets, processor, world)
+    model = build_weights(config, world, processor)
     check_experts(config, model)
     check_batch_invariant(config, model, world)
     if world.is_main:
         describe_model(config, model)
         describe_thought(processor)
-        for note in collect_notes(config, trainers, datasets):
+        for note in [*collect_notes(config, trainers, datasets), *row_texts]:
             print(note, flush=True)
-    datasets = fit_rows(config, datasets, processor, world)
     for stage, num_steps in stage_lengths(config, datasets).items():
         # This also sets max_steps in config.yaml to the number of steps that the run really takes.
         getattr(config, stage).max_steps = num_steps
@@ -83,14 +90,42 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
-    """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
+    """Build the processor and the model of a recipe; see build_processor and build_weights."""
+    processor = build_processor(config, datasets)
+    return build_weights(config, world, processor), processor
+
+
+def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:
+    """Load the processor of the recipe's checkpoint, or build the processor of a random model.
 
     A random model uses the tokenizer of the task, or a new tokenizer that is trained on the rows.
     """
     section = config.model
+    pixel_bounds = config.data.min_pixels, config.data.max_pixels
+    if (section.path is None) == (section.config is None):
+        raise ValueError(
+            "model: set exactly one of model.path (a model folder) and model.config (a config.json "
+            "for random weights)"
+        )
+    if section.path is not None:
+        processor = load_processor(section.path, *pixel_bounds)
+    else:
+        assert section.config is not None
+        tokenizer = make_tokenizer(config, section.config, datasets)
+        model_config = config_for(section.config, tokenizer)
+        processor = random_processor(model_config, tokenizer, *pixel_bounds)
+    return adapt_processor(processor, config)
+
+
+def build_weights(config: RunConfig, world: World, processor: Processor) -> VisionLanguageModel:
+    """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
+
+    Args:
+        processor: processor of the model; a random model has the vocabulary of its tokenizer.
+    """
+    section = config.model
     dtype = DTYPES[section.dtype]
     recompute = section.activation_checkpointing
-    pixel_bounds = config.data.min_pixels, config.data.max_pixels
     sharding = choose_sharding(config, world)
     adapt = None
     if config.adapter.r:
@@ -98,23 +133,17 @@ def build_model(
         from minivlmrl.model.lora import inject_adapters
 
         adapt = partial(inject_adapters, options=config.adapter)
-    if section.path is not None and section.config is None:
-        processor = load_processor(section.path, *pixel_bounds)
+    if section.path is not None:
         model = load_model(section.path, dtype, world.device, sharding, adapt)
         model.save_dtype = DTYPES[model.config.torch_dtype]
-    elif section.config is not None and section.path is None:
-        tokenizer = make_tokenizer(config, section.config, datasets)
-        model, processor = random_model(section.config, tokenizer, config.seed, *pixel_bounds)
+    else:
+        assert section.config is not None, "build_processor rejects a recipe without a model"
+        model = random_weights(section.config, processor.tokenizer, config.seed)
         model.to(world.device, dtype)
         if adapt is not None:
             adapt(model)
         if sharding is not None:
             sharding.shard(model)
-    else:
-        raise ValueError(
-            "model: set exactly one of model.path (a model folder) and model.config (a config.json "
-            "for random weights)"
-        )
     if adapt is not None:
         from minivlmrl.model.lora import init_adapters
 
@@ -128,7 +157,7 @@ def build_model(
     select_trained(model, section.freeze)
     if recompute and sharding is None:
         recompute_blocks(model)
-    return model, adapt_processor(processor, config)
+    return model
 
 
 def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
@@ -211,13 +240,17 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 
 def fit_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
-) -> dict[str, Dataset]:
-    """Remove training rows whose prompts exceed data.max_prompt_tokens, and print summaries.
+) -> tuple[dict[str, Dataset], list[str]]:
+    """Remove training rows whose prompts exceed data.max_prompt_tokens.
 
     Rank 0 opens image files to read their sizes, but does not decode the images.
+
+    Returns:
+        The remaining rows, and on rank 0 a summary of each dataset.
     """
     max_tokens = config.data.max_prompt_tokens
     fitted = {}
+    summaries = []
     for name, rows in datasets.items():
         long_rows = {}
         fitted[name] = rows
@@ -231,11 +264,11 @@ def fit_rows(
             if long_rows:
                 examples = ", ".join(islice(long_rows.values(), 5))
                 text += f"; {len(long_rows)} over data.max_prompt_tokens are left out: {examples}"
-            print(f"rows of {name}: {text}", flush=True)
+            summaries.append(f"rows of {name}: {text}")
             spelled = describe_spelled(fitted[name], processor.tokenizer.structure)
             if spelled:
-                print(f"rows of {name}: {spelled}", flush=True)
-    return fitted
+                summaries.append(f"rows of {name}: {spelled}")
+    return fitted, summaries
 
 
 def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:

@@ -160,7 +160,7 @@ def test_the_planned_memory_is_stated(run, own, plain, lively, tmp_path):
 
 def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     with (
-        run_out(tmp_path / "run", setup, "build_model", 0),
+        run_out(tmp_path / "run", setup, "build_weights", 0),
         pytest.raises(OutOfMemory, match="phase load: memory ran out"),
     ):
         (tmp_path / "run").mkdir()

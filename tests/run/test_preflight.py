@@ -37,7 +37,7 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 
 )
 def test_rewards_are_tried_before_weights_are_created(run, tmp_path, monkeypatch, returned, option):
     (tmp_path / "own.py").write_text(f"def own(completions, **columns):\n    return {returned}\n")
-    monkeypatch.setattr(setup, "random_model", None)  # calling it would fail
+    monkeypatch.setattr(setup, "random_weights", None)  # calling it would fail
     name = f"{tmp_path / 'own.py'}:own"
     with pytest.raises(ValueError, match=rf"reward {name} returned "):
         run("--stages=[grpo]", f"--{option.format(name)}")
@@ -107,15 +107,16 @@ def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_pa
     }
 
 
-def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
+def test_long_prompts_are_skipped_and_reported(write_rows):
     lines = [{"problem": "a", "image": "red.png"}, {"problem": "a " * 90, "image": "red.png"}, {"problem": "b"}]
     config = RunConfig()
     config.data.max_prompt_tokens, config.max_epochs, config.grpo.prompts_per_step = 60, 3.0, 4
-    rows = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)["grpo"]
+    datasets, [summary] = fit_rows(config, {"grpo": FileDataset(write_rows(*lines))}, PROCESSOR, ONE)
+    rows = datasets["grpo"]
     assert [row.columns["problem"] for row in rows] == ["a", "b"]
     assert stage_lengths(config, {"grpo": rows}) == {"grpo": 2}
     said = r"2 selected out of 3 in 1 file.*; 1 over data.max_prompt_tokens are left out: .*rows\.jsonl:2: 1\d\d tok"
-    assert re.search(said, capsys.readouterr().out)
+    assert re.search(said, summary)
     config.data.max_prompt_tokens = 3
     with pytest.raises(
         ValueError, match=r"data\.max_prompt_tokens is 3, but all prompts are longer, .*rows\.jsonl:1: "

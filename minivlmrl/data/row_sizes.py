@@ -1,0 +1,106 @@
+"""Measure rows in tokens, so that the memory of a run can be planned before images are decoded."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.row_summary import counting_processor, outline
+from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.video import VideoFile
+
+NUM_MEASURED = 64  # number of the largest rows whose tokens are counted exactly
+TOKEN_BYTES = 3  # bytes of text per token, roughly; only the order of rows depends on this number
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """Numbers of tokens and images of a row; the default is a typical row with one image."""
+
+    text_tokens: int = 200  # number of text tokens of the prompt
+    image_tokens: int = 1000  # number of image tokens of the prompt, after patches are merged
+    # number of images of equal size that image_tokens are divided into; two frames of a video
+    # count as one image
+    frames: int = 1
+    # number of tokens of the longest given answer; None if the row has no answer
+    answer_tokens: int | None = None
+    where: str = ""  # file and line of the row
+    media: str = ""  # sizes of the images and videos, for messages
+    has_videos: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the number of tokens of the prompt."""
+        return self.text_tokens + self.image_tokens
+
+    @property
+    def weight(self) -> int:
+        """Return the number by which rows are ordered.
+
+        Image tokens count twice, because the vision tower and the decoder both process them.
+        """
+        return self.prompt_tokens + self.image_tokens + (self.answer_tokens or 0)
+
+
+def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
+    """Measure the largest rows of a dataset, and return their sizes, the largest first.
+
+    Of each file, only the header is read. A row that cannot be read is not measured, because the
+    run reports the row when it reads it.
+
+    Args:
+        rows: the dataset. Only the first rows of an embedded task are measured, because all are
+            similar.
+        processor: processor of the model.
+        answers: fields of Row that contain given answers.
+    """
+    counter = counting_processor(processor)
+    numbers = range(min(len(rows), NUM_MEASURED))
+    if isinstance(rows, FileRows):
+        weights = {}
+        for number in range(len(rows)):
+            with suppress(ValueError):
+                weights[number] = rough_weight(rows.outline(number), counter, answers)
+        numbers = sorted(weights, key=lambda number: -weights[number])[:NUM_MEASURED]
+    sizes = []
+    for number in numbers:
+        with suppress(ValueError):
+            sizes.append(row_size(outline(rows, number), counter, answers))
+    return sorted(sizes, key=lambda size: -size.weight)
+
+
+def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
+    """Estimate RowSize.weight without tokenizing the texts of a row."""
+    media = counter.media_patches(row.messages, row.images, row.videos)
+    image_tokens = sum(counter.image_processor.num_tokens(grid) for _, grid, _ in media)
+    texts = [row.messages, *(getattr(row, name) for name in answers)]
+    return 2 * image_tokens + sum(len(repr(text).encode()) for text in texts) / TOKEN_BYTES
+
+
+def row_size(row: Row, counter: Processor, answers: Sequence[str]) -> RowSize:
+    """Count the tokens of a row that FileRows.outline has read.
+
+    Args:
+        counter: processor that counts patches, see counting_processor.
+    """
+    prompt = row.prompt(counter)
+    grids = prompt.image_grid_thw
+    image_tokens = int(grids.prod(1).sum()) // counter.image_processor.merge_size**2
+    given = [getattr(row, name) for name in answers]
+    lengths = [len(encode_completion(counter, row.messages, text).ids) for text in given if text]
+    words = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
+    for video in row.videos:
+        if isinstance(video, VideoFile):
+            video = video.read(counter.image_processor)
+        frames = video.frames
+        words.append(f"a video of {len(frames)} frames of {frames[0].width} x {frames[0].height}")
+    return RowSize(
+        len(prompt.input_ids) - image_tokens,
+        image_tokens,
+        max(int(grids[:, 0].sum()), 1),
+        max(lengths, default=None),
+        row.where,
+        ", ".join(words[:3]) + (", ..." if len(words) > 3 else ""),
+        bool(row.videos),
+    )
