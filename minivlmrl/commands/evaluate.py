@@ -16,7 +16,6 @@ folder of an adapter, which is loaded together with the base model that the fold
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -36,7 +35,7 @@ from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_a
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
-from minivlmrl.run.evaluate import generate_for_rows
+from minivlmrl.run.evaluate import evaluation_sampling, generate_for_rows
 from minivlmrl.run.setup import build_model
 
 
@@ -93,7 +92,7 @@ def answer_file(tool: str, arguments: list[str]):
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.num_generations == 1 else 1.0
-    sampling = replace(config.sampling, engine="native", temperature=temperature)
+    sampling = evaluation_sampling(config.sampling, temperature=temperature)
     sample = make_sampler(model, processor, sampling, world)
     key = f"{config.seed}/evaluate"
     describe = partial(result_line, processor, names)

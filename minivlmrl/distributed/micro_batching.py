@@ -107,12 +107,15 @@ def sample_in_micro_batches(
     """Call sample(prompts, num_generations, keys) on micro-batches, and join the results.
 
     sampling.max_batch_tokens limits the tokens of a micro-batch, with completions of full length. A
-    micro-batch has at least one prompt with all its completions.
+    micro-batch has at least one prompt with all its completions. Prompts that fit into one
+    micro-batch keep their order.
     """
     completions: list = [None] * len(prompts)
     most_new = num_generations * sampling.max_new_tokens
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
     limit = sampling.max_batch_tokens
+    if limit is not None and sum(length + most_new for length, _ in lengths) <= limit:
+        limit = None
     for rows in split_into_micro_batches(lengths, len(prompts), limit, world):
         chosen = [i for i, _ in rows]
         groups = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])

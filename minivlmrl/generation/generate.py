@@ -88,6 +88,7 @@ def generate(
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
+    del batch  # the patches of the images would take memory until the last token is sampled
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
     # one tuple (rows, ids, logps, ends) per step, each (r,); `rows` is -1 for a finished row
     steps = []

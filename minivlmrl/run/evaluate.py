@@ -9,7 +9,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.config.options import NO_TRUNCATION, RunConfig
+from minivlmrl.config.options import NO_TRUNCATION, RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
@@ -22,7 +22,10 @@ from minivlmrl.rewards.registry import Reward, held_out_rewards, recipe_columns,
 from minivlmrl.run.metrics import progress_bar
 from minivlmrl.trainers.offline import split
 
-BATCH_SIZE = 64  # number of rows that a rank answers at the same time
+BATCH_SIZE = 64  # largest number of rows that a rank answers at the same time
+# largest number of tokens of prompts and completions that a rank samples at the same time, so that
+# an evaluation needs no more memory than a rollout; sampling.max_batch_tokens can be lower
+BATCH_TOKENS = 16384
 
 
 def evaluate(
@@ -39,7 +42,7 @@ def evaluate(
     rewards = held_out_rewards(config)
     # Of the recipe's sampling options, only the rules for stopping apply here. Truncation and the
     # repetition penalty are switched off, so that metrics of different runs are comparable.
-    sampling = replace(config.sampling, engine="native", repetition_penalty=1.0, **NO_TRUNCATION)
+    sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
         ways += [(name, 1.0, images) for name, images in IMAGE_ABLATIONS.items()]
@@ -57,6 +60,17 @@ def evaluate(
         unseen_means[name] = scores[is_unseen].nanmean(0).tolist()
     values = metrics_by_name(rewards, means, unseen_means)
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
+    """Return the sampling options of an evaluation: the native engine, and bounded batches.
+
+    Args:
+        changes: further options to change.
+    """
+    max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
+    changed = {"engine": "native", "max_batch_tokens": max_batch_tokens, **changes}
+    return replace(sampling, **changed)
 
 
 def metric_name(reward: str, way: str) -> str:

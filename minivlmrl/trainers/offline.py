@@ -19,7 +19,6 @@ from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer, row_mean
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-EVAL_BATCH_SIZE = 64  # number of pairs in each forward pass of an evaluation
 Item = TypeVar("Item")
 
 
@@ -130,8 +129,10 @@ class PairTrainer(OfflineTrainer):
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
-        parts = split([rows[index] for index in local_indices], EVAL_BATCH_SIZE)
-        margins = torch.cat([self.margins(part) for part in parts])[:count]
+        # In batches of micro_batch_size pairs, an evaluation needs less memory than a training step.
+        parts = split(local_indices, self.config.micro_batch_size)
+        margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])
+        margins = margins[:count]
         reshard(self.trained)
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
         return {"eval/pair_accuracy": ahead / pairs}

@@ -54,8 +54,8 @@ def scripted(monkeypatch):
     """Take the rewards of a row from its columns `sampled` and `greedy`, instead of generating."""
 
     def make_sampler(model, processor, sampling, world, gather_weights):
-        # the stop strings are those of training, but its truncation of probabilities is off
-        assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"])
+        # the stop strings are those of training, but its truncation of probabilities is off, and batches are bounded
+        assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"], max_batch_tokens=16384)
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
     def answer(sample, rows, count, rewards):

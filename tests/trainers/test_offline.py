@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.run.out_of_memory import longest_row
 from minivlmrl.tasks.shapes import Shapes
-from minivlmrl.trainers import offline
 from minivlmrl.trainers.offline import PairTrainer
 
 from stages import ONE, Rows
@@ -36,14 +36,14 @@ class Pairs(PairTrainer):
         self.world = world
         self.trained = torch.nn.Linear(1, 1)
         self.margins = margins
+        self.config = SimpleNamespace(micro_batch_size=1)
 
 
 @pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
-def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen, monkeypatch):
+def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen):
     """Rows 0, 3 and 4 of five have both answers; rank 1 repeats row 0, so that counts are equal, and ignores it."""
     rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
     asked = []
-    monkeypatch.setattr(offline, "EVAL_BATCH_SIZE", 1)
 
     def margins(rows):
         asked.extend(row.index for row in rows)
