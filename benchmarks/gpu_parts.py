@@ -35,6 +35,7 @@ from grpo_step import QUESTION, Ours, distinct_characters, make_rows, trl_proces
 from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.diagnostics.memory import RESERVE, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
@@ -248,7 +249,8 @@ class GRPOStep(Ours):
         image_tokens = int((self.prompts[0].input_ids == config.image_token_id).sum())
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
         with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # the estimate runs on the meta device
-            phases = estimate_phases(self.trainer.run, "grpo", MemoryEstimator(config), 1, text_tokens, image_tokens)
+            rows = [RowSize(text_tokens, image_tokens)]
+            phases = estimate_phases(self.trainer.run, "grpo", MemoryEstimator(config), 1, rows, held_out=())
         return (peak_bytes(phases) - RESERVE) / 1e9
 
 

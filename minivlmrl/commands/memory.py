@@ -1,37 +1,47 @@
 """Estimate the memory that a run needs on each GPU, phase by phase.
 
-python -m minivlmrl memory --model FOLDER_OR_CONFIG --gpus 8 [RECIPE] [--section.name=value ...]
+python -m minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
+python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
-Only config.json of the model is read. diagnostics/memory.py explains the estimate.
+The weights of the model are not read. The rows of the recipe are measured if they exist; otherwise,
+or with --text_tokens or --image_tokens, all prompts are assumed to be equal. With
+--gpu_memory auto, the size is the free memory of the GPU of this machine. diagnostics/memory.py
+explains the estimate.
 """
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig, ShardingOptions
-from minivlmrl.data.download import find_folder
-from minivlmrl.diagnostics.memory import (
-    GB,
-    IMAGE_TOKENS,
-    RESERVE,
-    TEXT_TOKENS,
-    MemoryEstimator,
-    estimate_phases,
-    peak_bytes,
-)
+from minivlmrl.data.download import find_settings
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import RowSize
+from minivlmrl.data.rows import Dataset
+from minivlmrl.diagnostics.memory import GB, RESERVE, MemoryEstimator, estimate_phases, peak_bytes
+from minivlmrl.diagnostics.memory_check import measure_datasets, refusal
+from minivlmrl.distributed.process_group import World
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
+from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.peft import base_model, is_adapter_folder
+from minivlmrl.run.datasets import load_datasets
+from minivlmrl.run.setup import adapt_processor, fit_rows
+from minivlmrl.trainers.registry import find_trainers
 
+CARDS = (12, 16, 24, 32, 48, 80)  # sizes of common GPUs in GB
 # meaning of the phases (columns) and items (rows) whose name in the table does not explain them
 LEGEND = {
+    "evaluation": "answers to held-out rows; given answers are scored",
     "rollout": "sampling of completions",
     "score": "log-probabilities of the completions under the old policy and the reference model",
     "train": "forward and backward pass of one micro-batch",
@@ -45,7 +55,7 @@ LEGEND = {
     "prompts' forward": "activations of the prompts of a rollout, before sampling begins",
     "logits": "scores over the vocabulary; training computes them piece by piece",
     "forward and backward": "activations that are kept for the backward pass",
-    "in reserve": "evaluations, the CUDA context and buffers of NCCL",
+    "in reserve": "the CUDA context, buffers of NCCL and gaps between allocations",
 }
 
 
@@ -54,42 +64,117 @@ def main(arguments: list[str]):
     recipe = recipes_folder() / "own_data.yaml"
     if overrides and not overrides[0].startswith("--"):
         recipe = overrides.pop(0)
-    costs = MemoryEstimator(model_config(Path(options.model)))
-    gpu_bytes = options.gpu_memory * GB
-    gpu_text = f"{options.gpus} GPUs of {options.gpu_memory:g} GB"
-    parameters_text = f"{costs.parameters:,} parameters"
-    if costs.active_parameters < costs.parameters:
-        parameters_text += f", {costs.active_parameters:,} active per token"
-    print(f"{options.model}: {parameters_text}; {gpu_text}")
     run = load_config(recipe, overrides)
+    name = options.model or run.model.path
+    if name is None:
+        raise ValueError(f"{recipe} has no model.path; pass --model with a config.json or a folder")
+    name = base_model(name) if is_adapter_folder(name) else name
+    costs = MemoryEstimator(model_config(name))
+    gpu_bytes = gpu_size(options.gpu_memory)
+    print(f"{name}: {parameters_text(costs)}; {options.gpus} GPUs of {gpu_bytes / GB:g} GB")
+    typical = [assumed_row(options)]
+    vision = costs.config.vision_config
+    images = ImageProcessor(vision.patch_size, merge_size=vision.spatial_merge_size)
+    measured = None
+    if options.text_tokens is None and options.image_tokens is None:
+        measured = open_rows(run, find_settings(name))
     printed = ["in reserve"]
-    sizes = options.gpus, options.text_tokens, options.image_tokens, options.frames
-
-    def estimate(config: RunConfig, stage: str) -> dict[str, dict[str, float]]:
-        return estimate_phases(config, stage, costs, *sizes)
-
     for stage in run.stage_names:
-        phases = estimate(run, stage)
-        print(f"\n{stage}\n{memory_table(phases, gpu_bytes)}")
-        for section, advice in faster_sharding(run, options.gpus):
-            changed = copy(run)
-            changed.sharding = section
-            needed_bytes = peak_bytes(estimate(changed, stage))
-            if needed_bytes <= gpu_bytes:
-                print(f"{advice}. It needs {needed_bytes / GB:.1f} GB on each GPU.")
+        rows, held_out = typical, typical
+        if measured is not None:
+            datasets, processor = measured
+            images = processor.image_processor
+            rows, held_out = measure_datasets(stage, run, datasets, processor)
+        planned = run, stage, costs, options.gpus, rows, held_out
+        phases = estimate_phases(*planned)
+        print(f"\n{stage}: {row_text(rows[0])}\n{memory_table(phases, gpu_bytes)}\n")
+        print(card_table(phases))
+        for advice in faster_sharding(*planned, gpu_bytes):
+            print(advice)
         if peak_bytes(phases) > gpu_bytes:
-            print(
-                "This does not fit into a GPU. docs/memory.md lists options that save memory; "
-                "recipes/own_data_one_card.yaml trains LoRA on a card of 24 GB."
-            )
+            print(f"\n{refusal(*planned, images, gpu_bytes)}")
         printed += [*phases, *itertools.chain(*phases.values())]
     print()
-    for name, meaning in LEGEND.items():
-        if name in printed:
-            print(f"{name}: {meaning}")
+    print("\n".join(f"{item}: {text}" for item, text in LEGEND.items() if item in printed))
 
 
-def faster_sharding(run: RunConfig, gpus: int) -> Iterator[tuple[ShardingOptions, str]]:
+def parameters_text(costs: MemoryEstimator) -> str:
+    text = f"{costs.parameters:,} parameters"
+    if costs.active_parameters < costs.parameters:
+        text += f", {costs.active_parameters:,} active per token"
+    return text
+
+
+def row_text(row: RowSize) -> str:
+    name = f"the largest row is {row.where}" if row.where else "assumed prompts"
+    return f"{name}: {row.text_tokens:,} text tokens and {row.image_tokens:,} image tokens"
+
+
+def gpu_size(text: str) -> float:
+    """Return the memory of a GPU in bytes: a number of GB, or "auto" for the free memory here."""
+    if text == "auto":
+        if not torch.cuda.is_available():
+            raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its GB")
+        return torch.cuda.mem_get_info()[0]
+    try:
+        return float(text) * GB
+    except ValueError as error:
+        raise ValueError(f"--gpu_memory is {text!r}, but it must be GB or auto") from error
+
+
+def assumed_row(options: argparse.Namespace) -> RowSize:
+    """Return the size of all rows that the command line gives; the default is RowSize()."""
+    given = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
+    return RowSize(**{name: value for name, value in given.items() if value is not None})
+
+
+def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
+    """Open the rows of a recipe, and the processor that measures them.
+
+    Args:
+        folder: folder of the model.
+
+    Returns:
+        None if the recipe names no rows, its files do not exist, or the folder has no tokenizer.
+    """
+    data = run.data
+    files = [data.train_file, *data.files.values(), *(section.file for section in data.train)]
+    named = [file for file in files if file]
+    is_complete = data.task is not None or (bool(named) and all(Path(f).exists() for f in named))
+    if not is_complete or not (folder / "tokenizer.json").is_file():
+        return None
+    if data.eval_file and not Path(data.eval_file).exists():
+        return None
+    trainers = find_trainers(run)
+    datasets = load_datasets(run, {stage: trainer.needs for stage, trainer in trainers.items()})
+    processor = adapt_processor(load_processor(folder, data.min_pixels, data.max_pixels), run)
+    return fit_rows(run, datasets, processor, World())[0], processor
+
+
+def faster_sharding(
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    gpus: int,
+    rows: Sequence[RowSize],
+    held_out: Sequence[RowSize],
+    gpu_bytes: float,
+) -> Iterator[str]:
+    """Yield ways to shard that send less between GPUs and fit, although they need more memory.
+
+    Args:
+        rows, held_out: see `estimate_phases`.
+        gpu_bytes: memory of each GPU in bytes.
+    """
+    for section, advice in less_communication(run, gpus):
+        changed = copy(run)
+        changed.sharding = section
+        needed = peak_bytes(estimate_phases(changed, stage, estimator, gpus, rows, held_out))
+        if needed <= gpu_bytes:
+            yield f"{advice}. It needs {needed / GB:.1f} GB on each GPU."
+
+
+def less_communication(run: RunConfig, gpus: int) -> Iterator[tuple[ShardingOptions, str]]:
     """Yield sections `sharding` that send less between GPUs but need more memory, with a sentence.
 
     A section is no advice if it makes a run slower, or if its options are already set.
@@ -112,43 +197,39 @@ def faster_sharding(run: RunConfig, gpus: int) -> Iterator[tuple[ShardingOptions
 
 
 def build_parser() -> argparse.ArgumentParser:
-    usage = "%(prog)s --model MODEL [RECIPE] [--section.name=value ...] [options]"
+    usage = "%(prog)s [RECIPE] [--model MODEL] [--section.name=value ...] [options]"
     parser = argparse.ArgumentParser(
         "python -m minivlmrl memory", usage, str(__doc__).splitlines()[0]
     )
     add = parser.add_argument
-    add("--model", required=True, help="config.json, or the folder that contains it")
+    add("--model", help="config.json, its folder or a repository id; defaults to model.path")
     add("--gpus", type=int, default=1, help="number of GPUs on all nodes together")
-    add("--gpu_memory", type=float, default=80.0, help="memory of each GPU in GB")
-    add("--text_tokens", type=int, default=TEXT_TOKENS, help="number of text tokens per prompt")
+    add("--gpu_memory", default="80", help="memory of each GPU in GB, or auto; defaults to 80")
+    add("--text_tokens", type=int, help="number of text tokens per prompt; defaults to 200")
     add(
         "--image_tokens",
         type=int,
-        default=IMAGE_TOKENS,
-        help="number of image tokens per prompt: height/28 x width/28 (/32 instead for Qwen3)",
+        help="number of image tokens per prompt: height/28 x width/28 (/32 instead for Qwen3); "
+        "defaults to 1000",
     )
-    add(
-        "--frames",
-        type=int,
-        default=1,
-        help="number of video frames that the image tokens are divided into",
-    )
+    add("--frames", type=int, help="number of images that the image tokens are divided into")
     return parser
 
 
-def model_config(path: Path) -> ModelConfig:
-    """Read a config.json; `path` is the file or the folder that contains it.
+def model_config(name: str | Path) -> ModelConfig:
+    """Read config.json of a model, see find_settings."""
+    path = Path(name)
+    return config_json.from_dict(
+        read_json(path if path.is_file() else find_settings(name) / "config.json")
+    )
 
-    The folder of an adapter stands for its base model.
-    """
-    if is_adapter_folder(path):
-        path = find_folder(base_model(path))
-    if not path.exists():
-        raise ValueError(
-            f"{path}: no such file or folder; if this is a repository id, run `hf download {path} "
-            "config.json` and pass the file"
-        )
-    return config_json.from_dict(read_json(path if path.is_file() else path / "config.json"))
+
+def card_table(phases: dict[str, dict]) -> str:
+    """Format which sizes of GPUs are large enough, as a Markdown table."""
+    needed = peak_bytes(phases)
+    cells = ["fits" if needed <= size * GB else "too small" for size in CARDS]
+    lines = [table_row("GPU", [f"{size} GB" for size in CARDS]), "|---" * (len(CARDS) + 1) + "|"]
+    return "\n".join([*lines, table_row(f"{needed / GB:.1f} GB", cells)])
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:

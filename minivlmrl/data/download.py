@@ -28,6 +28,46 @@ DOWNLOADED = [
 BRANCHES = None, "refs/convert/parquet"
 
 
+SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # small files of a repository, without weights
+
+
+def find_settings(name: str | Path) -> Path:
+    """Return a folder with config.json of a model, whose weights are not downloaded.
+
+    Args:
+        name: config.json, its folder, or the id of a repository on the hub.
+
+    Raises:
+        ValueError: there is no such file or folder, and the files cannot be downloaded.
+    """
+    path = Path(name)
+    if path.exists():
+        return path.parent if path.is_file() else path
+    repository = REPOSITORY.fullmatch(str(name))
+    if not repository or isdir(path.parent):
+        raise ValueError(
+            f"{name}: no such file or folder; pass config.json, its folder or the id of a "
+            "repository on the hub"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    download = partial(
+        snapshot_download,
+        repository["id"],
+        revision=repository["revision"],
+        allow_patterns=SETTINGS,
+        ignore_patterns="*/*",
+        etag_timeout=NETWORK_SECONDS,
+    )
+    with hub_errors(f"{name}: there is no such folder, no copy in the Hugging Face cache"):
+        with suppress(LocalEntryNotFoundError):
+            cached = Path(download(local_files_only=True))
+            if (cached / "config.json").is_file():
+                return cached
+        return Path(download())
+
+
 def find_folder(name: str | Path) -> Path:
     """Return the folder of a model, and download the model if necessary.
 

@@ -2,18 +2,16 @@
 
 To count the activations, a forward and a backward pass run on the meta device, where tensors have a
 shape but no values. The sizes of weights, gradients and optimizer state follow from the number of
-parameters and their dtypes, and are divided by the number of shards. Evaluations are not counted.
-RESERVE stands for the CUDA context, the buffers of NCCL and the gaps between allocations.
+parameters and their dtypes, and are divided by the number of shards. RESERVE stands
+for the CUDA context, the buffers of NCCL and the gaps between allocations.
 """
 
 import copy
 import math
-import shutil
 import weakref
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -23,12 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Completion, Prompt
-from minivlmrl.distributed.micro_batching import largest_micro_batch
-from minivlmrl.distributed.process_group import World
+from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import copy_model, num_shards, recompute_blocks
 from minivlmrl.generation.cuda_graphs import joined_bytes
+from minivlmrl.generation.generate import Decode, prefill
 from minivlmrl.generation.sampler import can_capture, find_engine
 from minivlmrl.kernels.linear_log_softmax import piece_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
@@ -41,8 +41,8 @@ from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.model.vision import lay_out
-from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.checkpoints import NUM_KEPT_STATES
+from minivlmrl.run.evaluate import BATCH_SIZE as EVALUATION_ROWS
+from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import begin_state, build_optimizer
 from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.reference import freeze_shared_layers
@@ -54,7 +54,7 @@ RESERVE = 3 * GB
 # probability in float32, the probability as int64, and two copies of the cumulative sum. Filters
 # such as top_p need a sixth more.
 DRAW_BYTES = 32
-TEXT_TOKENS, IMAGE_TOKENS = 200, 1000  # number of text and image tokens of a prompt, by default
+TYPICAL_ROWS = (RowSize(),)  # sizes of the rows, if the rows are unknown
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BatchShape:
     """Numbers of prompts, completions and tokens in a micro-batch or in a sampling batch."""
 
     prompts: int
-    num_generations: int  # completions per prompt; 0 stands for a forward pass of the prompts
+    num_generations: int  # completions per prompt
     text_tokens: int  # number of text tokens per prompt
     image_tokens: int  # number of image tokens per prompt, after patches are merged
     completion_tokens: int  # number of tokens per completion
@@ -183,8 +183,38 @@ class MemoryEstimator:
             work: shape of the batch.
             train: True to include the backward pass.
         """
-        models = copy.deepcopy(models)
         batch = meta_batch(self.config, work, patch_dtype(run))
+        with self.tracked(run, models, batch, train) as (models, live):
+            if train:
+                sums = [output.sum() for output in trained_outputs(models, batch)]
+                torch.autograd.backward(sums)
+            else:
+                per_token_logps(models.policy, batch)
+                if models.critic is not None:
+                    models.critic(batch)
+        return live.peak + batch.pixel_values.nbytes
+
+    def prefill(self, run: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
+        """Return the peak memory in bytes until the first token of a rollout can be sampled.
+
+        It includes the keys and values of the rollout, but not the weights.
+        """
+        batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(run))
+        prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
+        with self.tracked(run, TrainedModels(policy), batch, False) as (models, live):
+            prefill(models.policy, batch, prompt_index, work.completion_tokens, Decode())
+        return live.peak + batch.pixel_values.nbytes
+
+    @contextmanager
+    def tracked(
+        self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
+    ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
+        """Count the memory of a computation in the `with` block, with the options of a recipe.
+
+        Yields:
+            Copies of the models that compute as in a run, and the tracker.
+        """
+        models = copy.deepcopy(models)
         if run.model.compute_dtype:
             models.to(DTYPES[run.model.compute_dtype])
         if run.model.activation_checkpointing:
@@ -199,16 +229,7 @@ class MemoryEstimator:
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, dropout_on, live:
-            if work.num_generations == 0:
-                models.policy(batch, select=batch.layout.last_index)
-            elif train:
-                sums = [output.sum() for output in trained_outputs(models, batch)]
-                torch.autograd.backward(sums)
-            else:
-                per_token_logps(models.policy, batch)
-                if models.critic is not None:
-                    models.critic(batch)
-        return live.peak + batch.pixel_values.nbytes
+            yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
         """Return the size of the KV cache of a rollout in bytes.
@@ -248,13 +269,18 @@ def drop_gradient(parameter: nn.Parameter):
     parameter.grad = None
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_options) -> Tensor:
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options
+) -> Tensor:
     """Call the fused attention kernel of the CPU.
 
     On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more
-    memory than the kernels of a GPU.
+    memory than the kernels of a GPU. In float32, the mask is kept for the backward pass. In 16
+    bits, a GPU uses no mask, see dense_attention.
     """
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+    mask = attn_mask if q.dtype == torch.float32 else None
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, attn_mask=mask)[0]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -266,76 +292,113 @@ def estimate_phases(
     stage: str,
     estimator: MemoryEstimator,
     gpus: int,
-    text_tokens: int,
-    image_tokens: int,
-    frames: int = 1,
+    rows: Sequence[RowSize] = TYPICAL_ROWS,
+    held_out: Sequence[RowSize] = TYPICAL_ROWS,
+    only: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Estimate the memory on one GPU in bytes, for each phase of a stage and each item in it.
 
     Args:
-        text_tokens, image_tokens, frames: size of a prompt, see BatchShape.
+        rows: sizes of the largest training rows, the largest first. If a batch has more prompts,
+            the others are counted like the last one.
+        held_out: sizes of the largest held-out rows; empty if the run has no evaluations.
+        only: name of the only phase to estimate; None estimates all phases.
 
     Returns:
         {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
     """
-    trainer = find_trainer(stage, run)
     models = estimator.build_trained(run, stage)
     shards = num_shards(run.sharding, gpus)
     # fraction of a sharded tensor that one GPU holds
     share = 0.0 if run.sharding.cpu_offload else 1 / shards
-    micro_batch, sampling_batch = batch_shapes(run, stage, gpus, text_tokens, image_tokens, frames)
-    gathered = gathered_bytes(run, models.policy)
-    rows = micro_batch.prompts * micro_batch.num_generations * micro_batch.completion_tokens
-    logits = piece_bytes(rows, estimator.config.vocab_size, compute_dtype(run))
-    phases = {}
+    trainer = find_trainer(stage, run)
+    arguments = run, stage, estimator, models
+    phases: dict[str, Callable[[], dict[str, float]]] = {}
+    if held_out:
+        phases["evaluation"] = lambda: evaluation_items(*arguments, held_out)
     if trainer.samples_completions:
-        phases["rollout"] = rollout_items(run, estimator, models.policy, sampling_batch, gathered)
-    if models.critic is not None:
-        gathered += gathered_bytes(run, models.critic.backbone)
+        work = sampling_batch(run, stage, gpus, rows)
+        phases["rollout"] = lambda: rollout_items(run, estimator, models.policy, work)
+    micro_batch = training_batch(run, stage, gpus, rows)
     if trainer.samples_completions or has_reference(run, stage):
-        forward = estimator.activations(run, models, micro_batch, train=False)
-        phases["score"] = {"gathered": gathered, "forward": forward, "logits": logits}
-    gradients = bytes_of(trained_parameters(models)) * share
-    if gpus > 1 and not run.uses_fsdp:
-        gradients *= 2  # because the ranks sum a copy of the gradients
-    gathered *= 2  # both the weights and their gradients
-    if run.sharding.once_per_step:
-        gathered, accumulated = once_per_step_bytes(run, models, gathered)
-        gradients += accumulated
-    phases["train"] = {
-        "gathered": gathered,
-        "gradients": gradients,
-        "forward and backward": estimator.activations(run, models, micro_batch, train=True),
-        "logits": logits,
-    }
+        phases["score"] = lambda: score_items(run, estimator, models, micro_batch)
+    phases["train"] = lambda: train_items(*arguments, micro_batch, gpus, share)
     always = {
         name: size * share for name, size in persistent_items(run, stage, models, estimator).items()
     }
-    return {name: always | items for name, items in phases.items()}
+    return {name: always | items() for name, items in phases.items() if only in (None, name)}
 
 
-def batch_shapes(
-    run: RunConfig, stage: str, gpus: int, text_tokens: int, image_tokens: int, frames: int
-) -> tuple[BatchShape, BatchShape]:
-    """Return the shapes of a micro-batch and of a sampling batch on one GPU."""
+def training_batch(run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize]) -> BatchShape:
+    """Return the shape of the largest micro-batch of a stage on one GPU."""
     config = getattr(run, stage)
-    max_new_tokens = run.sampling.max_new_tokens
-    prompt_tokens = text_tokens + image_tokens
     trainer = find_trainer(stage, run)
-    G = config.num_generations if trainer.samples_completions else len(trainer.answers)
-    max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
     prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
-    prompts, completions = largest_micro_batch(
-        prompts, prompt_tokens, [max_new_tokens] * G, max_tokens
-    )
-    micro_batch = BatchShape(
-        prompts, completions, text_tokens, image_tokens, max_new_tokens, frames
-    )
+    max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
+    if not trainer.samples_completions:
+        return answers_batch(run, stage, rows, prompts)
+    completions = [run.sampling.max_new_tokens] * config.num_generations
+    return largest_batch(rows, prompts, completions, max_tokens)
+
+
+def answers_batch(run: RunConfig, stage: str, rows: Sequence[RowSize], prompts: int) -> BatchShape:
+    """Return the shape of a micro-batch of given answers.
+
+    Answers of unknown length are assumed to have sampling.max_new_tokens tokens.
+    """
+    lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
+    longest = max(lengths, default=run.sampling.max_new_tokens)
+    return largest_batch(rows, prompts, [longest] * len(find_trainer(stage, run).answers), None)
+
+
+def sampling_batch(run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize]) -> BatchShape:
+    """Return the shape of the largest sampling batch of a rollout on one GPU."""
+    config = getattr(run, stage)
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / gpus)
-    max_tokens = run.sampling.max_batch_tokens
-    prompts, _ = largest_micro_batch(prompts, prompt_tokens, [G * max_new_tokens], max_tokens)
-    return micro_batch, replace(micro_batch, prompts=prompts, num_generations=G)
+    completions = [run.sampling.max_new_tokens] * config.num_generations
+    return largest_batch(rows, prompts, completions, run.sampling.max_batch_tokens, whole=True)
+
+
+def largest_batch(
+    rows: Sequence[RowSize],
+    prompts: int,
+    completions: list[int],
+    max_tokens: int | None,
+    whole: bool = False,
+) -> BatchShape:
+    """Return the shape of the largest of the batches that the largest rows are divided into.
+
+    The prompts of the shape are equal; their sizes are the means over the rows of the batch.
+
+    Args:
+        rows: sizes of rows, the largest first.
+        prompts: number of prompts to divide.
+        completions: numbers of tokens of the completions of each prompt.
+        max_tokens: largest number of tokens in a batch; None for no limit.
+        whole: whether all completions of a prompt are in the same batch.
+    """
+    sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
+    parts = [sum(completions)] if whole else completions
+    lengths = [(size.prompt_tokens, parts) for size in sizes]
+    batches = split_into_micro_batches(lengths, prompts, max_tokens)
+
+    def num_tokens(batch: list[tuple[int, int]]) -> int:
+        prompt_tokens = sum(lengths[i][0] for i in {i for i, _ in batch})
+        return prompt_tokens + sum(parts[j] for _, j in batch)
+
+    batch = max(batches, key=num_tokens)
+    members = [sizes[i] for i in sorted({i for i, _ in batch})]
+    count = len(members)
+    num_generations = len(completions) if whole else math.ceil(len(batch) / count)
+    return BatchShape(
+        count,
+        num_generations,
+        math.ceil(sum(size.text_tokens for size in members) / count),
+        math.ceil(sum(size.image_tokens for size in members) / count),
+        max(completions),
+        math.ceil(sum(size.frames for size in members) / count),
+    )
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
@@ -375,39 +438,114 @@ def once_per_step_bytes(run: RunConfig, models: TrainedModels, gathered: int) ->
 
 
 def rollout_items(
-    run: RunConfig,
-    estimator: MemoryEstimator,
-    policy: VisionLanguageModel,
-    sampling_batch: BatchShape,
-    gathered: int,
-) -> dict[str, int]:
-    """Return the size in bytes of each item that is in memory only during a rollout.
+    run: RunConfig, estimator: MemoryEstimator, policy: VisionLanguageModel, work: BatchShape
+) -> dict[str, float]:
+    """Return the size in bytes of each item that is in memory only while completions are sampled.
+
+    The activations of the prompts are freed before the first token is sampled, so that only the
+    larger of the two items counts.
 
     Args:
-        sampling_batch: shape of the sampling batch.
-        gathered: bytes of gathered weights that FSDP holds during a forward pass.
+        work: shape of the sampling batch.
     """
     dtype = compute_dtype(run)
-    if run.uses_fsdp and run.rollout.gather_weights:
-        gathered = computed_bytes(policy, dtype)
-    prompts_only = replace(sampling_batch, num_generations=0)
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
+    gathered = gathered_bytes(run, policy)
+    if run.uses_fsdp and not by_layer:
+        gathered = computed_bytes(policy, dtype)
     with nullcontext([]) if by_layer else sampling_copies(policy) as copies:
-        forward = estimator.activations(run, TrainedModels(policy), prompts_only, False)
-    rows = sampling_batch.prompts * sampling_batch.num_generations
-    items = {
-        "gathered": gathered,
-        **({"16-bit adapters": bytes_of(copies)} if copies else {}),
-        "keys and values": estimator.keys_and_values(dtype, sampling_batch),
-        "prompts' forward": forward,
+        prefill = estimator.prefill(run, policy, work)
+    rows = work.prompts * work.num_generations
+    keys_and_values = estimator.keys_and_values(dtype, work)
+    after_prompts = {
+        "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
     }
-    by_layer = run.uses_fsdp and not run.rollout.gather_weights
+    larger = max(after_prompts, key=lambda name: after_prompts[name])
+    items: dict[str, float] = {
+        "gathered": gathered,
+        **({"16-bit adapters": bytes_of(copies)} if copies else {}),
+        "keys and values": keys_and_values,
+        larger: after_prompts[larger],
+    }
     is_captured = run.sampling.engine == "native" and can_capture(policy, run.sampling, by_layer)
     if is_captured and joined_bytes(policy, dtype):
         items["joined weights"] = joined_bytes(policy, dtype)
     # An engine of vLLM uses memory only in this phase, because it sleeps in the other phases.
     return items | find_engine(run.sampling).engine_bytes(run.sampling, estimator.parameters, dtype)
+
+
+def evaluation_items(
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    models: TrainedModels,
+    held_out: Sequence[RowSize],
+) -> dict[str, float]:
+    """Return the size in bytes of each item that is in memory only during an evaluation.
+
+    The answers to held-out rows are sampled first. A stage that trains on given answers then
+    computes their log-probabilities, and the larger of the two computations counts.
+    """
+    sampling = evaluation_sampling(run.sampling)
+    answering = copy.copy(run)
+    answering.sampling = sampling
+    work = largest_batch(
+        held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens
+    )
+    items = rollout_items(answering, estimator, models.policy, work)
+    if not find_trainer(stage, run).answers:
+        return items
+    micro_batch = answers_batch(run, stage, held_out, getattr(run, stage).micro_batch_size)
+    scored = score_items(run, estimator, models, micro_batch)
+    return max(items, scored, key=lambda parts: sum(parts.values()))
+
+
+def score_items(
+    run: RunConfig, estimator: MemoryEstimator, models: TrainedModels, work: BatchShape
+) -> dict[str, float]:
+    """Return the size in bytes of each item of a forward pass without gradients."""
+    return {
+        "gathered": sum(gathered_bytes(run, backbone) for backbone in models.backbones),
+        "forward": estimator.activations(run, models, work, train=False),
+        "logits": logits_bytes(run, estimator, work),
+    }
+
+
+def train_items(
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    models: TrainedModels,
+    work: BatchShape,
+    gpus: int,
+    share: float,
+) -> dict[str, float]:
+    """Return the size in bytes of each item of a forward and backward pass.
+
+    Args:
+        share: fraction of a sharded tensor that one GPU holds.
+    """
+    gradients = bytes_of(trained_parameters(models)) * share
+    if gpus > 1 and not run.uses_fsdp:
+        gradients *= 2  # because the ranks sum a copy of the gradients
+    # both the weights and their gradients
+    gathered = 2 * sum(gathered_bytes(run, backbone) for backbone in models.backbones)
+    if run.sharding.once_per_step:
+        gathered, accumulated = once_per_step_bytes(run, models, gathered)
+        gradients += accumulated
+    return {
+        "gathered": gathered,
+        "gradients": gradients,
+        "forward and backward": estimator.activations(run, models, work, train=True),
+        "logits": logits_bytes(run, estimator, work),
+    }
+
+
+def logits_bytes(run: RunConfig, estimator: MemoryEstimator, work: BatchShape) -> int:
+    """Return the size of the logits of the trainer in bytes, which it computes piece by piece."""
+    rows = work.prompts * work.num_generations * work.completion_tokens
+    return piece_bytes(rows, estimator.config.vocab_size, compute_dtype(run))
 
 
 def persistent_items(
@@ -468,6 +606,11 @@ def peak_bytes(phases: dict[str, dict]) -> float:
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
+def largest_phase(phases: dict[str, dict]) -> str:
+    """Return the name of the phase that needs most memory."""
+    return max(phases, key=lambda name: sum(phases[name].values()))
+
+
 def state_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> int:
     """Return the size of one saved training state on disk in bytes."""
     models = estimator.build_trained(run, stage)
@@ -477,90 +620,99 @@ def state_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> int:
     return sum(items.get(name, 0) for name in saved)
 
 
-def written_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> dict[str, float]:
-    """Return the bytes that a stage writes to the disk at most at one time, by the kind of files.
+def best_cure(
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    gpus: int,
+    phase: str,
+    rows: Sequence[RowSize] = TYPICAL_ROWS,
+    held_out: Sequence[RowSize] = TYPICAL_ROWS,
+) -> dict[str, Plain]:
+    """Return the option that lowers the memory of a phase most, for example {"adapter.r": 16}.
 
-    A new state or checkpoint is complete before an old one is deleted, so both count.
+    Args:
+        phase: name of the phase, a key of `estimate_phases`.
+        rows, held_out: see `estimate_phases`.
+
+    Returns:
+        One option, or several that must be set together; {} if no option lowers the memory.
     """
-    sizes = {}
-    if run.checkpoint_steps or run.checkpoint_minutes:
-        sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(run, stage, estimator)
-    dtype = run.model.save_dtype or estimator.config.torch_dtype
-    weights = estimator.parameters * DTYPES[dtype].itemsize
-    adapter = bytes_of(adapter_parameters(estimator.build(run, stage)))
-    saved = adapter if run.save == "adapter" else weights
-    folder = Path(run.output_dir)
-    sizes["weights"] = weights
-    if run.save_steps or (folder / "checkpoint").is_dir():
-        sizes["weights"] += saved
-    if run.best_metric is not None:
-        sizes["weights"] += 2 * saved
-    return sizes
+    arguments = stage, estimator, gpus, rows, held_out, phase
+    lowest = phase_bytes(run, *arguments)
+    best: dict[str, Plain] = {}
+    for cure in cures(run, stage, gpus, rows, held_out):
+        needed = phase_bytes(with_options(run, cure), *arguments)
+        if needed < lowest:
+            lowest = needed
+            best = cure
+    return best
 
 
-def check_disk(run: RunConfig, stage: str, estimator: MemoryEstimator):
-    """Raise ValueError if the training states and the weights of a run do not fit on the disk.
+def phase_bytes(run: RunConfig, stage: str, *arguments) -> float:
+    """Return the memory in bytes that one phase needs, without RESERVE; see `estimate_phases`."""
+    [items] = estimate_phases(run, stage, *arguments).values()
+    return sum(items.values())
 
-    Training states and checkpoints that the output folder already contains count as free space,
-    because the run deletes them.
+
+def with_options(run: RunConfig, options: Mapping[str, Plain]) -> RunConfig:
+    """Return a copy of a recipe with other options, by their paths such as "grpo.beta"."""
+    run = copy.deepcopy(run)
+    for path, value in options.items():
+        section, name = path.split(".")
+        setattr(getattr(run, section), name, value)
+    return run
+
+
+def cures(
+    run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize], held_out: Sequence[RowSize]
+) -> Iterator[dict[str, Plain]]:
+    """Yield the options that can lower the memory of a stage, those with the same results first.
+
+    Each dictionary has the options that must be set together. sharding.cpu_offload is not among
+    them, because it makes every step several times slower.
     """
-    folder = Path(run.output_dir).absolute()
-    earlier = 0
-    for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
-        earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free + earlier
-    sizes = written_bytes(run, stage, estimator)
-    if sum(sizes.values()) > free:
-        texts = [f"{size / GB:.2g} GB of {name}" for name, size in sizes.items()]
-        hint = "set save to adapter, " if run.adapter.r and run.save == "merged" else ""
-        raise ValueError(
-            f"{stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
-            f"{run.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
-            "check with --check_memory=false."
-        )
+    yield from smaller_batches(run, stage, rows, held_out)
+    model = run.model
+    if not model.activation_checkpointing:
+        yield {"model.activation_checkpointing": True}
+    if run.uses_fsdp and run.rollout.gather_weights:
+        yield {"rollout.gather_weights": False}
+    if gpus > 1 and not run.uses_fsdp:
+        yield {"sharding.enabled": True}
+    if run.sharding.once_per_step:
+        yield {"sharding.once_per_step": False}
+    if model.dtype == "float32":
+        if model.compute_dtype in (None, "float32"):
+            yield {"model.compute_dtype": "bfloat16"}
+        if run.adapter.r or run.optimizer.name == "adamw_8bit":
+            yield {"model.dtype": "bfloat16", "model.compute_dtype": None}
+    if not run.adapter.r:
+        yield {"adapter.r": 16}
+        if run.optimizer.name == "adamw":
+            yield {"optimizer.name": "adamw_8bit"}
+    elif run.adapter.quantize is None:
+        yield {"adapter.quantize": "nf4"}
 
 
-class MemoryCheck(Callback):
-    """Raises an error before training if a run does not fit on the disk or on the GPUs."""
-
-    def on_setup(self, config: RunConfig, world: World):
-        if config.model.path is None:  # models with random weights are so small that they fit
-            return
-        estimator = MemoryEstimator(read_config(find_folder(config.model.path)))
-        self.config, self.estimator, self.gpus = config, estimator, world.size
-        for stage in config.stage_names:
-            check_disk(config, stage, estimator)
-        if world.device.type == "cuda":
-            check_gpus(config, world, estimator)
-
-    def memory_plan(self, stage: str) -> dict[str, dict[str, float]]:
-        return estimate_phases(
-            self.config, stage, self.estimator, self.gpus, TEXT_TOKENS, IMAGE_TOKENS
-        )
-
-
-def check_gpus(run: RunConfig, world: World, estimator: MemoryEstimator):
-    """Raise ValueError if a stage needs more memory than a GPU has.
-
-    Prompts are assumed to have TEXT_TOKENS tokens of text and one image of IMAGE_TOKENS tokens, or
-    of fewer tokens if data.max_pixels requires that.
-    """
-    gpu_bytes = torch.cuda.get_device_properties(world.device).total_memory
-    vision = estimator.config.vision_config
-    token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
-    image_tokens = IMAGE_TOKENS
-    if run.data.max_pixels:
-        image_tokens = min(IMAGE_TOKENS, run.data.max_pixels // token_pixels)
-    for stage in run.stage_names:
-        needed_bytes = peak_bytes(
-            estimate_phases(run, stage, estimator, world.size, TEXT_TOKENS, image_tokens)
-        )
-        if needed_bytes > gpu_bytes:
-            raise ValueError(
-                f"{stage} needs about {needed_bytes / GB:.1f} GB on each of {world.size} GPUs, "
-                f"but a GPU has only {gpu_bytes / GB:.1f} GB. Set options that save memory (see "
-                "docs/memory.md and `python -m minivlmrl memory`), begin with "
-                "recipes/own_data_one_card.yaml, which trains LoRA on a card of 24 GB, or skip "
-                "this check with --check_memory=false."
-            )
+def smaller_batches(
+    run: RunConfig, stage: str, rows: Sequence[RowSize], held_out: Sequence[RowSize]
+) -> Iterator[dict[str, Plain]]:
+    """Yield the options that make batches as small as possible, see `cures`."""
+    config = getattr(run, stage)
+    samples = find_trainer(stage, run).samples_completions
+    new_tokens = run.sampling.max_new_tokens
+    most_tokens = run.sampling.max_batch_tokens or math.inf
+    # the longest prompt with the completions that are sampled together
+    longest = max((row.prompt_tokens for row in held_out), default=0) + new_tokens
+    if samples:
+        prompt_tokens = max(row.prompt_tokens for row in rows)
+        longest = max(longest, prompt_tokens + config.num_generations * new_tokens)
+        one_completion = prompt_tokens + new_tokens
+        largest = config.max_tokens_per_micro_batch or math.inf
+        if config.micro_batch_size == 1 and largest > one_completion:
+            yield {f"{stage}.max_tokens_per_micro_batch": one_completion}
+    if config.micro_batch_size > 1:
+        yield {f"{stage}.micro_batch_size": 1}
+    if most_tokens > longest:
+        yield {"sampling.max_batch_tokens": longest}

@@ -5,7 +5,6 @@ in the order of floating-point additions, because losses are divided by the coun
 step.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -76,24 +75,6 @@ def split_into_micro_batches(
         half = len(largest) // 2
         micro_batches[index : index + 1] = [largest[:half], largest[half:]]
     return micro_batches
-
-
-def largest_micro_batch(
-    prompts: int, prompt: int, completions: list[int], max_tokens: int | None
-) -> tuple[int, int]:
-    """Compute the size of the largest micro-batch of equal prompts, for the memory estimate.
-
-    Args:
-        prompts: number of prompts.
-        prompt: number of tokens of each prompt.
-        completions: numbers of tokens of the completions of each prompt.
-    Returns:
-        number of prompts in the largest micro-batch, and number of completions of each.
-    """
-    groups = [(prompt, completions)] * prompts
-    largest = max(split_into_micro_batches(groups, prompts, max_tokens), key=len)
-    num_prompts = len({i for i, _ in largest})
-    return num_prompts, math.ceil(len(largest) / num_prompts)
 
 
 def sample_in_micro_batches(

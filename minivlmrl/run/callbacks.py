@@ -57,7 +57,7 @@ class Callback:
     def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
         """Return the planned bytes of each item in each phase of a stage, for an error message.
 
-        None means that this callback has no plan, see `plan` in diagnostics/memory.py.
+        None means that this callback has no plan, see `estimate_phases` in diagnostics/memory.py.
         """
         return None
 
@@ -76,5 +76,5 @@ def default_callbacks(config: RunConfig) -> list[Callback]:
     """
     names = ["inputs:InputCheck", "warnings:TrainingWarnings", "report:ReportPage"]
     if config.check_memory and config.model.path:
-        names.insert(0, "memory:MemoryCheck")
+        names.insert(0, "memory_check:MemoryCheck")
     return [load_name(f"minivlmrl.diagnostics.{name}")() for name in names]

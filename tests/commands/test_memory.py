@@ -13,7 +13,7 @@ from hub_configs import real_config
 from minivlmrl.__main__ import main as start
 from minivlmrl.commands.memory import memory_table
 from minivlmrl.config.loading import load_config
-from minivlmrl.diagnostics.memory import GB, IMAGE_TOKENS, TEXT_TOKENS, MemoryEstimator, estimate_phases, peak_bytes
+from minivlmrl.diagnostics.memory import GB, MemoryEstimator, estimate_phases, peak_bytes
 from minivlmrl.model import config_json
 
 import tiny
@@ -57,8 +57,7 @@ def cached_activations():
 
 def needed(config, stage, model, num_layers=None, gpus=1):
     """Return the peak memory in GB of a step on each GPU, as the command prints it."""
-    estimator = estimator_for(model, num_layers)
-    return peak_bytes(estimate_phases(config, stage, estimator, gpus, TEXT_TOKENS, IMAGE_TOKENS)) / GB
+    return peak_bytes(estimate_phases(config, stage, estimator_for(model, num_layers), gpus)) / GB
 
 
 def needed_by_layers(config, stage, model):
@@ -78,6 +77,24 @@ def rows_of_memory(name):
     lines = Path("docs/memory.md").read_text().splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith(f"| {name} |")]
     return [[text.strip() for text in row] for row in rows]
+
+
+ONE_CARD = {"own_demonstrations_one_card": "sft", "own_pairs_one_card": "dpo", "own_data_one_card": "grpo"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_CARD)
+def test_the_table_of_one_card_equals_the_command(name):
+    """Each size is printed for the options of its column, and fits the card of its column."""
+    lines = Path("docs/one_card.md").read_text().splitlines()
+    [head] = [line for line in lines if line.startswith("| recipe |")]
+    [row] = [line for line in lines if line.startswith(f"| [{name}]")]
+    cells = zip(head.split("|")[3:-1], row.split("|")[3:-1], strict=True)
+    for column, size in cells:
+        model, card = re.fullmatch(r" (.B)(?:, NF4)?: (\d+) GB ", column).groups()
+        options = ["--adapter.quantize=nf4"] if "NF4" in column else []
+        found = needed(load_config(f"recipes/{name}.yaml", options), ONE_CARD[name], f"Qwen2.5-VL-{model}")
+        assert f"{found:.1f}" == size.strip() and found <= float(card), column
 
 
 THOUGHTS = ["--data.chat_template_kwargs.enable_thinking=true", "--sampling.max_new_tokens=2048"]
@@ -103,7 +120,8 @@ def test_the_command(tmp_path, capsys):
     assert {"gathered", "score", "in reserve"} < {*explained} and "critic" not in explained
     assert all(name in table for name in explained)
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
-    assert "This does not fit into a GPU. docs/memory.md" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "grpo needs about 3.0 GB on the GPU" in shown and "prompts of 36 tokens are assumed" in shown
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -156,12 +174,14 @@ def test_recipes_fit_the_gpus_that_their_comments_name():
 @pytest.mark.parametrize(
     ("name", "model", "other", "options"),
     [
-        ("own_data_one_card", "Qwen2.5-VL-3B", 13, ["--adapter.quantize=nf4"]),
-        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 14, ["--adapter.quantize=nf4"]),
+        ("own_demonstrations_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+        ("own_pairs_one_card", "Qwen2.5-VL-3B", 10, ["--adapter.quantize=nf4"]),
+        ("own_data_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
+        ("rec_qwen2_5_vl_3b_one_card", "Qwen2.5-VL-3B", 11, ["--adapter.quantize=nf4"]),
         ("cls_qwen2_vl_2b", "Qwen2-VL-2B", 12, ["--adapter.r=64", *BFLOAT16]),
-        ("lora_7b", "Qwen2.5-VL-7B", 29, ["--adapter.quantize=null"]),
-        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 15, ["--adapter.quantize=nf4"]),
-        ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 26, ["--adapter.quantize=null"]),
+        ("lora_7b", "Qwen2.5-VL-7B", 26, ["--adapter.quantize=null"]),
+        ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 16, ["--adapter.quantize=nf4"]),
+        ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 28, ["--adapter.quantize=null"]),
         ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS),
         ("lora_qwen3_5_4b", "Qwen3.5-4B", 18, THOUGHTS),
         ("lora_qwen3_5_9b", "Qwen3.5-9B", 29, THOUGHTS),
@@ -173,7 +193,8 @@ def test_recipes_for_one_gpu_fit(name, model, other, options):
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `python -m minivlmrl memory`", head).groups())
     by_layers = model in ("Qwen3.5-4B", "Qwen3.5-9B")  # the 2B is counted with all its layers
     size_of = needed_by_layers if by_layers else needed
-    found = [size_of(load_config(path, given), "grpo", model) for given in ([], options)]
+    configs = [load_config(path, given) for given in ([], options)]
+    found = [size_of(config, config.stage_names[0], model) for config in configs]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
     if stated := re.search(r"with max_batch_tokens 16384 the recipe needs (\d+) GB", head):

@@ -1,0 +1,251 @@
+"""Check before a run that it fits on the GPUs and on the disk, and name the options that help."""
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from minivlmrl.config.loading import as_overrides
+from minivlmrl.config.options import RunConfig
+from minivlmrl.config.types import Plain
+from minivlmrl.data.download import find_folder
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import RowSize, measure_rows
+from minivlmrl.data.rows import Dataset
+from minivlmrl.data.video import MIN_FRAME_TOKENS
+from minivlmrl.diagnostics.memory import (
+    GB,
+    MemoryEstimator,
+    best_cure,
+    bytes_of,
+    estimate_phases,
+    largest_phase,
+    peak_bytes,
+    state_bytes,
+    with_options,
+)
+from minivlmrl.distributed.process_group import World
+from minivlmrl.model.checkpoint import DTYPES, read_config
+from minivlmrl.model.lora import adapter_parameters
+from minivlmrl.run.callbacks import Callback
+from minivlmrl.run.checkpoints import NUM_KEPT_STATES
+from minivlmrl.trainers.registry import find_trainer
+
+
+class MemoryCheck(Callback):
+    """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs."""
+
+    estimator: MemoryEstimator | None = None  # None for a model with random weights
+
+    def on_setup(self, config: RunConfig, world: World):
+        self.plans = {}  # {stage: result of estimate_phases}
+        self.config, self.gpus = config, world.size
+        if config.model.path is None:  # models with random weights are so small that they fit
+            return
+        self.estimator = MemoryEstimator(read_config(find_folder(config.model.path)))
+        for stage in config.stage_names:
+            check_disk(config, stage, self.estimator)
+
+    def on_rows(
+        self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
+    ):
+        if self.estimator is None or world.device.type != "cuda":
+            return
+        free, _ = torch.cuda.mem_get_info(world.device)
+        available = min(world.gather_objects(free))
+        for stage in config.stage_names:
+            measure = partial(measure_datasets, stage, config, datasets, processor)
+            rows, held_out = world.compute_on_rank_zero(measure, "measuring the rows")
+            arguments = config, stage, self.estimator, world.size, rows, held_out
+            self.plans[stage] = estimate_phases(*arguments)
+            if peak_bytes(self.plans[stage]) > available:
+                raise ValueError(refusal(*arguments, processor.image_processor, available))
+
+    def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
+        # The memory of a CPU is not checked, so typical rows are estimated when memory runs out.
+        if stage not in self.plans and self.estimator is not None:
+            self.plans[stage] = estimate_phases(self.config, stage, self.estimator, self.gpus)
+        return self.plans.get(stage)
+
+
+def measure_datasets(
+    stage: str, config: RunConfig, datasets: dict[str, Dataset], processor: Processor
+) -> tuple[list[RowSize], list[RowSize]]:
+    """Measure the largest training rows of a stage, and the largest held-out rows."""
+    answers = find_trainer(stage, config).answers
+    rows = measure_rows(datasets[stage], processor, answers)
+    return rows, measure_rows(datasets.get("eval", ()), processor, answers)
+
+
+def refusal(
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    gpus: int,
+    rows: Sequence[RowSize],
+    held_out: Sequence[RowSize],
+    images: ImageProcessor,
+    available: float,
+) -> str:
+    """Say that a stage does not fit, with its largest row and with options that make it fit.
+
+    Args:
+        rows, held_out: see `estimate_phases`.
+        images: image processor of the model.
+        available: free memory of a GPU in bytes.
+    """
+    arguments = stage, estimator, gpus, rows, held_out
+    phases = estimate_phases(run, *arguments)
+    phase = largest_phase(phases)
+    row = (held_out if phase == "evaluation" else rows)[0]
+    row_text = f"prompts of {row.prompt_tokens:,} tokens are assumed"
+    if row.where:
+        row_text = f"the largest row is {row.where}, with a prompt of {row.prompt_tokens:,} tokens"
+    if row.media:
+        row_text += f", of which {row.image_tokens:,} show {row.media}"
+    on_gpus = f"each of {gpus} GPUs" if gpus > 1 else "the GPU"
+    ways = []
+    smaller = fitting_max_pixels(run, *arguments, images, available)
+    if smaller:
+        ways.append(options_text(smaller))
+    options = fitting_options(run, *arguments, available)
+    if options:
+        saves_most = ", which saves most" if len(options) == 1 else ""
+        ways.append(f"{options_text(options)}{saves_most}")
+    cure = "No single option makes it fit, so use a larger GPU, more GPUs or a smaller model"
+    if ways:
+        cure = f"Set {', or '.join(ways)}"
+    return (
+        f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {on_gpus} (phase {phase}), but "
+        f"only {available / GB:.1f} GB are free; {row_text}. {cure}. docs/one_card.md explains these "
+        "options; --check_memory=false skips this check."
+    )
+
+
+def options_text(options: dict[str, Plain]) -> str:
+    return " ".join(as_overrides(options))
+
+
+def fitting_options(
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    gpus: int,
+    rows: Sequence[RowSize],
+    held_out: Sequence[RowSize],
+    available: float,
+) -> dict[str, Plain]:
+    """Return options with which a stage fits, {} if there are none.
+
+    The option that lowers the largest phase most is set first, then the next one, until it fits.
+    """
+    arguments = stage, estimator, gpus, rows, held_out
+    options: dict[str, Plain] = {}
+    while True:
+        changed = with_options(run, options)
+        phases = estimate_phases(changed, *arguments)
+        if peak_bytes(phases) <= available:
+            return options
+        cure = best_cure(changed, stage, estimator, gpus, largest_phase(phases), rows, held_out)
+        if not cure:
+            return {}
+        options |= cure
+
+
+def fitting_max_pixels(
+    run: RunConfig,
+    stage: str,
+    estimator: MemoryEstimator,
+    gpus: int,
+    rows: Sequence[RowSize],
+    held_out: Sequence[RowSize],
+    images: ImageProcessor,
+    available: float,
+) -> dict[str, Plain]:
+    """Return the largest max_pixels of images and of frames with which a stage fits, or {}.
+
+    The memory grows about linearly with the number of image tokens, so the limit is interpolated
+    between the smallest and the present images, and then lowered until the stage fits.
+    """
+    token_pixels = images.factor**2
+    everything = [*rows, *held_out]
+    has_videos = any(row.has_videos for row in everything)
+    smallest = math.ceil(images.min_pixels / token_pixels)
+    if has_videos:  # frames with fewer pixels are enlarged
+        smallest = max(smallest, MIN_FRAME_TOKENS)
+    largest = max((math.ceil(row.image_tokens / row.frames) for row in everything), default=0)
+
+    def needed(limit: int) -> float:
+        smaller = [bounded_row(row, limit) for row in rows]
+        smaller_held_out = [bounded_row(row, limit) for row in held_out]
+        return peak_bytes(estimate_phases(run, stage, estimator, gpus, smaller, smaller_held_out))
+
+    if largest <= smallest:
+        return {}
+    least = needed(smallest)
+    if least > available:
+        return {}
+    share = (available - least) / (needed(largest) - least)
+    limit = smallest + math.floor(share * (largest - smallest))
+    while limit > smallest and needed(limit) > available:
+        limit = max(smallest, math.floor(limit * 0.95))
+    options: dict[str, Plain] = {}
+    if any(row.image_tokens and not row.has_videos for row in everything):
+        options["data.max_pixels"] = limit * token_pixels
+    if has_videos:
+        options["data.video.max_pixels"] = limit * token_pixels
+    return options
+
+
+def bounded_row(row: RowSize, limit: int) -> RowSize:
+    """Return the size of a row if each of its images has at most `limit` tokens."""
+    return replace(row, image_tokens=min(row.image_tokens, row.frames * limit))
+
+
+def written_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> dict[str, float]:
+    """Return the bytes that a stage writes to the disk at most at one time, by the kind of files.
+
+    A new state or checkpoint is complete before an old one is deleted, so both count.
+    """
+    sizes = {}
+    if run.checkpoint_steps or run.checkpoint_minutes:
+        sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(run, stage, estimator)
+    dtype = run.model.save_dtype or estimator.config.torch_dtype
+    weights = estimator.parameters * DTYPES[dtype].itemsize
+    adapter = bytes_of(adapter_parameters(estimator.build(run, stage)))
+    saved = adapter if run.save == "adapter" else weights
+    folder = Path(run.output_dir)
+    sizes["weights"] = weights
+    if run.save_steps or (folder / "checkpoint").is_dir():
+        sizes["weights"] += saved
+    if run.best_metric is not None:
+        sizes["weights"] += 2 * saved
+    return sizes
+
+
+def check_disk(run: RunConfig, stage: str, estimator: MemoryEstimator):
+    """Raise ValueError if the training states and the weights of a run do not fit on the disk.
+
+    Training states and checkpoints that the output folder already contains count as free space,
+    because the run deletes them.
+    """
+    folder = Path(run.output_dir).absolute()
+    earlier = 0
+    for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
+        earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free + earlier
+    sizes = written_bytes(run, stage, estimator)
+    if sum(sizes.values()) > free:
+        texts = [f"{size / GB:.2g} GB of {name}" for name, size in sizes.items()]
+        hint = "set save to adapter, " if run.adapter.r and run.save == "merged" else ""
+        raise ValueError(
+            f"{stage} writes {' and '.join(texts)}, but only {free / GB:.2g} GB are free for "
+            f"{run.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
+            "check with --check_memory=false."
+        )

@@ -1,0 +1,129 @@
+"""Test that a run that does not fit is refused before weights are loaded, with options that make it fit."""
+
+import re
+import shutil
+from types import SimpleNamespace
+
+import PIL.Image
+import pytest
+import torch
+from runs import write_lines
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.diagnostics.memory import GB, MemoryEstimator, peak_bytes, state_bytes
+from minivlmrl.diagnostics.memory_check import MemoryCheck
+from minivlmrl.distributed.process_group import World
+from minivlmrl.json_files import read_json
+from minivlmrl.model import config_json
+from minivlmrl.run import setup
+from minivlmrl.run.callbacks import default_callbacks
+from minivlmrl.run.loop import run_training
+from minivlmrl.trainers.registry import find_trainers
+
+
+def refusal_of(options, home, free, monkeypatch, check=None):
+    """Return the message with which a run is refused before its weights are loaded, or None."""
+    check = check or MemoryCheck()
+    world = World(device=torch.device("cuda", 0))
+    run = load_config(home / "recipe.yaml", ["--model.config=null", "--data.task=null", "--stages=[grpo]", *options])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 10**12))
+    monkeypatch.setattr(setup, "build_weights", None)  # calling it raises TypeError
+    check.on_setup(run, world)
+    try:
+        setup.prepare(run, find_trainers(run), world, [check])
+    except ValueError as error:
+        return str(error)
+    except TypeError:
+        return None
+
+
+LARGE = {
+    "image": ({"image": "large.png"}, r"an image of 4000 x 3000 pixels", "data.max_pixels"),
+    "video": ({"video": ["frame.png"] * 200}, r"a video of 200 frames of 640 x 480", "data.video.max_pixels"),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tmp_path, monkeypatch):
+    """The message names the row. Each of the two cures that it prints makes the run fit."""
+    columns, media, option = LARGE[kind]
+    PIL.Image.new("L", (4000, 3000)).save(tmp_path / "large.png")
+    PIL.Image.new("L", (640, 480)).save(tmp_path / "frame.png")
+    small = {"problem": "a", "solution": "b"}
+    write_lines(tmp_path / "rows.jsonl", [small, small | columns, small])
+    files = [f"--data.train_file={tmp_path / 'rows.jsonl'}", f"--model.path={checkpoint}"]
+    write_lines(tmp_path / "held_out.jsonl", [small])
+    files += [f"--data.eval_file={tmp_path / 'held_out.jsonl'}", "--data.eval_rows=1"]
+    files += ["--grpo.micro_batch_size=2", "--grpo.prompts_per_step=2"]
+    fitting = MemoryCheck()
+    assert refusal_of(files, home, 1e12, monkeypatch, fitting) is None
+    [needed] = re.findall(r"needs about (\d+\.\d) GB", refusal_of(files, home, 0, monkeypatch))
+    assert float(needed) > 3.2  # of which 3 GB are in reserve
+    planned = fitting.memory_plan("grpo")  # counts the measured rows
+    assert planned is not None and peak_bytes(planned) / GB == pytest.approx(float(needed), abs=0.06)
+    free = (3 + float(needed)) / 2 * GB
+    message = refusal_of(files, home, free, monkeypatch)
+    assert re.search(rf"rows\.jsonl:2, with a prompt of [\d,]+ tokens, of which [\d,]+ show {media}", message)
+    cures = re.search(r"Set (.*), or (.*?)(, which saves most)?\. docs", message)
+    assert cures[1].startswith(f"--{option}=")
+    for cure in (cures[1], cures[2]):
+        assert refusal_of([*files, *cure.split()], home, free, monkeypatch) is None, cure
+    # without the row, the run fits
+    write_lines(tmp_path / "rows.jsonl", [small, small])
+    assert refusal_of(files, home, free, monkeypatch) is None
+
+
+def test_only_recipes_with_a_checkpoint_are_checked(checkpoint, home):
+    given = [f"--model.path={checkpoint}", "--model.config=null"]
+    for options in ([*given, "--check_memory=false"], []):
+        callbacks = default_callbacks(load_config(home / "recipe.yaml", options))
+        assert callbacks and not any(isinstance(callback, MemoryCheck) for callback in callbacks)
+    assert isinstance(default_callbacks(load_config(home / "recipe.yaml", given))[0], MemoryCheck)
+
+
+def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, home, tmp_path, monkeypatch):
+    """The check before the first step knows the size of a checkpoint.
+
+    The space of earlier checkpoints in the folder counts as free.
+    """
+    folder = tmp_path / "run"
+    given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
+    run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
+    run_training(run)
+    estimator = MemoryEstimator(config_json.from_dict(read_json(checkpoint / "config.json")))
+    size, weights = state_bytes(run, "sft", estimator), estimator.parameters * 4
+    for state in folder.glob("states/*"):
+        assert sum(file.stat().st_size for file in state.glob("*.safetensors")) == pytest.approx(size, rel=0.1)
+    assert (folder / "checkpoint" / "model.safetensors").stat().st_size == pytest.approx(weights, rel=0.1)
+    sizes = r"sft writes \S+ GB of training states and \S+ GB of weights, but only \S+ GB are free for \S+/new/run\."
+
+    def is_refused(output, free):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        run.output_dir = str(tmp_path / output)
+        try:
+            MemoryCheck().on_setup(run, World())
+        except ValueError as error:
+            assert re.match(sizes, str(error))
+            return True
+        return False
+
+    # three states and the weights of the end
+    assert is_refused("new/run", 3 * size + 0.9 * weights) and not is_refused("new/run", 3 * size + 1.1 * weights)
+    assert not is_refused("run", 1.1 * size + 1.1 * weights)  # two states and weights are there already
+    # weights are written beside the earlier ones
+    run.save_steps = 1
+    assert is_refused("new/run", 3 * size + 1.9 * weights) and not is_refused("new/run", 3 * size + 2.1 * weights)
+    run.best_metric = "eval/loss"
+    assert is_refused("new/run", 3 * size + 3.9 * weights) and not is_refused("new/run", 3 * size + 4.1 * weights)
+    run.checkpoint_steps = run.checkpoint_minutes = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3.9 * weights))
+    with pytest.raises(ValueError, match=r"sft writes \S+ GB of weights, but only"):
+        MemoryCheck().on_setup(run, World())
+    run.model.save_dtype = "bfloat16"  # half as large
+    MemoryCheck().on_setup(run, World())
+    run.model.save_dtype = None
+    run.adapter.r = 2
+    with pytest.raises(ValueError, match="set save to adapter, or skip"):
+        MemoryCheck().on_setup(run, World())
+    run.save = "adapter"
+    MemoryCheck().on_setup(run, World())
