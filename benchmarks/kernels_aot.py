@@ -1,7 +1,7 @@
 """Compile every Triton kernel at its real sizes without a GPU, and count registers and instructions.
 
 python benchmarks/kernels_aot.py                   # A100, H100/H200 and B200: sm_80, sm_90, sm_100; four minutes
-python benchmarks/kernels_aot.py --arch 90
+python benchmarks/kernels_aot.py --arch 86 89 120  # 3090 and A10, 4090 and L4, 5090
 
 The compiler, the assembler and the disassembler are part of the triton package. Columns:
 
@@ -46,6 +46,11 @@ DTYPES = (*HALVES, "fp32")
 # number of tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads of 80 and windows of up to 64
 WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48, 64, 72, 80, 96, 112, 128))]
 ARCHITECTURES = ("80", "90", "100")
+# bytes of shared memory that a program may use, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications per compute capability); Triton refuses larger kernels when they are launched, not when they compile.
+# A T4 (sm_75) is left out, because CAPABILITY of kernels/backend.py excludes its kernels: decode attention for heads of
+# 256 would need 69,696 of its 65,536 bytes.
+MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
 COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions", "unwritten")
 
 
@@ -199,9 +204,15 @@ def all_builds() -> list[Build]:
 
 
 def main(arguments: list[str]) -> int:
-    """Compile all kernels and print the table; return the exit status, which is 2 if Triton cannot compile."""
+    """Compile all kernels and print the table.
+
+    Returns:
+        The exit status: 1 if a kernel needs more shared memory than the card has, 2 if Triton cannot compile, else 0.
+    """
     parser = argparse.ArgumentParser(prog="python benchmarks/kernels_aot.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities times ten")
+    parser.add_argument(
+        "--arch", nargs="+", default=ARCHITECTURES, choices=MAX_SHARED, help="compute capabilities times ten"
+    )
     parser.add_argument("--json", type=Path, help="add the numbers to this file, under the version of Triton")
     options = parser.parse_args(arguments)
     if not installed.INSTALLED or installed.INTERPRETED:
@@ -209,9 +220,12 @@ def main(arguments: list[str]) -> int:
         return 2
     print(f"Triton {triton.__version__}\n{'':44} {'arch':>6}" + "".join(f" {name:>12}" for name in COLUMNS))
     rows = {}
+    too_large = []
     for build in all_builds():
         for arch in options.arch:
             row = inspect(build, arch)
+            if row["shared"] > MAX_SHARED[arch]:
+                too_large.append(f"{build.name} on sm_{arch}: {row['shared']} of {MAX_SHARED[arch]} bytes")
             rows[f"{build.name}, sm_{arch}"] = [row[name] for name in COLUMNS]
             cells = ["" if row[name] is None else row[name] for name in COLUMNS]
             print(f"{build.name:44} {arch:>6}" + "".join(f" {cell:>12}" for cell in cells), flush=True)
@@ -220,7 +234,9 @@ def main(arguments: list[str]) -> int:
         recorded.setdefault(triton.__version__, {}).update(rows)
         text = json.dumps(recorded, indent=0)
         options.json.write_text(re.sub(r"\[[^\]]*\]", lambda row: "".join(row[0].split()), text) + "\n")
-    return 0
+    if too_large:
+        print("\n".join(["These kernels need more shared memory than the card has:", *too_large]), file=sys.stderr)
+    return 1 if too_large else 0
 
 
 def inspect(build: Build, arch: str) -> dict[str, int | float | None]:

@@ -48,6 +48,19 @@ def test_the_installed_compiler_builds_good_kernels(tmp_path):
     assert builds.keys() == {name for name in RECORDED["3.7.1"] if name.endswith("sm_90")}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["86", "89", "120"])
+def test_kernels_fit_consumer_cards(arch, tmp_path):
+    """No kernel loses or spills a register, or needs more shared memory than a 3090, 4090 or 5090 has."""
+    compiled("--arch", arch, "--json", str(tmp_path / "numbers.json"))
+    recorded = json.loads((tmp_path / "numbers.json").read_text())
+    assert recorded.pop("columns") == COLUMNS
+    [builds] = recorded.values()
+    rows = {name: dict(zip(COLUMNS, numbers, strict=True)) for name, numbers in builds.items()}
+    for column in ("unwritten", "spills"):
+        assert {name: row[column] for name, row in rows.items() if row[column]} == {}, column
+
+
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.9.0"])
 def test_the_recorded_builds_are_good_too(version):
     """PyTorch 2.11 installs Triton 3.6.0, 2.13 installs 3.7.1, 2.14 installs 3.8.0, and 2.15 installs 3.9.0."""
