@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.diagnostics.memory import BatchShape, MemoryEstimator, estimate_phases, meta_batch, peak_bytes
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded, num_shards, reshard
@@ -236,7 +237,7 @@ def predict(size: str, cards: int, name: str) -> dict:
     run.rollout.gather_weights = size != "72b"
     estimator = MemoryEstimator(config_of(size))
     communication = count_step(run, estimator, cards)
-    phases = estimate_phases(run, "grpo", estimator, cards, *TOKENS)
+    phases = estimate_phases(run, "grpo", estimator, cards, [RowSize(*TOKENS)], held_out=())
     step = STEP_SECONDS * estimator.parameters / STEP_PARAMETERS
     shards = num_shards(run.sharding, cards)
     networks = NETWORKS if cards > CARDS_PER_HOST else {"NVLink": 0}
