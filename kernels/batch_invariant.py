@@ -23,7 +23,7 @@ The model does not know the mode: it calls torch functions, and the table RULES 
 inside a `with batch_invariant_mode()` block by the rules 1 and 3. Attention and the sampler ask
 is_batch_invariant() for the rules 2 and 4, because a torch function does not know where a prompt
 ends. The kernels float32_matmul and sum_rows ask, too, because they are not torch functions.
-docs/exact.md shows how much each rule contributes, and how much time it takes.
+docs/notes/exact.md shows how much each rule contributes, and how much time it takes.
 Source: He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines, 2025), which calls
 kernels of this kind batch-invariant.
 """

@@ -7,7 +7,7 @@
 The decoders of Qwen2-VL and Qwen2.5-VL are those of Qwen2 and Qwen2.5, and the decoder of Qwen3-VL is that of Qwen3.
 For text, whose three positions (time, height, width) are equal, M-RoPE is the usual RoPE. Therefore the new model
 computes the logits of the text model, until training changes its weights. The tower and its merger are random, so the
-model sees nothing before they are trained. docs/from_parts.md is the page about this script.
+model sees nothing before they are trained. docs/notes/from_parts.md is the page about this script.
 """
 
 import argparse

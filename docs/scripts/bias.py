@@ -3,7 +3,7 @@
 The vocabulary has three tokens, one of which ends a completion. Completions have at most three tokens, so there are 15
 of them. The loss functions of training run on every completion, or on every group of G completions, and each result is
 weighted with its probability. A cell of a table has the cosine similarity between the expected gradient and the true
-gradient of the objective, and the ratio of their norms. See docs/bias.md.
+gradient of the objective, and the ratio of their norms. See docs/notes/bias.md.
 """
 
 from collections.abc import Callable
@@ -238,7 +238,7 @@ def noise_table() -> list[list[str]]:
 
 
 def main():
-    """Print all tables. docs/bias.md shows the rows that its text discusses."""
+    """Print all tables. docs/notes/bias.md shows the rows that its text discusses."""
     for table in (policy_table, noise_table, kl_table, ppo_table, preference_table):
         print(table.__doc__, "", *(f"| {' | '.join(row)} |" for row in table()), "", sep="\n")
 

@@ -7,7 +7,7 @@ gae.svg      values and advantages over one answer, by losses.ppo.gae
 mask.svg     attention mask of a packed sequence with two groups, by model.attention.visible
 windows.svg  attention windows of the vision tower for an odd grid, by model.vision.window_order
 mrope.svg    positions of text, an image and text on three axes, by model.rope.get_rope_index
-recurrent.svg  inputs that each output of a recurrent layer depends on, found by gradients
+notes/recurrent.svg  inputs that each output of a recurrent layer depends on, found by gradients
 """
 
 from pathlib import Path
@@ -362,7 +362,7 @@ def recurrent() -> str:
 
 
 PICTURES = {"step.svg": step, "clip.svg": clip, "gae.svg": gae_picture}
-PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "recurrent.svg": recurrent}
+PICTURES |= {"mask.svg": mask, "windows.svg": windows, "mrope.svg": mrope, "notes/recurrent.svg": recurrent}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from docs.scripts import draw, exercises, first_hour, first_run, photographs, tested_versions, walkthrough
 
 DOCS = Path(__file__).parents[1]
-PAGES = {"walkthrough.md": walkthrough.page, "tested_versions.md": tested_versions.page, **walkthrough.PICTURES}
+PAGES = {"walkthrough.md": walkthrough.page, "faq.md": tested_versions.page, **walkthrough.PICTURES}
 NOTEBOOKS = {"first_hour.ipynb": first_hour.page, "photographs.ipynb": photographs.page}
 PAGES |= draw.PICTURES | first_run.PICTURES
 

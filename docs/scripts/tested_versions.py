@@ -1,4 +1,4 @@
-"""Write docs/tested_versions.md from the matrix of the workflow: python -m docs.scripts.tested_versions"""
+"""Write the table of versions in docs/faq.md from the matrix of the workflow: python -m docs.scripts.tested_versions"""
 
 import re
 from pathlib import Path
@@ -6,16 +6,14 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "tested_versions.md"
+PAGE = ROOT / "docs" / "faq.md"
 WORKFLOW = ROOT / ".github" / "workflows" / "tests.yml"
 SYSTEMS = {"ubuntu-latest": "Linux", "macos-latest": "macOS", "windows-latest": "Windows"}
-OTHERS = ("transformers", "trl", "peft", "tokenizers", "safetensors", "pillow", "numpy")
 
 
 def page() -> str:
-    """Return the page with the current tables. The text between them is written by hand."""
-    tables = iter([combinations(), others()])
-    return re.sub(r"(?m)(?:^\|.*\n)+", lambda _: next(tables), PAGE.read_text(encoding="utf-8"))
+    """Return the page with the current table, which is its only one. The text around it is written by hand."""
+    return re.sub(r"(?m)(?:^\|.*\n)+", lambda _: combinations(), PAGE.read_text(encoding="utf-8"))
 
 
 def combinations() -> str:
@@ -29,12 +27,6 @@ def combinations() -> str:
         cells = [system, job["python"], job.get("torch", pins["torch"]), triton, job["tests"], must_pass]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def others() -> str:
-    """Return a table of the packages that are the same in all jobs."""
-    pins = pinned()
-    return "| package | version |\n|---|---|\n" + "".join(f"| {name} | {pins[name]} |\n" for name in OTHERS)
 
 
 def pinned() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Run the recorded cases of losses/parity.py as tests of pytest, see docs/parity_in_ci.md.
+"""Run the recorded cases of losses/parity.py as tests of pytest, see docs/numerical_parity.md.
 
 minivlmrl_pytest.py loads this plugin for `pytest --pyargs minivlmrl.losses.parity`.
 """

@@ -297,7 +297,7 @@ class RolloutOptions:
     # gather all weights before a rollout; False gathers the weights layer by layer in each forward
     gather_weights: bool = True
     # compute log-probabilities with equal bits in sampler and trainer, on a CPU; a step takes about
-    # twice as long, and the run stops at any difference; see docs/exact.md
+    # twice as long, and the run stops at any difference; see docs/notes/exact.md
     batch_invariant: bool = False
 
 

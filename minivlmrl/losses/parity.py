@@ -1,7 +1,7 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
 
 `check` compares a loss with the recorded cases and names known mistakes that explain a difference.
-`pytest --pyargs minivlmrl.losses.parity` runs the same cases as tests, see docs/parity_in_ci.md,
+`pytest --pyargs minivlmrl.losses.parity` runs the same cases as tests, see docs/numerical_parity.md,
 which also describes the keys of `batch` and `options`. `check_images` checks that a trainer's
 log-probabilities depend on the images in their row.
 

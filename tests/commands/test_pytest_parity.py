@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "parity_in_ci.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
 FUNCTIONS = """
 import minivlmrl
 

@@ -1,4 +1,4 @@
-"""Check the expected gradients on docs/bias.md: the page shows rows of the computed tables, and they are correct."""
+"""Check docs/notes/bias.md: the page shows rows of the computed tables, and the expected gradients are correct."""
 
 import types
 
@@ -35,7 +35,7 @@ def close(found, target, tolerance=1e-15):
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_rows_of_the_table(tables, name):
     """The rows are in the order of the table. The page leaves out rows that its text does not use."""
-    page = (DOCS / "bias.md").read_text().splitlines()
+    page = (DOCS / "notes" / "bias.md").read_text().splitlines()
     header, *rows = [f"| {' | '.join(row)} |" for row in tables[name]]
     start = page.index(header) + 2
     shown = page[start : page.index("", start)]

@@ -145,12 +145,12 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     assert status == 1 and "explained by: mask: padding, only in the count" in out, out
 
 
-CI_PAGE = (ROOT / "docs" / "parity_in_ci.md").read_text(encoding="utf-8")
+CI_PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_pytest_finds_a_wrong_loss(wheels, python, tmp_path):
-    """With only the wheels, the command of docs/parity_in_ci.md fails and names the mistake, also in two processes."""
+    """With only the wheels, the command of docs/numerical_parity.md names the mistake, also in two processes."""
     code, command, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)[1:]
     (tmp_path / "my_file.py").write_text(code)
     arguments = command.replace("\\\n", "").split()[1:]

@@ -171,7 +171,7 @@ def test_states_are_float32_or_wider(dtype):
 def test_in_bfloat16_sampler_and_trainer_differ_by_the_order_of_float32_sums(monkeypatch):
     """The sampler computes token by token, the trainer in chunks, so roundings can differ.
 
-    With states in float64, this is much rarer. docs/recurrent.md has the numbers.
+    With states in float64, this is much rarer. docs/notes/recurrent.md has the numbers.
     """
     model, processor = random_model(Path("recipes/shapes_qwen3_5_model.json"), shapes.tokenizer(), 0)
     model.lm_head.weight.data *= 3  # otherwise all tokens would be about equally likely
