@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from minivlmrl.losses.parity import cases
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
 FUNCTIONS = """
@@ -188,7 +190,6 @@ def test_other_runs_of_pytest_do_not_change(tmp_path):
     assert status == 4 and "unrecognized arguments: --loss=losses.py:right" in err
 
 
-def test_the_page_names_the_number_of_cases(check):
-    for kind, count in re.findall(r"`(\w+)` \((?:the default, )?(\d+)", PAGE):
-        status, out, _ = check("--loss=losses.py:right", f"--kind={kind}", "--collect-only", "-q")
-        assert status == 0 and f"\n{count} tests collected" in out
+def test_the_page_names_the_number_of_cases():
+    named = dict(re.findall(r"`(\w+)` \((?:the default, )?(\d+)", PAGE))
+    assert named == {kind: str(len([*cases(kind=kind)])) for kind in ("grpo", "dpo", "sft")}
