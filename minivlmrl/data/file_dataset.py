@@ -22,7 +22,14 @@ from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import render
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.formats import QUESTION_FORMATS, ROLES, check_columns, find_format, to_columns
+from minivlmrl.data.formats import (
+    QUESTION_FORMATS,
+    ROLES,
+    ForeignLayoutError,
+    check_columns,
+    find_format,
+    to_columns,
+)
 from minivlmrl.data.media import (
     SAMPLING_OPTIONS,
     TEXTS,
@@ -45,7 +52,7 @@ from minivlmrl.data.messages import (
     shown_parts_of,
     text_of,
 )
-from minivlmrl.data.row_files import open_rows
+from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.row_summary import count_words
 from minivlmrl.data.rows import REWARD_ARGUMENTS, Row
 from minivlmrl.data.video import Video, VideoFile, load_video, outline_video
@@ -147,7 +154,10 @@ class FileDataset(FileRows):
         where = self.source.where(index)
         with error_context(where):
             columns = self.convert(columns)
-            row, media = read_row(columns, self.required, self.options, self.folder)
+            try:
+                row, media = read_row(columns, self.required, self.options, self.folder)
+            except ForeignLayoutError as error:
+                raise ValueError(f"{error}; {convert_advice(self.source.path)}") from error
         row.where = where
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
         return row, media

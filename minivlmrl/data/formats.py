@@ -101,7 +101,7 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
         renamed: {name of a column in the file: its new name}, which is the option data.columns.
     Raises:
         ValueError: the row has a column under both its old and its new name, or a format cannot
-            convert a value.
+            convert a value. A subclass of ValueError, if the row must be converted once.
     """
     for file_column, our_column in renamed.items():
         if row.get(file_column) is not None and file_column != our_column:
@@ -115,7 +115,24 @@ def to_columns(row: dict, renamed: dict[str, str]) -> dict:
         if row_format.matches(row):
             with error_context(f"format {row_format.name!r}"):
                 row = row | row_format.read(row)
+    check_layout(row)
     return row
+
+
+class ForeignLayoutError(ValueError):
+    """A row has a layout that only recipes/convert_rows.py reads."""
+
+
+def check_layout(row: dict):
+    """Raise ForeignLayoutError if tags in the texts stand for values of other columns."""
+    texts = json.dumps([row.get(name) for name in TEXTS], default=str)
+    if row.get("objects") is not None and (tag := re.search("<ref-object>|<bbox>", texts)):
+        raise ForeignLayoutError(
+            f"the texts contain {tag[0]}, which ms-swift replaces by `objects`"
+        )
+    has_media = any(row.get(name) is not None for name in MEDIA_COLUMNS)
+    if not has_media and re.search("<img>.*?</img>", texts):
+        raise ForeignLayoutError("the texts contain <img>, with which Qwen-VL names its images")
 
 
 def check_columns(columns: dict, required: Sequence[str]):
@@ -292,43 +309,6 @@ def _read_reward_model(row: dict) -> dict:
     return {"solution": rule.get("ground_truth")} if isinstance(rule, dict) else {}
 
 
-def _read_objects(row: dict) -> dict:
-    """Replace <ref-object> and <bbox> in texts of ms-swift by the items in the column `objects`.
-
-    The n-th <ref-object> becomes the n-th item of objects["ref"], and the n-th <bbox> becomes the
-    n-th item of objects["bbox"].
-
-    Raises:
-        ValueError: the texts contain a tag more often or less often than there are items for it.
-    """
-    objects = row["objects"]
-    texts = _text_columns(row)
-    all_text = json.dumps(texts, default=str)
-    mark_values = {}  # {tag: replacements of its occurrences, in order}
-    for key, mark in (("ref", "<ref-object>"), ("bbox", "<bbox>")):
-        num_marks = all_text.count(mark)
-        if num_marks == 0:
-            continue
-        mark_items = objects.get(key) if isinstance(objects, dict) else None
-        if not isinstance(mark_items, list):
-            mark_items = []
-        if len(mark_items) != num_marks:
-            raise ValueError(
-                f"column 'objects' has {len(mark_items)} items in {key!r}, but the texts contain "
-                f"{mark} {num_marks} time(s); the two numbers must be equal"
-            )
-        mark_values[mark] = [
-            item if isinstance(item, str) else json.dumps(item) for item in mark_items
-        ]
-    if not mark_values:
-        return {}
-
-    def fill_mark(mark: re.Match) -> str:
-        return mark_values[mark[0]].pop(0)
-
-    return map_nested(texts, lambda text: re.sub("|".join(mark_values), fill_mark, text))
-
-
 def _read_choices(row: dict) -> dict:
     """Append the choices "A. ...", "B. ..." to a multiple-choice question that does not list them.
 
@@ -353,28 +333,6 @@ def _read_choices(row: dict) -> dict:
     for letter, choice in zip(LETTERS, choices, strict=False):
         lines.append(f"{letter}. " + re.sub(r"^[A-Z][.:)]\s*", "", str(choice)))
     return {question_column: "\n".join(lines).strip()}
-
-
-def _read_img_tags(row: dict) -> dict:
-    """Replace <img>path</img> in texts by <image>, and return the paths in the column `images`.
-
-    Qwen-VL and older versions of ms-swift use this tag.
-    """
-    image_paths = []
-
-    def collect_path(tag: re.Match) -> str:
-        image_paths.append(tag[1])
-        return "<image>"
-
-    texts = map_nested(
-        _text_columns(row), lambda text: re.sub("<img>(.*?)</img>", collect_path, text)
-    )
-    return {**texts, "images": image_paths} if image_paths else {}
-
-
-def _text_columns(row: dict) -> dict:
-    """Return the columns of a row that can contain text."""
-    return {name: row[name] for name in TEXTS if row.get(name) is not None}
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
@@ -424,8 +382,6 @@ FORMATS = [
     RowFormat(("reward_model",), ("solution",), _read_reward_model),
     rename_column("ground_truth", "solution"),
     rename_column("file_name", "image", MEDIA_COLUMNS),
-    RowFormat(("objects",), (), _read_objects),
-    RowFormat((), MEDIA_COLUMNS, _read_img_tags),
 ]
 # names of the formats that contain a question
 QUESTION_FORMATS = [row_format.name for row_format in FORMATS if "problem" in row_format.excluded]

@@ -4,12 +4,8 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from minivlmrl.config.options import FileOptions
-from minivlmrl.config.parsing import build, parse_yaml
-from minivlmrl.config.types import FilePath
 from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.errors import error_context
 
@@ -60,33 +56,3 @@ def sample(strategy: str, total_rows: int) -> list[int]:
         return sorted(random.Random(0).sample(range(total_rows), num_rows))
     first_row = total_rows - num_rows if name == "end" else 0
     return list(range(first_row, first_row + num_rows))
-
-
-@dataclass
-class _Dataset:
-    """One dataset in a YAML file of VLM-R1."""
-
-    json_path: str
-    sampling_strategy: str = "all"
-
-
-@dataclass
-class _Mix:
-    datasets: list[_Dataset]  # all keys of a YAML file of VLM-R1
-
-
-def read_mix(path: Path) -> list[FileOptions]:
-    """Read a YAML file in which VLM-R1 lists datasets.
-
-    Relative paths of datasets start from the current folder, or from the folder of the YAML file if
-    the current folder has no such file.
-    """
-    with error_context(path):
-        yaml_values = parse_yaml(path.read_bytes())
-    files = []
-    for entry in build(_Mix, yaml_values, str(path)).datasets:
-        file = Path(entry.json_path)
-        if not file.exists():
-            file = path.parent / file
-        files.append(FileOptions(FilePath(str(file)), sampling=entry.sampling_strategy))
-    return files

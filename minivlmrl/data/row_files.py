@@ -53,6 +53,15 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     return Cells(path) if path.suffix in (".csv", ".tsv") else Lines(path)
 
 
+def convert_advice(path: Path) -> str:
+    """Return the command that converts a file of rows to a layout that minivlmrl reads."""
+    new = path.with_name(f"{path.stem}_converted.jsonl")
+    return (
+        f"convert the file once with `python recipes/convert_rows.py {path} > {new}`, and use the "
+        "new file"
+    )
+
+
 def _open_folder(folder: Path) -> "Lines | Arrow":
     """Open a folder that has parquet files, a single file of rows, or a subfolder per class."""
     if [*folder.glob("state.json"), *folder.glob("*/state.json")]:

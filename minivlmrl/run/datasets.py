@@ -144,14 +144,17 @@ def _training_rows(
             rewards then needs only the columns of these rewards.
         checks_files: True if this rank checks that images and videos exist.
     """
-    from minivlmrl.data.mixture import mix, read_mix  # imported here, because tasks do not need it
+    from minivlmrl.data.mixture import mix  # imported here, because tasks do not need it
 
     config = run.data
     path = file or config.train_file
     sections = config.train if path is None else []
     if path is not None and Path(path).suffix in (".yaml", ".yml"):
-        sections = read_mix(Path(path))
-    if path is not None and not sections:
+        raise ValueError(
+            f"{path}: rows are not read from YAML files; convert VLM-R1's list of data sets once "
+            f"with `python recipes/convert_rows.py {path}`, which prints data.train for the recipe"
+        )
+    if path is not None:
         return _file_rows(config, path, columns, checks_files)
     parts = []
     for section in sections:

@@ -1,14 +1,11 @@
 """Test mixtures of row files: selected rows, weights, and rewards of each file."""
 
-from pathlib import Path
-
 import PIL.Image
 import pytest
-import yaml
 from runs import write_lines
 
 from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
-from minivlmrl.data.mixture import mix, read_mix, sample
+from minivlmrl.data.mixture import mix, sample
 from minivlmrl.run.datasets import load_datasets
 
 # rows that VLM-R1's loader selects from the rows 0 to 6
@@ -82,22 +79,11 @@ def test_a_file_has_a_prompt_template_of_its_own(files):
     assert [rows[i].messages[-1]["content"][-1]["text"] for i in (0, 4)] == ["a0?", "Say: a0"]
 
 
-def test_the_yaml_of_vlm_r1_is_read(files, monkeypatch):
-    listed = [{"json_path": "a.jsonl", "sampling_strategy": "end:2"}, {"json_path": str(files / "a.jsonl")}]
-    (files / "mix.yaml").write_text(yaml.safe_dump({"datasets": listed}))
-    rows = load(train_file=str(files / "mix.yaml"))["grpo"]
-    assert problems(rows) == ["a2", "a3", "a0", "a1", "a2", "a3"]
-
-
-@pytest.mark.parametrize(("content", "says"), [
-    ({}, "datasets is missing"),
-    ({"datasets": [{"sampling_strategy": "all"}]}, r"datasets\.json_path is missing"),
-    ("{", "the text is not valid YAML"),
-])  # fmt: skip
-def test_invalid_yaml_files_are_reported(tmp_path, content, says):
-    (tmp_path / "mix.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
-    with pytest.raises(ValueError, match=rf"mix\.yaml: {says}"):
-        read_mix(Path(tmp_path / "mix.yaml"))
+def test_a_yaml_file_is_answered_with_the_command_that_converts_it():
+    with pytest.raises(
+        ValueError, match=r"^a/b\.yaml: rows are not read .*`python recipes/convert_rows\.py a/b\.yaml`"
+    ):
+        load(train_file="a/b.yaml")
 
 
 def test_stages_may_have_files_of_their_own(files):
