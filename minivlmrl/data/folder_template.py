@@ -253,11 +253,19 @@ class ChatTemplate:
 
     def _check_texts(self, messages: list[dict], rendered: str, history: int):
         """Raise ValueError if the template has not rendered a text, see find_missing_text."""
-        if missing := find_missing_text(messages, rendered, history):
-            raise self._error(
-                f"the template does not render {missing}. Use a template that renders every text "
-                "unchanged, or remove this text from the row"
+        missing = find_missing_text(messages, rendered, history)
+        if missing is None:
+            return
+        answers = [text_of(message) for message in messages if message["role"] == "assistant"]
+        advice = (
+            "Use a template that renders every text unchanged, or remove this text from the row"
+        )
+        if any(answer.count("</think>") > 1 for answer in answers):
+            advice = (
+                "An answer has several thoughts, and the template may keep only one. Join the "
+                "thoughts, or write the later ones without <think> and </think>"
             )
+        raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
         """Return the length of the rendered first messages of a conversation.

@@ -314,6 +314,16 @@ def test_a_lost_text_of_an_answer_is_named():
         render_completion([{"role": "assistant", "content": "four", "reasoning_content": "hm"}])
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6"])
+@pytest.mark.parametrize("thoughts", ["<think>a</think>b<think>c</think>", "<think>a</think>\n<think>c</think>"])
+def test_an_answer_with_two_thoughts_is_refused(load, name, thoughts):
+    """The templates would render only one of the thoughts, so the other one would never be trained."""
+    said = "render message 1 completely: .*An answer has several thoughts.* Join the thoughts, or write"
+    with pytest.raises(ValueError, match=said):
+        load(name).render_completion(HI, [assistant(f"{thoughts}four")])
+    load(name).render_completion(HI, [assistant("<think>a c</think>four")])
+
+
 CALLS = "{% for call in message.tool_calls %}{{ call.function.NAME }}{{ call.function.VALUE }}{% endfor %}"
 
 
