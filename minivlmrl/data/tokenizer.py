@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.chat_template import Control
+from minivlmrl.errors import error_context
 from minivlmrl.json_files import read_json
 
 # Qwen2's control tokens in the order of their ids, which are 151643 to 151656 in published
@@ -56,6 +57,11 @@ COMPONENTS = {
     "post_processor": ("ByteLevel", "TemplateProcessing"),
 }
 LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # lists of a "Sequence"
+# files that can list tokens besides tokenizer.json
+TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# keys of the first two files whose value is a token
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # text that a tokenizer must reproduce after encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
@@ -134,7 +140,7 @@ def with_special_tokens(
 
 
 def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokenizer:
-    """Load a tokenizer.json.
+    """Load a tokenizer.json, and add the tokens that only the other files of its folder list.
 
     Args:
         add_control_tokens: True adds the members of SPECIAL_TOKENS that the file lacks.
@@ -147,11 +153,14 @@ def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokeni
             "tokenizer.json with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
+    listed = listed_tokens(Path(path).parent)
     try:
         content = read_json(Path(path))
         for part, allowed in COMPONENTS.items():
             check_components(part, list_components(content.get(part)), allowed)
         backend = tokenizers.Tokenizer.from_file(str(path))
+        known = backend.get_vocab()
+        backend.add_tokens([token for token, _ in listed])
         if add_control_tokens:
             known = backend.get_vocab()
             backend.add_special_tokens([token for token in SPECIAL_TOKENS if token not in known])
@@ -172,7 +181,59 @@ def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokeni
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"
         ) from error
+    for token, number in listed:
+        own_id = backend.token_to_id(token.content)
+        if number not in (None, own_id) and token.content not in known:
+            raise ValueError(
+                f"{Path(path).parent}: {' or '.join(TOKEN_FILES)} lists the token "
+                f"{token.content!r:.60} with the id {number}, but it gets the next free id "
+                f"{own_id}; correct the id, or add the token to tokenizer.json"
+            )
     return tokenizer
+
+
+def listed_tokens(folder: Path) -> list[tuple[AddedToken, int | None]]:
+    """List the tokens of tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+
+    A token that is listed with an id is returned with this id.
+
+    transformers adds these tokens to those of tokenizer.json in the order of the list. As there,
+    the last two files count only if the first one has no added_tokens_decoder.
+
+    Raises:
+        ValueError: a file lists something other than a token.
+    """
+    config, special, added = (
+        read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES
+    )
+    with error_context(f"{folder}: the tokens in {' or '.join(TOKEN_FILES)}"):
+        by_id = config.get("added_tokens_decoder")
+        if by_id is None:
+            values = config | special
+            numbered = [(token, int(number)) for token, number in added.items()]
+        else:
+            values = config
+            numbered = [(token, int(number)) for number, token in by_id.items()]
+        extra = values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
+        named = [values[name] for name in NAMED_TOKENS if values.get(name) is not None]
+        named += extra.values() if isinstance(extra, dict) else extra
+        names = {token_name(token) for token in named}
+        listed = []
+        numbered.sort(key=lambda pair: pair[1])
+        for token, number in [*numbered, *((token, None) for token in named)]:
+            flags = token if isinstance(token, dict) else {}
+            flags = {flag: flags[flag] for flag in FLAGS if flag in flags}
+            flags["special"] = flags.get("special", False) or token_name(token) in names
+            listed.append((AddedToken(token_name(token), **flags), number))
+        return listed
+
+
+def token_name(token: str | dict) -> str:
+    """Return the text of a token that a file lists."""
+    name = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(name, str):
+        raise ValueError(f"{token!r:.60} must be a text, or an object with the text as `content`")
+    return name
 
 
 def list_components(component: Plain) -> list[str]:

@@ -291,7 +291,7 @@ def check_fit(config: ModelConfig, images: ImageProcessor, image_file: Path, tok
         config.vocab_size >= len(tokenizer),  # the embedding may have additional rows
         "vocab_size",
         config.vocab_size,
-        f"at least {len(tokenizer)}, the number of tokens in tokenizer.json",
+        f"at least {len(tokenizer)}, the number of tokens of the tokenizer",
     )
     for name in ("image_token_id", "video_token_id"):
         value = getattr(config, name)

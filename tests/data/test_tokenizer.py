@@ -126,6 +126,81 @@ def test_texts_with_added_tokens_have_the_ids_of_transformers(tmp_path, transfor
     assert set(OWN_TEXTS[:4]).isdisjoint([text]) or max(ours.encode(text)) >= len(TINY) - 11
 
 
+def listed(content, **flags):
+    """Return a token as transformers writes it to added_tokens_decoder."""
+    return {"content": content, "lstrip": False, "normalized": False, "rstrip": False, "special": False} | flags
+
+
+N = len(TINY)
+ALL = {f"{token['id']}": {key: value for key, value in token.items() if key != "id"} for token in SAVED["added_tokens"]}
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+BY_ID = ALL | {f"{N + 1}": listed("<SEG>"), f"{N}": listed("<mask>", lstrip=True, special=True)}
+FOLDERS = {  # tokens that tokenizer.json lacks
+    "by id, in another order": {CONFIG: {"added_tokens_decoder": BY_ID}},
+    "by id, and extra": {CONFIG: {"added_tokens_decoder": BY_ID, "additional_special_tokens": ["WORD", "<SEG>"]}},
+    "the maps of an older release do not count": {
+        CONFIG: {"added_tokens_decoder": ALL, "additional_special_tokens": ["<SEG>"]},
+        MAP: {"pad_token": "<pad>"}, ADDED: {"<mask>": N},
+    },
+    "extra": {CONFIG: {"extra_special_tokens": ["<SEG>", listed("<mask>", __type="AddedToken")]}},
+    "extra, with names": {CONFIG: {"extra_special_tokens": {"mask": "<mask>", "seg": "<SEG>"}}},
+    "a padding token": {CONFIG: {"pad_token": "<pad>", "bos_token": None}},
+    "an older release": {
+        CONFIG: {"pad_token": "<|endoftext|>"},
+        MAP: {"pad_token": listed("<pad>"), "additional_special_tokens": ["<SEG>", "<|im_end|>"]},
+        ADDED: {"<mask>": N + 1, "WORD": N, "<SEG>": N + 2},
+    },
+    "only added_tokens.json": {ADDED: {"<SEG>": N}},
+    "a token of the vocabulary": {CONFIG: {"added_tokens_decoder": ALL | {"5": listed("re"), f"{N}": listed("<SEG>")}}},
+}  # fmt: skip
+LISTED_TEXTS = ["a \n <mask> b", "<SEG>it<SEG> WORDS <pad> the red square", "<|medicine|> <box>"]
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_tokens_that_other_files_list_are_those_of_transformers(tmp_path, transformers, name, kind):
+    files = {CONFIG: {}, **FOLDERS[name]}
+    files[CONFIG] = {"tokenizer_class": kind} | files[CONFIG]
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    ours = load(tmp_path, SAVED)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.backend.get_vocab() == theirs.get_vocab() and len(ours) > N
+    for text in LISTED_TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+
+
+def test_tokens_that_transformers_adds_are_read_again(tmp_path, transformers):
+    load(tmp_path, OWN)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs.add_tokens(["<new>", transformers.AddedToken("<left>", lstrip=True)])
+    theirs.add_special_tokens({"additional_special_tokens": ["<extra>"], "pad_token": "<pad>"})
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path / "tokenizer.json")
+    load(tmp_path, OWN)  # the file of the base model again, as in folders that were put together by hand
+    for edited in (ours, load_tokenizer(tmp_path / "tokenizer.json")):
+        assert edited.backend.get_vocab().keys() >= {"<extra>", "<pad>"}
+    assert ours.backend.get_vocab() == theirs.get_vocab()
+
+
+@pytest.mark.parametrize("number", [7, N + 1])
+def test_a_listed_id_that_the_token_does_not_get_is_named(tmp_path, number):
+    """The embedding of the token would be another one than the embedding that was trained for it."""
+    (tmp_path / ADDED).write_text(json.dumps({"<SEG>": number}))
+    with pytest.raises(ValueError, match=rf"the token '<SEG>' with the id {number}, but it gets the next free id {N};"):
+        load(tmp_path, SAVED)
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    (CONFIG, {"added_tokens_decoder": {"7": 3}}), (CONFIG, {"added_tokens_decoder": {"a": "b"}}),
+    (CONFIG, {"extra_special_tokens": [["a"]]}), (MAP, {"pad_token": {"special": True}}), (ADDED, {"<a>": "b"}),
+])  # fmt: skip
+def test_something_other_than_a_token_is_named(tmp_path, file, content):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{tmp_path}: the tokens in .*{file}.*: "):
+        load(tmp_path, SAVED)
+
+
 @pytest.mark.parametrize("name", STRUCTURE)
 def test_only_names_of_the_structure_stay_text(tmp_path, transformers, name):
     """transformers splits special tokens of a text into letters if `split_special_tokens` is set."""

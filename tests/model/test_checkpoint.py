@@ -413,6 +413,6 @@ def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):
     (copy / "tokenizer.json").write_text(json.dumps(content))
     edit_json(copy / "config.json", vocab_size=8000)
     with pytest.raises(
-        ValueError, match=r"vocab_size is 8000, but it must be at least 9001, the number of tokens in tokenizer\.json"
+        ValueError, match=r"vocab_size is 8000, but it must be at least 9001, the number of tokens of the tokenizer"
     ):
         load_processor(copy)
