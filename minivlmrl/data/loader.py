@@ -2,14 +2,15 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from minivlmrl.config.options import RunConfig, TrainingOptions
+from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
@@ -17,6 +18,7 @@ MAX_SKIPPED = 100  # number of consecutive unreadable rows after which a run end
 # maximum number of rows of the next draw that threads prepare; with one megapixel per image, their
 # patches take 1.5 GB
 MAX_AHEAD = 64
+Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
@@ -121,19 +123,15 @@ class Batches(Iterator[list[Row]]):
             The row, or None if MAX_SKIPPED consecutive rows are unreadable; and
             {index of an unreadable row: its error}.
         """
-        failures = {}
-        for distance in range(MAX_SKIPPED):
-            number = (index + distance) % len(self.dataset)
-            try:
-                row = replace(self.dataset[number], index=number, key=key)
-                return PreparedRow(
-                    **vars(row), prepared_prompt=row.prompt(self.processor)
-                ), failures
-            except ValueError as error:
-                if not self.skip_unreadable:
-                    raise
-                failures[number] = error
-        return None, failures
+
+        def use(row: Row) -> Prompt:
+            return row.prompt(self.processor)
+
+        found, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
+        if found is None:
+            return None, failures
+        row, prompt = found
+        return PreparedRow(**vars(replace(row, key=key)), prepared_prompt=prompt), failures
 
     def row(self, index: int, key: str = "") -> Row:
         """Prepare one row that is in no draw. The key is only needed to sample completions."""
@@ -148,14 +146,66 @@ class Batches(Iterator[list[Row]]):
                     f"{failure}; this row is skipped; {len(self.skipped)} so far", stacklevel=2
                 )
         if row is None:
-            last_failure = list(failures.values())[-1]
-            raise ValueError(
-                f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and "
-                "data.skip_unreadable does not skip so many rows. Correct the rows. The last error "
-                "was: "
-                f"{last_failure}"
-            )
+            raise too_many(failures)
         return row
+
+
+class ReadableRows(RowSelection):
+    """A dataset in which the next readable row replaces each unreadable row, as in Batches.
+
+    Args:
+        rows: the dataset.
+        use: function of a row, which raises ValueError if the row is unreadable.
+    """
+
+    def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
+        super().__init__([rows], [(0, index) for index in range(len(rows))])
+        self.use = use
+        self.failures: dict[int, ValueError] = {}  # {index of an unreadable row: its error}
+
+    def __getitem__(self, index: int) -> Row:
+        found, failures = next_readable(self.parts[0], index, self.use)
+        self.failures |= failures
+        if found is None:
+            raise too_many(failures)
+        return found[0]
+
+
+def next_readable(
+    rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
+) -> tuple[tuple[Row, Result] | None, dict[int, ValueError]]:
+    """Find the first readable row, beginning with an index.
+
+    Args:
+        rows: the dataset.
+        use: function of a row, which raises ValueError if the row is unreadable.
+        skips: False raises this error.
+
+    Returns:
+        The row and the result of `use`, or None if MAX_SKIPPED consecutive rows are unreadable; and
+        {index of an unreadable row: its error}.
+    """
+    failures = {}
+    for distance in range(MAX_SKIPPED):
+        number = (index + distance) % len(rows)
+        try:
+            row = replace(rows[number], index=number)
+            return (row, use(row)), failures
+        except ValueError as error:
+            if not skips:
+                raise
+            failures[number] = error
+    return None, failures
+
+
+def too_many(failures: dict[int, ValueError]) -> ValueError:
+    """Return the error of a dataset with MAX_SKIPPED consecutive unreadable rows."""
+    last_failure = list(failures.values())[-1]
+    return ValueError(
+        f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and "
+        "data.skip_unreadable does not skip so many rows. Correct the rows. The last error was: "
+        f"{last_failure}"
+    )
 
 
 def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[list[int]]:

@@ -12,7 +12,11 @@ from dataclasses import replace
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.file_rows import FileRows
+from minivlmrl.data.loader import ReadableRows
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import without_media
+from minivlmrl.data.rows import Dataset
 from minivlmrl.diagnostics.check_completions import check_completions
 from minivlmrl.diagnostics.check_evaluation import check_evaluation
 from minivlmrl.diagnostics.check_recipe import (
@@ -23,6 +27,7 @@ from minivlmrl.diagnostics.check_recipe import (
     check_training,
 )
 from minivlmrl.diagnostics.check_rewards import (
+    Trial,
     check_contradictions,
     check_demonstrations,
     check_label_names,
@@ -67,6 +72,8 @@ def check(config: RunConfig) -> Iterator[str]:
         callback.on_setup(config, world)
     describe_hardware(config, world)
     model, processor, datasets = prepare(config, stages, world, callbacks)
+    if config.data.skip_unreadable:
+        datasets |= {stage: readable_rows(datasets[stage], processor) for stage in stages}
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
     if online:
@@ -85,12 +92,7 @@ def check(config: RunConfig) -> Iterator[str]:
         yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
         trial = make_trial(config, rows_of["prompts"], processor)
-        yield from check_duplicates(trial.rewards)
-        if (trial.weights > 0).any():
-            solutions = solutions_of(without_media(rows_of["prompts"]))
-            yield from check_rewards(trial, solutions)
-            yield from check_label_names(trial, solutions)
-            yield from check_speed(trial, online[0], getattr(config, online[0]))
+        yield from check_trial(config, trial, rows_of["prompts"], online[0])
         # If the first stage does not sample (for example SFT), it changes the model before a later
         # stage samples from it. The completions of the untrained model are not checked then.
         if config.model.path and config.stage_names[0] in online:
@@ -102,4 +104,33 @@ def check(config: RunConfig) -> Iterator[str]:
                 "No completions were sampled, because this model does not know the answer format "
                 f"yet. After SFT, run check again with {RERUN_OPTIONS}"
             )
+    print(end="".join(describe_skipped(stage, datasets[stage]) for stage in stages))
     process_group.shutdown(world)
+
+
+def check_trial(config: RunConfig, trial: Trial, rows: Dataset, stage: str) -> Iterator[str]:
+    """Check the rewards of a stage that samples completions for some rows."""
+    yield from check_duplicates(trial.rewards)
+    if (trial.weights > 0).any():
+        solutions = solutions_of(without_media(rows))
+        yield from check_rewards(trial, solutions)
+        yield from check_label_names(trial, solutions)
+        yield from check_speed(trial, stage, getattr(config, stage))
+
+
+def readable_rows(rows: Dataset, processor: Processor) -> Dataset:
+    """Return the rows that training uses with data.skip_unreadable."""
+    if not isinstance(rows, FileRows):
+        return rows  # all images of an embedded task are readable
+    return ReadableRows(rows, lambda row: row.prompt(processor))
+
+
+def describe_skipped(stage: str, rows: Dataset) -> str:
+    """Describe the unreadable rows that were met, which training skips, or return an empty text."""
+    failures = list(rows.failures.values()) if isinstance(rows, ReadableRows) else []
+    if not failures:
+        return ""
+    return (
+        f"{len(failures)} of the checked rows of {stage} are unreadable and will be skipped "
+        f"(data.skip_unreadable), for example {failures[0]}\n"
+    )

@@ -3,6 +3,8 @@
 test_planted_faults.py tests whole runs with faults.
 """
 
+import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -221,3 +223,27 @@ def test_a_tool_without_a_docstring(tmp_path):
     [said] = check_recipe.check_tools(f"{tmp_path}/own.py:Told")
     assert said.startswith("The tool turn has no docstring")
     assert not list(check_recipe.check_tools(f"{tmp_path}/own.py:Quiet")) and not list(check_recipe.check_tools(None))
+
+
+DAMAGE = {"cut": lambda content: content[: len(content) // 2], "html": lambda _: b"<!doctype html>"}
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("damage", [*DAMAGE, "strip"])
+def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, damage, capsys):
+    """The first row is the one with which rewards are tried before the model is loaded."""
+    if damage == "strip":
+        PIL.Image.new("RGB", (2275, 10)).save(rows.parent / "bad.png")
+    else:
+        content = next(rows.parent.glob("*.png")).read_bytes()
+        (rows.parent / "bad.png").write_bytes(DAMAGE[damage](content))
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    for number in (0, 3):
+        lines[number]["image"] = "bad.png"
+    write_lines(rows, lines)
+    options = [str(home / "recipe.yaml"), *own, "--stages=[grpo]", "--data.skip_unreadable=true"]
+    check.main(options)
+    said = r"2 of the checked rows of grpo are unreadable and will be skipped .*, for example .*rows\.jsonl:1: "
+    assert re.search(said, capsys.readouterr().out)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1"):
+        check.main(options[:-1])
