@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.json_files import read_lines
-from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.registry import training_rewards
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import IMAGE_ABLATIONS, metric_name
@@ -93,7 +92,7 @@ class WarningRules:
             self.rollout = rollout
             solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
             self.recent_rewards.append((solutions, rollout.rewards))
-            totals = combine(rollout.rewards, torch.tensor(list(self.run.rewards.values())))
+            totals = self.trainer.total_rewards(rollout.samples)
             ordered = sorted([*self.extremes, *totals[~totals.isnan()].tolist()])
             self.extremes = ordered[:1] + ordered[-1:]
         self.recent.append(metrics)

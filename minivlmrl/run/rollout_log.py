@@ -13,7 +13,7 @@ A completion has these fields:
 
 - text, stopped (false if max_new_tokens cut the text) and boxes;
 - answer: the answer that `data.answer_format` selects in the text, or null if there is none;
-- rewards by name, and their weighted sum `reward`;
+- rewards by name, and `reward`, the weighted sum with the penalty of `grpo.soft_punish_cache`;
 - why: {name of a reward: reason for its value}. A reward that gives no reason is left out;
 - advantage;
 - tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the
@@ -36,7 +36,6 @@ from itertools import islice
 from pathlib import Path
 
 import PIL.Image
-import torch
 from tokenizers.decoders import DecodeStream
 
 from minivlmrl.config.options import RunConfig
@@ -46,7 +45,6 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.json_files import json_text, read_lines
-from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
@@ -205,9 +203,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
     """
     row = group[0].row
     processor = trainer.processor
-    reward_weights = trainer.run.rewards
-    rewards = torch.stack([sample.rewards for sample in group])  # (G, K)
-    totals = combine(rewards, torch.tensor(list(reward_weights.values()))).tolist()
+    totals = trainer.total_rewards(group).tolist()
     columns = box_columns([row], [group[0].prompt], processor, 1)
     [image_size] = columns["image_sizes"]
     [answer_extent] = columns["answer_extents"]
@@ -221,7 +217,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
         line = {
             "text": text,
             "answer": find_answer(text, processor.answer_format),
-            "rewards": dict(zip(reward_weights, sample.rewards.tolist(), strict=True)),
+            "rewards": dict(zip(trainer.run.rewards, sample.rewards.tolist(), strict=True)),
             "why": completion.extra.get("why", {}),
             "reward": totals[g],
             "advantage": advantages[g],

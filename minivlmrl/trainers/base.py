@@ -20,6 +20,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import gather_and_save_model
+from minivlmrl.losses.advantages import combine
 from minivlmrl.losses.grpo import LossNormalizer
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
@@ -291,6 +292,11 @@ class Trainer:
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the metrics of a micro-batch, and its loss divided by the totals of the step."""
         raise NotImplementedError
+
+    def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
+        """Compute the weighted sum of the rewards of each sample: (n,)."""
+        rewards = torch.stack([sample.rewards for sample in samples])  # (n, K)
+        return combine(rewards, torch.tensor(list(self.run.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
         """Return a context manager that enables the dropout of adapters for one micro-batch.

@@ -26,7 +26,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
-from minivlmrl.losses.advantages import ADVANTAGES, combine
+from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, LossNormalizer, grpo_loss
 from minivlmrl.losses.grpo_variants import (
     kept_tokens,
@@ -121,18 +121,18 @@ class GRPOTrainer(RolloutTrainer):
         """Return the rewards that must differ in a group: (n, K), or (n, 1) for their sum."""
         if self.config.multi_objective_aggregation == "normalize_then_sum":
             return rollout.rewards
-        return self.total_rewards(rollout)[:, None]
+        return self.total_rewards(rollout.samples)[:, None]
 
-    def total_rewards(self, rollout: Rollout) -> Tensor:
+    def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute the weighted sum of the rewards of each sample: (n,).
 
         If the option soft_punish_cache is set, a penalty for overlong completions is included.
         """
-        total = combine(rollout.rewards, self.reward_weights)
+        total = super().total_rewards(samples)
         cache = self.config.soft_punish_cache
         if cache:
             limit = self.run.sampling.max_new_tokens
-            lengths = [len(sample.completion.ids) for sample in rollout.samples]
+            lengths = [len(sample.completion.ids) for sample in samples]
             penalties = [soft_overlong_punishment(length, limit, cache) for length in lengths]
             total = total + torch.tensor(penalties)
         return total
@@ -151,7 +151,7 @@ class GRPOTrainer(RolloutTrainer):
         config = self.config
         # 1. Compute the weighted sum of the rewards of each sample, on all ranks.
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
-        totals = self.world.all_gather(self.total_rewards(rollout))  # (n * world.size,)
+        totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
         in_groups = group_metrics(totals, config.num_generations)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
         if config.max_num_gen_batches > 1:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import deque
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from minivlmrl.diagnostics.warnings import (
     accuracy_regressed,
     ignores_images,
 )
+from minivlmrl.losses.advantages import combine
 from minivlmrl.run.metrics import MetricsLog, check_mismatch
 from minivlmrl.run.trainer_state import TrainerState
 
@@ -64,9 +66,9 @@ def make_rules(temperature=1.0, model=None, state=()):
     run = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": 1.0})
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
     trained = model or torch.nn.Module()
-    return WarningRules(
-        SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained), SimpleNamespace(state=state)
-    )
+    trainer = SimpleNamespace(stage="grpo", run=run, policy=policy, trained=trained)
+    trainer.total_rewards = partial(combine, weights=torch.tensor([0.5, 1.0]))  # a sample is its rewards
+    return WarningRules(trainer, SimpleNamespace(state=state))
 
 
 @pytest.mark.parametrize(("change", "temperature", "sentence"), CASES, ids=[case[2][:30] for case in CASES])
@@ -104,8 +106,10 @@ def test_failed_tool_calls_are_reported(answered, said):
     assert [text[:48] for text in sentences] == ["Only 0.76 of 1 tool calls per completion succeed"] * said
 
 
-def rollout_with(rewards):
-    return SimpleNamespace(groups=groups_of(*[None] * len(rewards)), rewards=torch.tensor(rewards))
+def rollout_with(rewards, groups=None):
+    rewards = torch.as_tensor(rewards)
+    groups = groups or groups_of(*[None] * len(rewards))
+    return SimpleNamespace(groups=groups, samples=rewards, rewards=rewards)
 
 
 def test_success_is_reported_once():
@@ -158,7 +162,7 @@ def test_a_resumed_run_gives_the_same_warnings(killed):
         rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])
         if number >= BASELINE_ROLLOUTS:
             rewards = torch.ones(2, 2)
-        return SimpleNamespace(groups=groups_of("cat", "dog"), rewards=rewards)
+        return rollout_with(rewards, groups_of("cat", "dog"))
 
     def step(rules, number):
         flat = (SAME if 12 < number < 30 else {}) | {"loss": math.nan}
@@ -242,7 +246,7 @@ def test_a_policy_must_beat_a_constant_answer(mean, said):
     rewards = torch.stack([torch.ones(125), torch.cat([right, torch.full((25,), math.nan)])], 1)
     rules = make_rules()
     for number in range(BASELINE_ROLLOUTS):
-        found = rules.step(HEALTHY, SimpleNamespace(groups=groups, rewards=rewards))
+        found = rules.step(HEALTHY, rollout_with(rewards, groups))
         assert bool(found) == (said and number == BASELINE_ROLLOUTS - 1)
     assert (
         rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS

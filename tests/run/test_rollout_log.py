@@ -32,7 +32,7 @@ completions = partial(metrics, name="completions.jsonl")
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_lines_agree_with_the_metrics_of_the_step(run):
-    folder = run(*EVERY_STEP, "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1")
+    folder = run(*EVERY_STEP, "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1", "--grpo.soft_punish_cache=4")
     lines = completions(folder)
     steps = metrics(folder)
     assert [(line["stage"], line["step"]) for line in lines] == [("grpo", step) for step in (0, 0, 1, 1)]
@@ -132,6 +132,7 @@ def log_on_rank(folder, overrides, world):
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
     rollout = Rollout.join(rows, [row.prompt(processor) for row in rows], [[one], [one]], torch.zeros(2, 2))
     trainer = SimpleNamespace(stage="grpo", run=config, processor=processor, config=SimpleNamespace(num_generations=1))
+    trainer.total_rewards = lambda samples: torch.zeros(len(samples))
     log.step(trainer, Step([], rollout=rollout, groups=rollout.groups[: 2 - world.rank]), 0)
 
 

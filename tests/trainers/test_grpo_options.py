@@ -11,6 +11,7 @@ from runs import metrics
 
 from minivlmrl.config.options import GRPOOptions, RolloutOptions, RunConfig
 from minivlmrl.data.processor import Processor
+from minivlmrl.diagnostics.warnings import WarningRules
 from minivlmrl.distributed.process_group import World
 from minivlmrl.losses import advantages
 from minivlmrl.losses.advantages import ADVANTAGES
@@ -95,6 +96,9 @@ def test_overlong_completions_are_punished(stage, samples):
     line = run.update()
     assert line["reward"] == pytest.approx(rewards.mean().item())
     assert line["rewards/letters/mean"] == pytest.approx(plain.mean().item())
+    rules = WarningRules(run.trainer, run.optimizer)
+    rules.step(line, run.step.rollout)
+    assert rules.extremes == pytest.approx([rewards.min().item(), rewards.max().item()])
 
 
 def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
