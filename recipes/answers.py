@@ -16,14 +16,22 @@ from fractions import Fraction
 from pathlib import Path
 
 from minivlmrl.errors import optional_dependency
-from minivlmrl.rewards.text import find_answer, normalize
+from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize
 
 LONGEST = 2000  # maximum number of characters in an answer; the reward of a longer answer is 0
 WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
 
-def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq) -> list:
+def judge_rows(
+    name: str,
+    kind: str,
+    read: Callable,
+    answer_texts: list,
+    solution: list,
+    same=operator.eq,
+    log_extra: LogExtra | None = None,
+) -> list:
     """Parse n answers and their solutions, and compare them.
 
     Args:
@@ -33,16 +41,17 @@ def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solutio
         answer_texts: the n answers.
         solution: the n solutions.
         same: function that compares the parsed solution with the parsed answer.
+        log_extra: function that logs the reasons for rewards below 1.
     Returns:
         A list with 1.0 for a correct answer, 0.0 for a wrong answer, and None for a row without a solution.
     Raises:
         ValueError: if a solution cannot be parsed.
     """
-    values = []
+    scored = []  # (reward, reason) of each answer
     for answer, truth in zip(answer_texts, solution, strict=True):
         truth_text = "" if truth is None else find_answer(str(truth)) or str(truth)
         if not truth_text.strip():
-            values.append(None)
+            scored.append((None, NO_SOLUTION))
             continue
         right_value = read(unwrap(truth_text))
         if right_value is None:
@@ -50,8 +59,15 @@ def judge_rows(name: str, kind: str, read: Callable, answer_texts: list, solutio
                 f"reward {name}: the solution must be {kind}, but it is {truth_text!r:.80}; correct the row"
             )
         value = read(unwrap(answer)) if answer and len(answer) <= LONGEST else None
-        values.append(float(value is not None and same(right_value, value)))
-    return values
+        if value is None:
+            scored.append((0.0, f"the answer {answer!r:.200} is not {kind}" if answer else NO_ANSWER))
+        elif not same(right_value, value):
+            scored.append((0.0, f"the answer is {answer!r:.200}, not {truth_text!r:.200}"))
+        else:
+            scored.append((1.0, None))
+    if log_extra is not None:
+        log_extra("why", [reason for _, reason in scored])
+    return [value for value, _ in scored]
 
 
 def unwrap(text: str) -> str:
@@ -75,7 +91,7 @@ NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
 YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
-def choice(answer_texts: list, solution: list, **columns) -> list:
+def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B) a dog".
 
     The reward of answers such as "B or C", "not B" and "A. B. C." is 0.
@@ -87,10 +103,12 @@ def choice(answer_texts: list, solution: list, **columns) -> list:
             return None
         return (match[1] or match[2]).upper()
 
-    return judge_rows("choice", "a choice such as B, (B) or B. a dog", letter, answer_texts, solution)
+    return judge_rows(
+        "choice", "a choice such as B, (B) or B. a dog", letter, answer_texts, solution, log_extra=log_extra
+    )
 
 
-def yes_no(answer_texts: list, solution: list, **columns) -> list:
+def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is, or begins with, the correct word: yes (or true), or no (or false).
 
     The reward of the answer "yes and no" is 0.
@@ -105,10 +123,12 @@ def yes_no(answer_texts: list, solution: list, **columns) -> list:
         contradiction = NOT_YES if is_yes else NOT_NO
         return None if contradiction.search(rest) else is_yes
 
-    return judge_rows("yes_no", "yes or no", read, answer_texts, solution)
+    return judge_rows("yes_no", "yes or no", read, answer_texts, solution, log_extra=log_extra)
 
 
-def class_name(answer_texts: list, solution: list, classes: list | str | None = None, **columns) -> list:
+def class_name(
+    answer_texts: list, solution: list, classes: list | str | None = None, log_extra=None, **columns
+) -> list:
     """Return 1.0 if the answer is the name of the correct class. Case, spaces, - and _ are ignored.
 
     Args:
@@ -125,7 +145,12 @@ def class_name(answer_texts: list, solution: list, classes: list | str | None = 
         return mentioned.pop() if len(mentioned) == 1 and not denied else None
 
     return judge_rows(
-        "class_name", f"the name of one of the {len(names)} classes", named if names else _words, answer_texts, solution
+        "class_name",
+        f"the name of one of the {len(names)} classes",
+        named if names else _words,
+        answer_texts,
+        solution,
+        log_extra=log_extra,
     )
 
 
@@ -220,7 +245,7 @@ LATEX = [
 ]
 
 
-def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns) -> list:
+def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is the number of the solution, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
     The reward of answers such as "3 or 4" and 3-5 is 0. Units of the same kind are converted (50 mm is 5 cm), and a
@@ -231,7 +256,7 @@ def number(answer_texts: list, solution: list, tolerance: float = 0.0, **columns
             105 are correct.
     """
     same = functools.partial(_same, tolerance=Fraction(str(tolerance)))
-    return judge_rows("number", "a number", read_number, answer_texts, solution, same)
+    return judge_rows("number", "a number", read_number, answer_texts, solution, same, log_extra=log_extra)
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
@@ -300,12 +325,12 @@ SECONDS = 2  # time limit of one comparison
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 
-def math(answer_texts: list, solution: list, **columns) -> list:
+def math(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is an expression, set or equation that equals the solution.
 
     For example, 0.5, \\frac12 and 2^{-1} are equal."""
     kind = "an expression that math-verify can read"
-    return judge_rows("math", kind, _expressions, answer_texts, solution, _equal)
+    return judge_rows("math", kind, _expressions, answer_texts, solution, _equal, log_extra=log_extra)
 
 
 def _expressions(text: str) -> list | None:

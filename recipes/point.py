@@ -17,7 +17,7 @@ POINTS = re.compile(rf"{NUMBER}{COMMA}{NUMBER}|{POINT}(?:\s*(?:,\s*)?{POINT})*",
 POINT_KEYS = ("point_2d", "point")
 
 
-def point(answer_texts, solution, image_sizes, answer_extents, within=None, **columns) -> list:
+def point(answer_texts, solution, image_sizes, answer_extents, within=None, log_extra=None, **columns) -> list:
     """Compute the fraction of points inside their true boxes. Missing and additional points count as 0.
 
     Points and boxes are matched as in the reward `iou`. For example, if there is one true box, the reward of one point
@@ -33,7 +33,9 @@ def point(answer_texts, solution, image_sizes, answer_extents, within=None, **co
     def mean_nearness(answered: Objects, true: Objects) -> float:
         return mean_similarity(answered, true, lambda a, b: nearness(a[1], b[1], within))
 
-    return score_boxes("point", POINT_FORMAT, mean_nearness, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes(
+        "point", POINT_FORMAT, mean_nearness, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+    )
 
 
 def parse_points(text: str) -> list[tuple[float, float]]:

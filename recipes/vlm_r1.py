@@ -14,15 +14,19 @@ from minivlmrl.data.boxes import Box
 from minivlmrl.rewards.boxes import ObjectFormat, Objects, mean_similarity, overlap, score_boxes
 
 
-def detection(answer_texts, solution, image_sizes, answer_extents, **columns) -> list:
+def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
     """Compute the mean IoU of matched objects with equal labels. Missing and additional objects count as 0.
 
     Objects are matched as in the reward `iou`.
     """
-    return score_boxes("detection", LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes(
+        "detection", LABELLED, mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+    )
 
 
-def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents: list, **columns) -> list:
+def ap_50(
+    answer_texts: list, solution: list, image_sizes: list, answer_extents: list, log_extra=None, **columns
+) -> list:
     """Compute the average precision of one image at IoU 0.5, averaged over labels.
 
     As in COCO, the average precision is the mean precision over 101 recall levels. The order of the objects in the
@@ -38,10 +42,14 @@ def ap_50(answer_texts: list, solution: list, image_sizes: list, answer_extents:
             total += average_precision(answered_so, true_so)
         return total / len(labels)
 
-    return score_boxes("ap_50", LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes(
+        "ap_50", LABELLED, mean_over_labels, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+    )
 
 
-def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), **columns) -> list:
+def weighted_sum(
+    answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), log_extra=None, **columns
+) -> list:
     """Compute VLM-R1's weighted mean of three scores: IoU, label accuracy, and completeness.
 
     Completeness is 1 - (fraction of missed objects + fraction of additional objects) / 2. Boxes are paired by IoU only,
@@ -67,7 +75,9 @@ def weighted_sum(answer_texts, solution, image_sizes, answer_extents, weights=(0
         scores = sum(right_ious) / len(true), len(right_ious) / len(true), complete
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
-    return score_boxes("weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents)
+    return score_boxes(
+        "weighted_sum", LABELLED, weighted, answer_texts, solution, image_sizes, answer_extents, log_extra=log_extra
+    )
 
 
 def average_precision(answered: Objects, true: Objects) -> float:

@@ -1,8 +1,11 @@
 """Tests of the rewards for choices, yes and no, and classes: reward_table.yaml, and invalid solutions."""
 
 import pytest
+from links import ROOT
 from reward_table import CHOICE, CLASS, CLASSES, MATH, NUMBER, ROWS, YES_NO
 
+from minivlmrl.rewards.boxes import NO_BOX
+from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION
 from recipes.answers import choice, class_name, judge_rows, yes_no
 
 from score_texts import score_texts
@@ -57,3 +60,25 @@ def test_classes_from_a_file_or_none_at_all(tmp_path):
 
 def test_an_answer_that_is_too_long_earns_nothing():
     assert judge_rows("x", "x", str, ["a" * 2001, "a" * 2000], ["a" * 2001, "a" * 2000]) == [0.0, 1.0]
+
+
+FILES_TO_COPY = [f"recipes/vlm_r1.py:{name}" for name in ("detection", "ap_50", "weighted_sum")]
+BOXES = {"image_sizes": [(9, 9)], "answer_extents": [(9, 9)]}
+REASONS = [  # reward, solution, answer, reason
+    *((name, solution, "", NO_ANSWER) for name, solution in ((NUMBER, "3"), (CHOICE, "B"), (YES_NO, "yes"))),
+    *((name, None, "x", NO_SOLUTION) for name in (NUMBER, CHOICE, YES_NO, CLASS)),
+    (NUMBER, "3", "3.0", None),
+    (NUMBER, "3", "many", "the answer 'many' is not a number"),
+    (CHOICE, "B", "C", "the answer is 'C', not 'B'"),
+    (YES_NO, True, "no", "the answer is 'no', not 'True'"),
+    (CLASS, "frilly", "dotted", "the answer is 'dotted', not 'frilly'"),
+    *((f"{ROOT}/{name}", '[{"bbox_2d": [0, 0, 2, 2], "label": "a"}]', "x", NO_BOX) for name in FILES_TO_COPY),
+    (f"{ROOT}/recipes/point.py:point", "[1, 1]", "x", NO_BOX),
+]
+
+
+@pytest.mark.parametrize(("reward", "solution", "answer", "reason"), REASONS)
+def test_a_reward_below_1_has_a_reason(reward, solution, answer, reason):
+    extras = [{}]
+    score_texts([reward], [answer], BOXES | {"solution": [solution], "extras": extras}, "whole")
+    assert extras[0].get("why", {}).get(reward) == reason
