@@ -18,8 +18,9 @@ from minivlmrl.data.processor import encode_answer, join_tool_results
 from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.rows import Prompt, Row
 from minivlmrl.errors import phase
-from minivlmrl.model.decoder import TextModel
-from minivlmrl.model.packing import GroupBatch
+from minivlmrl.kernels.backend import to_device
+from minivlmrl.model.decoder import TextModel, VisionLanguageModel
+from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.value_head import ValueHead
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
@@ -28,6 +29,12 @@ from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
 # largest relative difference of cached embeddings of images and those that the tower computes now
 CACHE_TOLERANCE = 0.05
+# The numbers of rows of a micro-batch are limited, so that the check takes less than 1 % of the time
+# of 100 steps also for a tiny model.
+NUM_GRAY = 2  # number of prompts that are compared with gray images
+NUM_ROWS = (
+    16  # number of prompts that are encoded again, half of them the longest, half the shortest
+)
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
     "the model, if they are yours, and otherwise report this warning."
@@ -63,16 +70,19 @@ class InputCheck(Callback):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return a warning for each kind of input of an optimizer step that does not reach the loss.
 
-    The tokens of each prompt and answer must contain the texts of its row, and must be those of the
-    tokenizer. The patches of the images must be those of the row. The loss must have a gradient at
-    the text and at each image of every row that is trained on, and the hidden states must change if
-    the images are gray. Under FSDP, the model is not run.
+    The loss must have a gradient at the text and at each image of every row that is trained on.
+    The hidden states of the first prompts must change if their images are gray. The tokens of the
+    longest and shortest prompts and their answers must contain the texts of their rows, and must be
+    those of the tokenizer. Their patches must be those of the images. Under FSDP, the model is not
+    run.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
     for number, batch in enumerate(step.micro_batches):
         problems = list(check_contents(trainer, batch))
         if not trainer.run.uses_fsdp:
-            problems += check_loss(trainer, batch, with_gray=number == 0)
+            problems += check_loss(trainer, batch)
+            if number == 0:
+                problems += check_gray(trainer, batch.group)
         for where, problem in problems:
             found.setdefault(problem, []).append(where)
     warnings = []
@@ -88,13 +98,20 @@ def place(prompt: Prompt) -> str:
 
 
 def check_contents(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[str, str]]:
-    """Yield (place, problem) of each row whose texts, tokens or patches are not in a micro-batch."""
+    """Yield (place, problem) of each row whose texts, tokens or patches are not in a micro-batch.
+
+    Only the longest and the shortest prompts are checked, because a limit of tokens cuts long
+    prompts, and prompts without their images are short.
+    """
     group = batch.group
     segments = segments_of(group)
     images = list(images_of(trainer, batch, segments))
+    by_length = sorted(range(len(group.prompts)), key=lambda i: len(group.layout.prompt_spans[i]))
+    half = NUM_ROWS // 2
+    numbers = {*by_length[:half], *by_length[-half:]}
     windows: dict[int, list[Window]] = {}  # {id of a row: its windows that were not found yet}
     for number, prompt in enumerate(group.prompts):
-        if prompt.row is None or not prompt.row.messages:
+        if number not in numbers or prompt.row is None or not prompt.row.messages:
             continue  # a turn of a trajectory, whose prompt an environment has written
         own_segment = next(part for part in segments if part.prompt == number)
         own_images = [image for image in images if image.segment is own_segment]
@@ -251,11 +268,10 @@ class ShownImage:
 
 @dataclass
 class Slopes:
-    """Absolute gradients of a loss, summed over features, and the hidden states of its tokens."""
+    """Absolute gradients of a loss, summed over features."""
 
     shown: Tensor  # (patches,) at each patch, or at each cached embedding
     inputs: Tensor  # (N,) at each embedding that the decoder gets
-    states: Tensor  # hidden states that the decoder returns
 
 
 def segments_of(group: GroupBatch) -> list[Segment]:
@@ -297,19 +313,15 @@ def images_of(trainer: Trainer, batch: MicroBatch, segments: list[Segment]) -> I
         first_token = tokens.stop
 
 
-def check_loss(trainer: Trainer, batch: MicroBatch, with_gray: bool) -> Iterator[tuple[str, str]]:
+def check_loss(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[str, str]]:
     """Yield (place, problem) of each text and image of a micro-batch that the loss ignores.
 
     A row without any gradient is reported only if it has a given answer, because completions with
     an advantage of 0 have none.
-
-    Args:
-        with_gray: True also compares the hidden states with those for gray images.
     """
     group = batch.group
     places = [place(prompt) for prompt in group.prompts]
-    shown = group.pixel_values if group.vision_embeds is None else group.vision_embeds
-    slopes = run_loss(trainer, batch, shown)
+    slopes = run_loss(trainer, batch)
     segments = segments_of(group)
     images = [image for image in images_of(trainer, batch, segments) if image.is_seen]
     for segment in segments:
@@ -324,14 +336,35 @@ def check_loss(trainer: Trainer, batch: MicroBatch, with_gray: bool) -> Iterator
                 yield places[image.segment.prompt], problem
     if group.vision_embeds is not None and images and not _is_current(trainer, group):
         yield places[0], "the cached embeddings of the images are those of other images"
-    if with_gray and images:
-        gray = run_loss(trainer, batch, torch.zeros_like(shown), with_slopes=False)
-        has_token_states = len(slopes.states) == len(group.completion_ids)
-        for image in images:
-            tokens = image.segment.tokens if has_token_states else slice(None)
-            if torch.equal(slopes.states[tokens], gray.states[tokens]):
-                where = places[image.segment.prompt]
-                yield where, "the hidden states do not change if the images are gray"
+
+
+def check_gray(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[str, str]]:
+    """Yield (place, problem) of each prompt with images whose last hidden state ignores them.
+
+    Only the first prompts with images are checked.
+    """
+    prompts = [prompt for prompt in group.prompts if len(prompt.image_grid_thw)][:NUM_GRAY]
+    if not prompts:
+        return
+    config = trainer.policy.config
+    shown = pack(prompts, [[]] * len(prompts), config, group.input_ids.device)
+    name, images = images_field(shown)
+    gray = replace(shown, **{name: torch.zeros_like(images)})
+    last = torch.tensor([span.stop - 1 for span in shown.layout.prompt_spans])
+    last = to_device(last, group.input_ids.device)
+    for model in trainer.trained.modules():
+        if isinstance(model, VisionLanguageModel):
+            with torch.no_grad():
+                states, gray_states = model(shown, select=last), model(gray, select=last)
+            for prompt, is_equal in zip(prompts, (states == gray_states).all(1), strict=True):
+                if is_equal:
+                    yield place(prompt), "the hidden states do not change if the images are gray"
+
+
+def images_field(group: GroupBatch) -> tuple[str, Tensor]:
+    """Return the name and the value of the field with patches, or with cached embeddings."""
+    name = "pixel_values" if group.vision_embeds is None else "vision_embeds"
+    return name, getattr(group, name)
 
 
 def _ignored(slopes: Tensor, name: str) -> Iterator[str]:
@@ -351,19 +384,11 @@ def _is_current(trainer: Trainer, group: GroupBatch) -> bool:
     return bool(difference <= CACHE_TOLERANCE * fresh.norm())
 
 
-def run_loss(
-    trainer: Trainer, batch: MicroBatch, shown: Tensor, with_slopes: bool = True
-) -> Slopes:
-    """Compute the loss with other patches or cached embeddings, and its gradients at the inputs.
-
-    Args:
-        shown: patches or cached embeddings of the images.
-        with_slopes: False sets all gradients to 0, which saves the backward pass.
-    """
+def run_loss(trainer: Trainer, batch: MicroBatch) -> Slopes:
+    """Compute the gradients of the loss at the patches or cached embeddings, and at all tokens."""
+    name, shown = images_field(batch.group)
     leaf = shown.detach().clone().requires_grad_()
-    name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
 
     def keep_input(module: nn.Module, arguments: tuple) -> tuple:
         x = arguments[0]
@@ -371,9 +396,6 @@ def run_loss(
             x = x.detach().requires_grad_()
         inputs.append(x)
         return (x, *arguments[1:])
-
-    def keep_output(module: nn.Module, arguments: tuple, states: Tensor):
-        outputs.append(states.detach())
 
     def add_states(module: ValueHead, arguments: tuple, values: Tensor) -> Tensor | None:
         # a new head is zero, and would hide all inputs
@@ -388,7 +410,6 @@ def run_loss(
             hooks = []
             if isinstance(module, TextModel):
                 hooks.append(module.register_forward_pre_hook(keep_input))
-                hooks.append(module.register_forward_hook(keep_output))
             elif isinstance(module, ValueHead):
                 hooks.append(module.register_forward_hook(add_states))
             for hook in hooks:
@@ -396,10 +417,10 @@ def run_loss(
         group = replace(batch.group, **{name: leaf})
         loss, _ = trainer.checked_loss(replace(batch, group=group), needs_gradient=False)
         slopes: Sequence[Tensor | None] = [None] * (1 + len(inputs))
-        if with_slopes and loss.requires_grad:
+        if loss.requires_grad:
             slopes = torch.autograd.grad(loss, [leaf, *inputs], allow_unused=True)
     at_shown, *at_inputs = [
         torch.zeros(len(x)) if slope is None else slope.detach().abs().float().sum(-1).cpu()
         for x, slope in zip([leaf, *inputs], slopes, strict=True)
     ]
-    return Slopes(at_shown, torch.stack(at_inputs).sum(0), torch.cat(outputs))
+    return Slopes(at_shown, torch.stack(at_inputs).sum(0))

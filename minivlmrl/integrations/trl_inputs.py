@@ -1,6 +1,6 @@
 """A callback for TRL's trainers that checks that every image of the first step reaches the loss.
 
-docs/trl.md shows how to use it. The callback also works with transformers' own Trainer.
+docs/library.md shows how to use it. The callback also works with transformers' own Trainer.
 """
 
 import warnings

@@ -15,7 +15,7 @@ from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
-from minivlmrl.diagnostics.inputs import InputCheck, check_inputs
+from minivlmrl.diagnostics.inputs import NUM_ROWS, InputCheck, check_inputs
 from minivlmrl.model import decoder
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import offline
@@ -179,6 +179,7 @@ def hidden(choose):
 
         def attend(self, index, q, k, v):
             positions = choose(run.step.micro_batches[0].group)
+            positions = positions[positions < len(k)]  # the batch with gray images is shorter
             return original(self, index, q, k.index_fill(0, positions, 0), v.index_fill(0, positions, 0))
 
         patch.setattr(decoder.GroupAttention, "__call__", attend)
@@ -308,6 +309,27 @@ def test_a_planted_fault_is_named(stage, monkeypatch, name):
         late(run)
     warnings = check_inputs(run.trainer, run.step)
     assert any(f": {problem}" in warning for warning in warnings), warnings
+
+
+def test_one_prompt_without_its_image_is_named_in_a_large_micro_batch(stage, monkeypatch):
+    """Only the longest and the shortest prompts of a micro-batch are encoded again."""
+    original = Row.prompt
+    calls = []
+
+    def prompt(row, processor):
+        calls.append(row)
+        made = original(row, processor)
+        if len(calls) == 15:
+            made = without_images(row, made, processor)
+            made.row = row
+        return made
+
+    run = stage("sft", "--sft.prompts_per_step=24", "--sft.micro_batch_size=24")
+    monkeypatch.setattr(Row, "prompt", prompt)
+    [batch] = run.next()
+    assert len(batch.group.prompts) > NUM_ROWS
+    [warning] = check_inputs(run.trainer, run.step)
+    assert f": {COUNT}" in warning
 
 
 def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, lively, monkeypatch):
