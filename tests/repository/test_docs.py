@@ -196,7 +196,7 @@ def test_numbers_of_the_readme_are_on_its_pages(title):
     """Each number of a result is also on the page to which the last cell of its row links."""
     number = re.compile(r"\d*\.?\d+(?:e-\d+)?")
     for row in rows_of(README, title):
-        [page] = re.findall(r"\((docs/\w+\.md)\)", row[-1])
+        [page] = re.findall(r"\((docs/[\w/]+\.md)\)", row[-1])
         found = {digits.lstrip("0") for digits in number.findall(PAGES[page])}
         results = {digits.lstrip("0") for cell in row[2:-1] for digits in number.findall(cell)}
         assert results, row

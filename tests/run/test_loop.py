@@ -151,7 +151,7 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
 
 def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatch):
     monkeypatch.setattr("minivlmrl.run.loop.prepare", None)  # calling it would fail
-    monkeypatch.setattr("minivlmrl.diagnostics.memory.check_disk", Mock(side_effect=ValueError("sft needs more")))
+    monkeypatch.setattr("minivlmrl.diagnostics.memory_check.check_disk", Mock(side_effect=ValueError("sft needs more")))
     with pytest.raises(ValueError, match="sft needs more"):
         run(*own, "--stages=[sft]")
 
