@@ -51,7 +51,6 @@ OTHER_SITES = (
     "https://arxiv.org/abs/",
     "https://github.com/minivlmrl/minivlmrl/actions/",
     "https://img.shields.io/badge/",
-    "https://thinkingmachines.ai/blog/",
 )
 NAMED = "README.md", "docs/results.md", "docs/rewards.md", "docs/data.md"
 README, RESULTS, REWARDS_PAGE, DATA = (PAGES[name] for name in NAMED)
