@@ -215,7 +215,7 @@ ELSEWHERE = {
     "num_threads": "run/test_loop.py: test_num_threads",
     "save": "run/test_results.py: test_only_the_adapter_is_saved_until_the_end",
     "resume": "run/test_checkpoints.py: test_a_killed_and_resumed_run_gives_the_same_result",
-    "check_memory": "diagnostics/test_memory.py: test_a_run_that_does_not_fit_is_refused",
+    "check_memory": "diagnostics/test_memory_check.py: test_a_large_row_is_refused_with_a_cure_that_fits",
     "report_minutes": "diagnostics/test_page.py: test_the_page_is_updated_until_the_run_ends",
     "timeout": "run/test_checkpoints.py: test_a_rank_waits_for_another_until_timeout",
     "max_reward_seconds": "rewards/test_registry.py: test_a_reward_over_its_time_limit_is_reported",

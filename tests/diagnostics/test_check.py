@@ -230,17 +230,17 @@ DAMAGE = {"cut": lambda content: content[: len(content) // 2], "html": lambda _:
 
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("damage", [*DAMAGE, "strip"])
-def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, damage, capsys):
+def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, damage, tmp_path, capsys):
     """The first row is the one with which rewards are tried before the model is loaded."""
     if damage == "strip":
-        PIL.Image.new("RGB", (2275, 10)).save(rows.parent / "bad.png")
+        PIL.Image.new("RGB", (2275, 10)).save(tmp_path / "bad.png")
     else:
-        content = next(rows.parent.glob("*.png")).read_bytes()
-        (rows.parent / "bad.png").write_bytes(DAMAGE[damage](content))
+        (tmp_path / "bad.png").write_bytes(DAMAGE[damage]((rows.parent / "0.png").read_bytes()))
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    for number in (0, 3):
-        lines[number]["image"] = "bad.png"
-    write_lines(rows, lines)
+    for number, line in enumerate(lines):
+        line["image"] = str(tmp_path / "bad.png" if number in (0, 3) else rows.parent / line["image"])
+    write_lines(tmp_path / "rows.jsonl", lines)
+    own = [*own, f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options = [str(home / "recipe.yaml"), *own, "--stages=[grpo]", "--data.skip_unreadable=true"]
     check.main(options)
     said = r"2 of the checked rows of grpo are unreadable and will be skipped .*, for example .*rows\.jsonl:1: "

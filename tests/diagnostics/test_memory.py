@@ -12,7 +12,14 @@ from minivlmrl.config.options import LoRAOptions, OptimizerOptions, RunConfig, S
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Prompt
 from minivlmrl.diagnostics import memory
-from minivlmrl.diagnostics.memory import AllocationTracker, BatchShape, MemoryEstimator, TrainedModels, estimate_phases
+from minivlmrl.diagnostics.memory import (
+    AllocationTracker,
+    BatchShape,
+    MemoryEstimator,
+    TrainedModels,
+    estimate_phases,
+    largest_batch,
+)
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.generation.filters import Filters
@@ -398,3 +405,16 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
         counted |= {"logits"} if phase in ("rollout", "evaluation") else set()
         estimated = sum(size for name, size in items.items() if name in counted)
         assert estimated + held == pytest.approx(peak + held, rel=0.03), (stage, phase)
+
+
+def test_the_largest_batch_by_hand():
+    """Five prompts of 10 tokens: two of 30 tokens each fit into 60, so the last micro-batch has only one prompt."""
+    rows = [RowSize(10, 0)]
+
+    def shape(prompts, completions, max_tokens):
+        batch = largest_batch(rows, prompts, completions, max_tokens)
+        return batch.prompts, batch.num_generations
+
+    assert shape(5, [10, 10], 60) == (2, 2)
+    assert shape(5, [10, 10], None) == (5, 2)
+    assert shape(1, [10, 10, 10], 30) == (1, 2)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from minivlmrl.distributed.micro_batching import largest_micro_batch, split_into_micro_batches
+from minivlmrl.distributed.micro_batching import split_into_micro_batches
 
 from stages import ONE, snapshot
 
@@ -19,13 +19,6 @@ def test_the_example_and_the_order_of_prompts():
     assert split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], 9, 40, ONE) == [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
     lengths = [(3, [9, 1]), (5, [2, 2]), (1, [1, 7])]
     assert split_into_micro_batches(lengths, 2, None, ONE) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
-
-
-def test_the_largest_micro_batch_by_hand():
-    """Five prompts of 10 tokens: two of 30 tokens each fit into 60, so the last micro-batch has only one prompt."""
-    assert largest_micro_batch(5, 10, [10, 10], 60) == (2, 2)
-    assert largest_micro_batch(5, 10, [10, 10], None) == (5, 2)
-    assert largest_micro_batch(1, 10, [10, 10, 10], 30) == (1, 2)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -213,7 +213,7 @@ def test_unsupported_uses_of_vllm_are_refused(samplers, stage, monkeypatch):
         stage("grpo", ENGINE, "--model.config=qwen3_5.json")
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if vLLM were not installed
     load_name.cache_clear()
-    with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/vllm\.md describes: .*NotFound"):
+    with pytest.raises(ValueError, match=r"needs vLLM; install it as docs/notes/vllm\.md describes: .*NotFound"):
         stage("grpo", ENGINE)
 
 

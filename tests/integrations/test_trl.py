@@ -148,7 +148,7 @@ def test_a_function_of_the_user_replaces_the_loss(folder, tmp_path):
 
 def test_the_function_of_the_page_trains(folder, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
-    [code] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "my_loss" in code]
+    [code] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "my_loss(per_token_logps" in code]
     space = {}
     exec(code, space)
     theirs, _ = train(build(trl.GRPOTrainer, folder, tmp_path))
