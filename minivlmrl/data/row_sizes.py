@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minivlmrl.data.file_rows import FileRows
 from minivlmrl.data.processor import Processor, encode_completion
@@ -28,6 +28,7 @@ class RowSize:
     where: str = ""  # file and line of the row
     media: str = ""  # sizes of the images and videos, for messages
     has_videos: bool = False
+    index: int = 0  # index of the row in its dataset
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,7 +67,8 @@ def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = (
     sizes = []
     for number in numbers:
         with suppress(ValueError):
-            sizes.append(row_size(outline(rows, number), counter, answers))
+            size = row_size(outline(rows, number), counter, answers)
+            sizes.append(replace(size, index=number))
     return sorted(sizes, key=lambda size: -size.weight)
 
 

@@ -329,11 +329,17 @@ def estimate_phases(
     return {name: always | items() for name, items in phases.items() if only in (None, name)}
 
 
+def micro_batch_prompts(run: RunConfig, stage: str, gpus: int) -> int:
+    """Return the number of prompts of a stage's largest micro-batch on one GPU."""
+    config = getattr(run, stage)
+    return min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
+
+
 def training_batch(run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize]) -> BatchShape:
     """Return the shape of the largest micro-batch of a stage on one GPU."""
     config = getattr(run, stage)
     trainer = find_trainer(stage, run)
-    prompts = min(config.micro_batch_size, math.ceil(config.prompts_per_step / gpus))
+    prompts = micro_batch_prompts(run, stage, gpus)
     max_tokens = getattr(config, "max_tokens_per_micro_batch", None)
     if not trainer.samples_completions:
         return answers_batch(run, stage, rows, prompts)

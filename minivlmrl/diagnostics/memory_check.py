@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
 from minivlmrl.config.loading import as_overrides
 from minivlmrl.config.options import RunConfig
@@ -18,6 +19,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import RowSize, measure_rows
 from minivlmrl.data.rows import Dataset
 from minivlmrl.data.video import MIN_FRAME_TOKENS
+from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
 from minivlmrl.diagnostics.memory import (
     GB,
     MemoryEstimator,
@@ -25,6 +27,7 @@ from minivlmrl.diagnostics.memory import (
     bytes_of,
     estimate_phases,
     largest_phase,
+    micro_batch_prompts,
     peak_bytes,
     state_bytes,
     with_options,
@@ -34,16 +37,23 @@ from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.lora import adapter_parameters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoints import NUM_KEPT_STATES
+from minivlmrl.run.trainer_state import TrainerState
+from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 
 class MemoryCheck(Callback):
-    """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs."""
+    """Raises an error before weights are loaded if a run does not fit on the disk or the GPUs.
+
+    On a GPU, the largest micro-batch is also tried before the first step, because an estimate can be
+    wrong.
+    """
 
     estimator: MemoryEstimator | None = None  # None for a model with random weights
 
     def on_setup(self, config: RunConfig, world: World):
         self.plans = {}  # {stage: result of estimate_phases}
+        self.largest_rows = {}  # {stage: rows of its largest micro-batch}, only on a GPU
         self.config, self.gpus = config, world.size
         if config.model.path is None:  # models with random weights are so small that they fit
             return
@@ -65,6 +75,16 @@ class MemoryCheck(Callback):
             self.plans[stage] = estimate_phases(*arguments)
             if peak_bytes(self.plans[stage]) > available:
                 raise ValueError(refusal(*arguments, processor.image_processor, available))
+            count = micro_batch_prompts(config, stage, world.size)
+            skips = config.data.skip_unreadable
+            found = largest_rows(datasets[stage], rows, processor, count, skips)
+            self.largest_rows[stage] = found
+
+    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
+        if self.largest_rows.get(trainer.stage):
+            items = self.plans[trainer.stage]["train"]
+            rows = self.largest_rows[trainer.stage]
+            try_largest_batch(trainer, optimizer, rows, int(items["optimizer"]))
 
     def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
         # The memory of a CPU is not checked, so typical rows are estimated when memory runs out.

@@ -150,9 +150,9 @@ def train_stage(
     with phase("load"):
         checkpoints.restore(trainer, optimizer)
         state.kept = trainer.on_stage_begin(batches, results.held_out, state.kept)
-    log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)
+    log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     steps = trainer.steps(batches)
     for number in range(state.step, config.max_steps):
         try:

@@ -106,7 +106,9 @@ class MetricsLog(ExitStack):
         self.bar = self.enter_context(bar)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        trainer.timer.take()  # evaluations and other work before the first step
+        # without evaluations and other work before the first step
+        trainer.timer.take()
+        self.world.seconds_waited = 0.0
         self.timings = deque(maxlen=SPEED_EVERY)  # timings of the last steps
         model = trainer.run.model
         self.peak = peak_flops(self.world.device, model.compute_dtype or model.dtype)

@@ -289,6 +289,14 @@ class Trainer:
         """Yield the optimizer steps to make on each batch of rows."""
         raise NotImplementedError
 
+    def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
+        """Pack rows into micro-batches of the largest size, to try whether the memory is enough.
+
+        Returns:
+            No micro-batches if the stage cannot build them without a training step.
+        """
+        return ()
+
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the metrics of a micro-batch, and its loss divided by the totals of the step."""
         raise NotImplementedError

@@ -53,6 +53,9 @@ class OfflineTrainer(Trainer):
             parts = split(rows, self.config.micro_batch_size)
             yield self.step([self.micro_batch(part) for part in parts])
 
+    def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
+        return next(self.steps(iter([rows]))).micro_batches
+
     def micro_batch(self, rows: Sequence[Row]) -> MicroBatch:
         return self.pack(*self.encode(rows))
 

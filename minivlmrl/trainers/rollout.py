@@ -162,6 +162,27 @@ class RolloutTrainer(Trainer):
                 yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
                 self.reward_log.trainer_state.global_step += 1
 
+    def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
+        """Pack completions of max_new_tokens tokens; see Trainer.trial_batches.
+
+        The rewards alternate between 0 and 1, because samples without an advantage can be left out.
+        """
+        if samples_trajectories(self.run.sampling):
+            return ()
+        length = self.run.sampling.max_new_tokens
+        prompts = [row.prompt(self.processor) for row in rows]
+        completions = []
+        for prompt in prompts:
+            completion = Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length))
+            completions.append([completion] * self.config.num_generations)
+        num_samples = len(rows) * self.config.num_generations
+        rewards = (
+            (torch.arange(num_samples) % 2).float()[:, None].expand(-1, len(self.reward_weights))
+        )
+        rollout = Rollout.join(rows, prompts, completions, rewards)
+        [batches] = self.prepare(rollout, [rollout.groups])
+        return batches
+
     # ----------------------------------------------------------------------------- sample and score
 
     def roll_out(self, rows: Sequence[Row]) -> Rollout:

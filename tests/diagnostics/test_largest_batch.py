@@ -1,0 +1,140 @@
+"""Test that the largest micro-batch is tried before the first step, and that the run keeps its bytes."""
+
+from dataclasses import replace
+
+import PIL.Image
+import pytest
+import torch
+from runs import metrics, write_lines
+
+from minivlmrl.config.loading import load_config
+from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.processor import Processor
+from minivlmrl.data.row_sizes import measure_rows
+from minivlmrl.diagnostics.largest_batch import largest_rows, try_largest_batch
+from minivlmrl.diagnostics.memory_check import MemoryCheck
+from minivlmrl.distributed.process_group import World
+from minivlmrl.run import loop
+from minivlmrl.run.loop import run_training
+from minivlmrl.run.out_of_memory import OutOfMemory
+from minivlmrl.tasks import shapes
+from minivlmrl.trainers.base import Trainer
+
+from stages import STAGE
+
+PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 * 14, max_pixels=56 * 56))
+DROPOUT = ["--adapter.r=2", "--adapter.dropout=0.1"]
+# stage -> model, options
+FORMS = {
+    "sft": ("qwen3_vl_moe", []),
+    "dpo": ("model", DROPOUT),
+    "kto": ("model", []),
+    "grpo": ("qwen3_5_moe", ["--grpo.beta=0.1", "--grpo.num_generations=2"]),
+    "ppo": ("model", []),
+    "distill": ("model", ["--distill.teacher_prompt=teachers:hint"]),
+}
+
+
+def copies(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_trial_changes_nothing(stage, name, monkeypatch):
+    """The trial trains on completions of full length. Steps afterwards have the same metrics and weights."""
+    model, options = FORMS[name]
+    tried, plain = (stage(name, *options, model=model) for _ in range(2))
+    batches = []
+    original = Trainer.training_loss
+
+    def training_loss(trainer, batch):
+        batches.append(batch)
+        torch.rand(1)  # a custom loss may use the global random generator
+        return original(trainer, batch)
+
+    before, random_state = copies(tried.trainer.trained), torch.get_rng_state()
+    rows = [replace(tried.batches.dataset[index], index=index) for index in range(STAGE["micro_batch_size"])]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_loss", training_loss)
+        try_largest_batch(tried.trainer, tried.optimizer, rows, 100)
+    assert len(batches) == 1 and len(batches[0].group.prompts) == len(rows)
+    if tried.trainer.samples_completions:
+        config = tried.trainer.run
+        lengths = batches[0].group.completion_mask.sum(1)
+        assert lengths.tolist() == [config.sampling.max_new_tokens] * len(rows) * tried.config.num_generations
+    assert all(value.equal(before[key]) for key, value in tried.trainer.trained.state_dict().items())
+    assert all(parameter.grad is None for parameter in tried.trainer.trained.parameters())
+    assert torch.get_rng_state().equal(random_state) and not tried.optimizer.state and tried.trainer.rows == ()
+    assert tried.go(2) == plain.go(2)
+    after = copies(plain.trainer.trained)
+    assert all(value.equal(after[key]) for key, value in tried.trainer.trained.state_dict().items())
+    routers = [trainer.router_log for trainer in (tried.trainer, plain.trainer)]
+    assert routers == [None, None] or routers[0].take() == routers[1].take()
+
+
+class CheckedAsOnGPU(MemoryCheck):
+    """Plans the memory as on a GPU, although the run trains on the CPU."""
+
+    def on_rows(self, config, datasets, processor, world):
+        super().on_rows(config, datasets, processor, World(device=torch.device("cuda", 0)))
+
+
+FILES = ["metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"]
+
+
+@pytest.fixture
+def train(home, own, plain, lively, tmp_path, monkeypatch):
+    """Return a function that trains with the check, or without, and returns the files of the run."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
+
+    def train(name, callbacks, *options):
+        folder = tmp_path / name
+        given = [*own, "--stages=[sft, grpo]", "--sft.max_steps=1", "--grpo.max_steps=1"]
+        run_training(load_config(home / "recipe.yaml", [*given, f"--output_dir={folder}", *options]), callbacks)
+        return {name: (folder / name).read_bytes() for name in FILES}
+
+    return train
+
+
+def test_a_run_that_tries_its_largest_micro_batch_keeps_its_bytes(train, monkeypatch):
+    sizes = []
+    original = loop.run_micro_batches
+    path = "minivlmrl.diagnostics.largest_batch.run_micro_batches"
+    monkeypatch.setattr(path, lambda *given: sizes.append(loop.num_tokens(given[1][0])) or original(*given))
+    assert train("tried", [CheckedAsOnGPU()]) == train("plain", [])
+    assert len(sizes) == 2
+
+
+def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path, monkeypatch):
+    """The message names the longest row of the data, which the first step need not contain."""
+    lines = [{"problem": "a", "solution": "b"}] * 8
+    lines[5] = {"problem": "long " * 40, "solution": "b"}
+    write_lines(tmp_path / "rows.jsonl", lines)
+
+    def training_loss(trainer, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Trainer, "training_loss", training_loss)
+    monkeypatch.setattr(loop, "next_step", None)  # calling it would fail
+    with pytest.raises(OutOfMemory) as caught:
+        train("run", [CheckedAsOnGPU()], "--stages=[grpo]", f"--data.train_file={tmp_path / 'rows.jsonl'}")
+    assert str(caught.value).startswith("grpo step 0, phase forward: memory ran out (CUDA out of memory.")
+    assert "rows.jsonl:6 with" in str(caught.value) and metrics(tmp_path / "run") == []
+
+
+def test_unreadable_rows_are_not_tried(write_rows, tmp_path):
+    """With data.skip_unreadable, the next largest row is taken. Rows are repeated if there are too few."""
+    for name in ("broken", "large"):
+        PIL.Image.effect_noise((64, 64), 90).save(tmp_path / f"{name}.png")
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(broken.read_bytes()[:2000])
+    data = FileDataset(write_rows(*({"problem": "a", "image": f"{name}.png"} for name in ("broken", "large", "red"))))
+    sizes = measure_rows(data, PROCESSOR)
+    assert [size.index for size in sizes] == [0, 1, 2] and sizes[0].weight == sizes[1].weight > sizes[2].weight
+    found = largest_rows(data, sizes, PROCESSOR, 1, skip_unreadable=True)
+    found += largest_rows(data, sizes, PROCESSOR, 3, skip_unreadable=True)
+    assert [row.index for row in found] == [1, 1, 2, 1]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*broken\.png"):
+        largest_rows(data, sizes, PROCESSOR, 1, skip_unreadable=False)
+    assert largest_rows(data, sizes[:1], PROCESSOR, 1, skip_unreadable=True) == []
