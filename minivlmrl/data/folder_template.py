@@ -66,6 +66,8 @@ PUBLISHED = (
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # tag in TRL's training templates
+# in templates that take the thought out of the text of an answer
+THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
 # sha256 of Qwen's template for Qwen3-VL
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
 # Tags of thoughts and tools. Answers contain them as text, so a text may write them even if the
@@ -330,7 +332,7 @@ class ChatTemplate:
             if kind in used_kinds and spelled not in self.text:
                 raise self._error(f"the template cannot render {kind}s; use another template")
         messages = _as_json(messages)
-        if "reasoning_content" in self.text and "split('</think>')" not in self.text:
+        if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
             # Qwen3.8's template would write an empty thought before a thought in the text
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # the template renders parameters one by one instead of JSON
