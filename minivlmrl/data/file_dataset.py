@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from os.path import getsize, isfile, normpath
+from os.path import getsize, isdir, isfile, normpath
 from pathlib import Path
 from types import UnionType
 
@@ -142,6 +142,12 @@ class FileDataset(FileRows):
             is_file = isfile(path)
             file_sizes.append(getsize(path) if is_file else len(source))
             if path and not is_file:
+                if isdir(path):
+                    raise ValueError(
+                        f"{row.where}: {source!r} is a folder, but an image must be a file, and a "
+                        "video a file or a list of its frames, such as "
+                        '["frames/1.png", "frames/2.png"]'
+                    )
                 missing_files.append(f"{source} ({re.sub(r'.*:(?=[0-9]+$)', 'line ', row.where)})")
         self.prompt_hashes.append(hash(repr((row.messages, file_sizes))))
         return missing_files
@@ -322,8 +328,10 @@ def read_row(
         chosen=answers.get("chosen"),
         rejected=answers.get("rejected"),
     )
-    answer_media = [part["image"] for part in answer_image_parts(row)]
-    check_unread(columns, [*media, *answer_media], folder, known)
+    shown = [*media, *(part["image"] for part in answer_image_parts(row))]
+    if shown:  # a row with images may keep another one under the name that data.columns gives it
+        known |= {*options.columns.values()}
+    check_unread(columns, shown, folder, known)
     return row, media
 
 
