@@ -4,7 +4,7 @@ No other module of the audit imports minivlmrl, so this list shows which changes
 the audit. Only audit/tests/bugs.py imports more, because it replaces functions in modules.
 """
 
-# Definitions that a trainer's loss is compared with: advantages, GRPO and its variants, DPO, and GAE.
+# Definitions that a trainer's loss is compared with: advantages, GRPO and its variants, and DPO.
 from minivlmrl.losses.advantages import nanstd
 from minivlmrl.losses.grpo import (
     AVERAGES,
@@ -17,7 +17,6 @@ from minivlmrl.losses.grpo import (
     kl_term,
 )
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
-from minivlmrl.losses.ppo import gae
 from minivlmrl.losses.preference import Divergence, answer_logps, check_dpo_options, dpo_loss
 
 # The model that recomputes the log-probabilities and gradients of a dumped step, and its inputs.
