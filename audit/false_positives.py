@@ -2,8 +2,7 @@
 
     python audit/false_positives.py FOLDER [STEPS [SEED]]
 
-STEPS is 200 by default. FOLDER/healthy.jsonl logs the settings and the alarms of every training
-run.
+STEPS is 200 by default. FOLDER/healthy.jsonl logs the settings and the alarms of every training run.
 """
 
 import contextlib
@@ -101,9 +100,7 @@ def findings_of(folder: Path, model: Path, kind: str, options: dict):
     """Train with TRL, and yield the list of the audit's findings for each training step."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = getattr(trl_fixtures, kind)(model, folder / "trainer", max_steps=STEPS, **options)
-        with trl_fixtures.STEPS_OF[kind](trainer, folder, STEPS):
-            trainer.train()
+        trl_fixtures.train(kind, model, folder, STEPS, **options)
     for step in range(STEPS):
         yield audit(read(folder / str(step)))
 

@@ -4,10 +4,9 @@ Each bug is audited in a training step of the release before its fix and of the 
 
     python audit/history.py FOLDER
 
-FOLDER receives one environment per release, and the dumped steps. history.json lists the bugs under
-"cases", and this script writes the verdicts into it under "rows". An environment is a folder with
-one release of TRL, which PYTHONPATH places before the installed packages. Older releases also need
-an older transformers; torch is always the installed one.
+FOLDER receives one environment per release, and the dumped steps. history.json lists the bugs under "cases", and this
+script writes the verdicts into it under "rows". An environment is a folder with one release of TRL, which PYTHONPATH
+places before the installed packages. Older releases also need an older transformers; torch is always the installed one.
 """
 
 import datetime
@@ -38,8 +37,7 @@ def numbers(release: str) -> list[int]:
 def environment(work: Path, release: str) -> tuple[dict, str]:
     """Install a TRL release into a folder of `work`, unless the folder exists.
 
-    Returns the environment variables for a process that uses the release, and its version of
-    transformers.
+    Returns the environment variables for a process that uses the release, and its version of transformers.
     """
     starts = [start for start in ABOUT["transformers"] if numbers(start) <= numbers(release)]
     version = ABOUT["transformers"][starts[-1]]
@@ -57,9 +55,9 @@ def environment(work: Path, release: str) -> tuple[dict, str]:
 def verdict(folder: Path, cause: str) -> str:
     """Audit the last dumped step in `folder`, and return a verdict.
 
-    The verdict is "silent" if no number differs, and "named" if only one stage differs and one of
-    its first four explanations contains `cause`. Otherwise it is "located: " with the stages that
-    differ, or "cannot run: " with the error that prevented training.
+    The verdict is "silent" if no number differs, and "named" if only one stage differs and one of its first four
+    explanations contains `cause`. Otherwise it is "located: " with the stages that differ, or "cannot run: " with the
+    error that prevented training.
     """
     error = folder / "error.txt"
     if error.exists():
@@ -70,7 +68,7 @@ def verdict(folder: Path, cause: str) -> str:
     if not wrong:
         return "silent"
     named = [each for finding in wrong for each in finding.explained[:4]]
-    if cause and len(wrong) == 1 and any(cause in f"{each.name} {each.says}" for each in named):
+    if cause and len(wrong) == 1 and any(cause in each.says for each in named):
         return "named"
     return f"located: {', '.join(finding.stage for finding in wrong)}"
 
@@ -105,8 +103,7 @@ def main(work: Path):
 
 if __name__ == "__main__":
     model, *rest = map(Path, sys.argv[1:])
-    # called by main() with the environment of one release: train and dump the steps of the named
-    # cases
+    # called by main() with the environment of one release: train and dump the steps of the named cases
     if rest:
         folder, *names = rest
         if trl_fixtures.trl.__version__ != LAST:

@@ -3,9 +3,8 @@
     python audit/mutation_study.py --seeds 0 1 2 --json mutation_study.json  # all bugs
     python audit/mutation_study.py --bug no_picture_in_reference  # one run, with options of train
 
-tests/bugs.py defines the bugs. Each bug replaces functions of minivlmrl at run time, so the package
-itself contains no code for this study. tests/test_mutation_study.py checks that each bug changes
-the metrics of a training run.
+tests/bugs.py defines the bugs. Each bug replaces functions of minivlmrl at run time, so the package itself contains no
+code for this study. tests/test_mutation_study.py checks that each bug changes the metrics of a training run.
 """
 
 import argparse
@@ -21,10 +20,10 @@ from minivlmrl_audit.minivlmrl_api import train_recipe
 sys.path.insert(0, str(Path(__file__).parent / "tests"))
 import bugs
 
-# Disable the trainer's own check that sampler and trainer compute equal log-probabilities, because
-# this check would stop a run with some of the bugs.
+# Disable the trainer's own check that sampler and trainer compute equal log-probabilities, because this check would
+# stop a run with some of the bugs.
 OPEN = "--rollout.max_logp_mismatch=.inf"
-BUGS = {name: bug for name, bug in bugs.BUGS.items() if bug.ours}
+BUGS = bugs.BUGS
 HEALTHY = {"healthy": [], "healthy, num_iterations 2": bugs.TWICE}
 
 

@@ -1,7 +1,7 @@
 """Dump optimizer steps of TRL 0.15 to 1.15, for audit/history.py; trl_steps.py supports TRL 1.16.
 
-Older releases lack some options, which get defaults here. If a model's forward returns no
-log-probabilities, they are computed from its logits.
+Older releases lack some options, which get defaults here. If a model's forward returns no log-probabilities, they are
+computed from its logits.
 """
 
 from unittest.mock import patch
@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from minivlmrl_audit import trl_steps
 
-# Values of options of TRL 1.16 that describe how releases without these options compute. Exception:
-# before 0.16, GRPO always averaged over completions, which is loss_type "grpo"; prepare() sets it.
+# Values of options of TRL 1.16 that describe how releases without these options compute. Exception: before 0.16, GRPO
+# always averaged over completions, which is loss_type "grpo"; prepare() sets it.
 OPTIONS = {
     "sft": {"loss_type": "nll", "label_smoothing_factor": 0, "assistant_only_loss": False},
     "dpo": {},
@@ -145,8 +145,7 @@ def sft_steps(trainer, folder, steps: int = 1):
 def dpo_steps(trainer, folder, steps: int = 1):
     """Return a context manager that dumps the first steps of a DPOTrainer.
 
-    Up to TRL 0.28, a batch holds prompts and answers separately, and the trainer concatenates them
-    in the forward.
+    Up to TRL 0.28, a batch holds prompts and answers separately, and the trainer concatenates them in the forward.
     """
     prepare(trainer, "dpo")
     with patch.object(trl_steps, "Steps", OlderSteps):

@@ -1,10 +1,9 @@
 """`python -m minivlmrl audit STEP`: recompute a dumped optimizer step and explain its differences.
 
-Each stage is recomputed from the trainer's own inputs to that stage, so one mistake is reported
-only once. For a stage that differs, the search tries known causes one at a time, then a free
-factor, then the most promising pairs of causes. A search ends after --seconds with the causes that
-it has found. Exit status 0 means that all stages agree, 1 that
-at least one stage differs, and 2 that nothing could be compared.
+Each stage is recomputed from the trainer's own inputs to that stage, so one mistake is reported only once. For a stage
+that differs, the search tries known causes one at a time, then a free factor, then the most promising pairs of causes.
+A search ends after --seconds with the causes that it has found. Exit status 0 means that all stages agree, 1 that at
+least one stage differs, and 2 that nothing could be compared.
 """
 
 import argparse
@@ -27,13 +26,12 @@ from tqdm import tqdm
 from minivlmrl_audit import known_bugs, optimizer_checks, step_checks, step_names
 from minivlmrl_audit.dump import DAMAGES, Dump, SearchEndedError, read
 from minivlmrl_audit.minivlmrl_api import error_context
-from minivlmrl_audit.perturbations import Change, formula
+from minivlmrl_audit.perturbations import Change
 
-# Largest error that counts as agreement, relative to the size of the terms that were summed. It is
-# a small multiple of the rounding error of float32.
+# Largest error that counts as agreement, relative to the size of the terms that were summed. It is a small multiple of
+# the rounding error of float32.
 TOLERANCE = 1e-5
-# stages that need a forward of a model: (name of the dumped tensor, field of step.json with the
-# model's folder)
+# stages that need a forward of a model: (name of the dumped tensor, field of step.json with the model's folder)
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -58,11 +56,10 @@ THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 IDS = ("tokens", "pictures", "mask")  # stages of integers, for which no factor is fitted
 SHOWN = 4  # maximum number of printed explanations per stage
-# number of single causes closest to the trainer's numbers; each is tried in pairs with other causes
-LIKELY_CAUSES = 8
+LIKELY_CAUSES = 8  # number of single causes closest to the trainer's numbers; each is tried in pairs with other causes
 PAIRED = 400  # number of causes with which each likely cause is tried as a pair
-PAIRED_NUMBERS = 12  # pairs of causes are tried only if at least this many numbers differ
 MODEL_CAUSES = 24  # used instead of PAIRED for stages in which each cause needs a model's forward
+PAIRED_NUMBERS = 12  # pairs of causes are tried only if at least this many numbers differ
 # initial values of the search for the free number of a fitted cause; the last ones are discounts
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 SECONDS = 30.0  # time after which the search for the causes of one stage ends in commands
@@ -76,61 +73,53 @@ searched = partial(tqdm, delay=20, leave=False, disable=None)
 
 @dataclass
 class Cause:
-    """A possible mistake: a way in which a stage may deviate from its definition.
+    """A possible mistake: a way in which a stage may deviate from its definition."""
 
-    It is either listed in known_bugs.py or composed from the quantities listed there.
-    """
-
-    name: str
     says: str
-    stages: tuple | list = ()
-    # named pieces of the stage's definition that this cause replaces, see Change
-    change: dict = field(default_factory=dict)
+    change: dict  # quantities of the stage's definition that this cause replaces, see Change
+    stages: tuple = ()
+    effect: str = ""
     source: str = ""
-    costs: str = ""
     about: str = ""  # feature that a step must contain to reveal this cause, such as clipping
     error: float = 0.0  # error that remains if the stage is recomputed with this cause
     parts: int = 1  # number of single causes that this cause combines
     is_guess: bool = False  # whether this cause has a fitted number that no count or option has
 
     def __str__(self) -> str:
-        return f"{self.name} (remaining error {self.error:.0e})"
+        return f"{self.says} (remaining error {self.error:.0e})"
 
     def is_fitted(self) -> bool:
         """Return whether this cause has a free number that is fitted to the trainer's values."""
-        return "{c}" in self.name or "c" in self.change
+        return "{c}" in self.says or "c" in self.change
+
+    def is_general(self) -> bool:
+        """Return whether this cause only says that a quantity is, for example, halved or taken from another row."""
+        return any(isinstance(x, tuple) or (callable(x) and x in known_bugs.GENERAL) for x in self.change.values())
 
     def has_unlikely_number(self) -> bool:
         """Return whether a number was fitted that is far from 1 and has no known origin."""
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
-    def may_be_inside(self, scope: dict) -> bool:
-        """Return whether this cause can be limited to one use of a quantity.
+    def may_be_inside(self, quantity: str) -> bool:
+        """Return whether this cause can be limited to one use of a quantity; "" means any quantity.
 
         For example, a wrong reward may affect only the baseline of the advantages.
         """
-        # Causes that use the values of other rows or tokens are excluded, because with few numbers
-        # they match by chance. A mask has many numbers, so causes that change a mask are kept.
-        may_be = "mask" in self.change or not any(
-            isinstance(x, tuple) for x in self.change.values()
-        )
-        return may_be and scope.get("of", "") in (*self.change, "") and not self.is_fitted()
+        # Causes that use the values of other rows or tokens are excluded, because with few numbers they match by
+        # chance. A mask has many numbers, so causes that change a mask are kept.
+        may_be = "mask" in self.change or not any(isinstance(x, tuple) for x in self.change.values())
+        return may_be and quantity in (*self.change, "") and not self.is_fitted()
 
     def inside(self, use: str) -> "Cause":
         """Return a copy of this cause that affects only one use of a quantity."""
-        return replace(
-            self,
-            name=f"{self.name}, only in {use}",
-            says=f"{self.says}, only in {use}",
-            change=self.change | {"inside": [*self.change.get("inside", []), use]},
-            about="",
-        )
+        change = self.change | {"inside": [*self.change.get("inside", []), use]}
+        return replace(self, says=f"{self.says}, only in {use}", change=change, about="")
 
     def rank(self) -> int:
         """Return the order in which causes are tried, because simpler causes are tried first.
 
-        A cause with a fitted number has rank 3. Any other cause has the number of the uses that it
-        is limited to, which is 0 for a cause without a limit.
+        A cause with a fitted number has rank 3. Any other cause has the number of the uses that it is limited to, which
+        is 0 for a cause without a limit.
         """
         return 3 if self.is_fitted() else len(self.change.get("inside", []))
 
@@ -139,15 +128,9 @@ class Cause:
         return not self.change.keys() <= AFTER_FORWARD
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return a copy of this cause with its fitted number inserted into its texts.
-
-        source: text that names where the number may come from.
-        """
-        text = f"{number:.5g}"
-        says = self.says.replace("{c}", text) + source
-        change = self.change | {"c": number}
-        name = self.name.replace("{c}", text)
-        return replace(self, name=name, says=says, change=change, is_guess=not source)
+        """Return a copy of this cause with its fitted number, and a text that names where it may come from."""
+        says = self.says.replace("{c}", f"{number:.5g}") + source
+        return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
 
 class Place(NamedTuple):
@@ -162,11 +145,8 @@ class Place(NamedTuple):
 class Search:
     """The result of a search for the causes of a stage's differences."""
 
-    # causes that reproduce all numbers of the stage, with the fewest parts
-    explained: list[Cause] = field(default_factory=list)
-    near: list[Cause] = field(
-        default_factory=list
-    )  # causes that leave exactly one number unexplained
+    explained: list[Cause] = field(default_factory=list)  # causes that reproduce all numbers, with the fewest parts
+    near: list[Cause] = field(default_factory=list)  # causes that leave exactly one number unexplained
     has_ended: bool = False  # whether the time was over before all causes were tried
 
 
@@ -194,35 +174,27 @@ class Finding:
             return []
         result = []
         unit = GROUPS.get(self.stage, "number")
+        count = len(self.explained)
         if self.groups < 2:
+            result.append(f"only one {unit} differs, too few to tell causes apart; audit a larger step")
+        if count > SHOWN:
+            result.append(f"{count} causes give the same numbers, so this step cannot tell them apart")
+        if count and self.search.near:
+            names = "; ".join(cause.says for cause in self.search.near[:SHOWN])
             result.append(
-                f"only one {unit} differs, too few to tell causes apart; audit a larger step"
+                f"one number decides against {len(self.search.near)} other causes, which give all other numbers: "
+                f"{names}; audit a larger step"
             )
-        if len(self.explained) > SHOWN:
+        if self.groups == 2 and count and self.explained[0].is_guess:
             result.append(
-                f"{len(self.explained)} causes give the same numbers, so this step cannot tell them "
-                "apart"
-            )
-        if self.explained and self.search.near:
-            names = ", ".join(cause.name for cause in self.search.near[:SHOWN])
-            result.append(
-                f"one number decides against {len(self.search.near)} other causes, which give all "
-                f"other numbers: {names}; audit a larger step"
-            )
-        if self.groups == 2 and self.explained and self.explained[0].is_guess:
-            result.append(
-                f"a number was fitted for the first cause, so only one {unit} confirms it; audit a "
-                "larger step"
+                f"a number was fitted for the first cause, so only one {unit} confirms it; audit a larger step"
             )
         if self.search.has_ended:
-            result.append(
-                "the time was over before all causes were tried; a larger --seconds tries more"
-            )
+            result.append("the time was over before all causes were tried; a larger --seconds tries more")
         return result
 
 
-CAUSES = [Cause(**fields) for fields in known_bugs.CAUSES]
-FACTOR = Cause(**known_bugs.FACTOR)  # a fitted factor that multiplies all numbers of a stage
+FACTOR = Cause(*known_bugs.FACTOR)  # a fitted factor that multiplies all numbers of a stage
 
 
 def names_of(name: str, d: Dump) -> set[str]:
@@ -232,46 +204,37 @@ def names_of(name: str, d: Dump) -> set[str]:
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List the causes for a stage of this step: first those of known_bugs.py, then composed ones."""
+    """List the causes for a stage of this step, those that are limited to one use of a quantity last."""
     names = names_of(name, d)
-    result = [cause for cause in CAUSES if names & set(cause.stages)]
-    for quantity in known_bugs.QUANTITIES:
-        if names & set(quantity.stages) and quantity.needs in d:
-            result += composed(quantity, d, "mask" in names)
+    result = []
+    for quantity, causes in known_bugs.QUANTITIES.items():
+        stages = quantity.stages.split(", ")
+        if names & set(stages) and quantity.needs in d:
+            for says, change in causes.items():
+                change = change if isinstance(change, dict) else {quantity.name: change}
+                for text, parts in limited(says, change, d, "mask" in names):
+                    result.append(Cause(text, parts, stages, quantity.effect, quantity.source, quantity.about))
     # causes specific to this kind of loss or model come before general causes
-    result.sort(key=lambda cause: not (names - {"loss", "logps"}) & set(cause.stages))
-    for scope in known_bugs.SCOPES:
-        if names & set(scope["stages"]):
-            alone = [cause for cause in result if cause.may_be_inside(scope)]
-            result += [cause.inside(use) for use in scope["uses"] for cause in alone]
+    result.sort(key=lambda cause: (cause.is_general(), not (names - {"loss", "logps"}) & set(cause.stages)))
+    for stages, uses, quantity in known_bugs.SCOPES:
+        if names & set(stages.split(", ")):
+            alone = [cause for cause in result if cause.may_be_inside(quantity)]
+            result += [cause.inside(use) for use in uses for cause in alone]
     return result
 
 
-def composed(quantity: known_bugs.Quantity, d: Dump, in_mask: bool) -> list[Cause]:
-    """Compose causes in which a quantity has a wrong value, such as 0 or the value of another row."""
-    changes = dict(quantity.terms)
-    for operators in quantity.operators:
-        changes |= known_bugs.OPERATORS[operators]
-    for kind in quantity.units:
-        for unit in getattr(d, kind):
-            for says, function in quantity.changes.items():
+def limited(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
+    """Yield the sentence and the change of a cause, once for each part of the step to which it may be limited."""
+    pieces = [name for name, x in change.items() if isinstance(x, known_bugs.Limited)]
+    if not pieces:
+        yield says, change
+    for name in pieces:
+        kinds, formula = change[name]
+        for kind in kinds.split():
+            for unit in getattr(d, kind):
                 # the completion mask cannot select tokens while the mask itself is compared
                 if not (in_mask and "counted" in unit):
-                    changes[says.format(unit)] = (kind, unit, function)
-    result = []
-    for text, change in changes.items():
-        result.append(
-            Cause(
-                f"{quantity.name}: {text}",
-                f"{quantity.says} {text}",
-                stages=quantity.stages,
-                change={quantity.name: change, **quantity.also},
-                source=quantity.source,
-                costs=quantity.costs,
-                about=quantity.about,
-            )
-        )
-    return result
+                    yield says.replace("{}", unit), change | {name: (kind, unit, formula)}
 
 
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
@@ -279,8 +242,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
     seconds: time after which the search for the causes of one stage ends.
 
-    Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or
-    shape.
+    Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """
     findings = []
     for name, stage in STAGES.items():
@@ -309,22 +271,20 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     return findings
 
 
-def look_for_causes(
-    finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf
-):
+def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
     """Find causes for a stage that differs, and record them for the later stages."""
     of_one_forward = finding.stage == "entropies" and "logps" in differing
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # A cause that explains both stages is accepted as the mistake. Log-probabilities and
-        # entropies come from the same forward, so for these two stages no other cause is accepted.
+        # A cause that explains both stages is accepted as the mistake. Log-probabilities and entropies come from the
+        # same forward, so for these two stages no other cause is accepted.
         both = {}
         for cause in earlier.explained:
             if names & {*cause.stages}:
-                both |= {again.name: again for again in fits(finding.stage, d, cause)}
+                both |= {again.says: again for again in fits(finding.stage, d, cause)}
         if both or (of_one_forward and earlier.stage == "logps"):
             finding.explained = list(both.values())
-            earlier.explained = [cause for cause in earlier.explained if cause.name in both]
+            earlier.explained = [cause for cause in earlier.explained if cause.says in both]
     finding.again = bool(finding.explained)
     if not (finding.again or of_one_forward):
         finding.search = find_causes(finding.stage, d, seconds)
@@ -358,24 +318,10 @@ def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
     return ((theirs - ours).abs() / unit).nan_to_num(math.inf, math.inf)
 
 
-def joined(first: Cause, second: Cause) -> Cause:
-    """Return the cause that combines two causes."""
-    return replace(
-        first,
-        name=f"{first.name} and {second.name}",
-        says=f"{first.says}; {second.says}",
-        change=first.change | second.change,
-        parts=2,
-    )
-
-
 def computed(name: str, d: Dump, change: dict) -> dict | None:
-    """Recompute a stage with a deviation. Return None if this is impossible.
+    """Recompute a stage with a deviation, see Change; {} recomputes the definition itself.
 
-    change: replaced pieces of the stage's definition, see Change. An empty dict recomputes the
-        definition itself.
-
-    Raises SearchEndedError after the deadline of a search.
+    Returns None if this is impossible. Raises SearchEndedError after the deadline of a search.
     """
     d.check_time()
     factor = Change(d, change)("factor", 1.0)
@@ -425,11 +371,11 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     compared = all_gaps(answer) > TOLERANCE
     if (name in IDS and compared.sum() < 2) or (name == "schedule" and len(compared) < 2):
         return result
-    # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if the
-    # deviation explains 99 % of the error.
+    # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if the deviation explains 99 %
+    # of the error.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # Forwards are slow, so only the row with the largest error is searched. Each cause that is
-    # found must then explain all rows.
+    # Forwards are slow, so only the row with the largest error is searched. Each cause that is found must then explain
+    # all rows.
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -448,8 +394,7 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     smallest_error = min((cause.error for cause in explanations), default=0.0)
     limit = max(10 * smallest_error, TOLERANCE / 100)
     explanations = [cause for cause in explanations if cause.error <= limit]
-    # rewards that are 0.0001 times as large give the same advantages as an epsilon of 1, which is
-    # the likelier mistake
+    # rewards that are 0.0001 times as large give the same advantages as an epsilon of 1, which is the likelier mistake
     result.explained = sorted(explanations, key=Cause.has_unlikely_number)
     return result
 
@@ -457,8 +402,8 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
 def search(name: str, d: Dump, result: Search):
     """Find causes that reproduce a stage's numbers: first single causes, then pairs of causes.
 
-    A single cause is also tried on each subset of the numbers that contains all differences. A
-    cause with a fitted number is not tried in pairs, because such a pair would match by chance.
+    A single cause is also tried on each subset of the numbers that contains all differences. A cause with a fitted
+    number is not tried in pairs, because such a pair would match by chance.
 
     result: receives the causes, so that the causes found so far remain if the time is over.
     """
@@ -475,12 +420,13 @@ def search(name: str, d: Dump, result: Search):
     is_few = name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS
     if result.explained or is_few:
         return
-    ranked = filter(None, (by_distance[key] for key in sorted(by_distance)))
-    ranked_causes = list(ranked)[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
-    pairs = list(product(ranked_causes[:LIKELY_CAUSES], ranked_causes))
-    for first_cause, second_cause in searched(pairs, f"{name}: pairs of causes"):
-        if first_cause.change.keys().isdisjoint(second_cause.change):
-            result.explained += fits(name, d, joined(first_cause, second_cause))
+    ranked = [by_distance[key] for key in sorted(by_distance) if by_distance[key]]
+    ranked = ranked[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
+    pairs = list(product(ranked[:LIKELY_CAUSES], ranked))
+    for cause, other in searched(pairs, f"{name}: pairs of causes"):
+        if cause.change.keys().isdisjoint(other.change):
+            both = replace(cause, says=f"{cause.says}; and {other.says}", change=cause.change | other.change, parts=2)
+            result.explained += fits(name, d, both)
 
 
 def try_single_causes(name: str, d: Dump, suspects: list[Place], by_distance: dict, result: Search):
@@ -555,8 +501,7 @@ def distance(answer: dict) -> tuple[float, float]:
 def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Cause]:
     """Return [cause] if the cause, limited to a subset of the numbers, explains the stage."""
     if place.says:
-        name = f"{cause.name}, only {place.says}"
-        cause = replace(cause, name=name, says=f"{cause.says}, only for {place.says}", parts=2)
+        cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
     explanations = fit(answer and seen(answer, place.inside), cause, d)
     if explanations and place.says and "loss" in answer and d.about["kind"] != "dpo":
         rows = place.rows[:, None]
@@ -590,9 +535,7 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
 
     base_answer = computed(name, d, {})
     # a fitted multiplier may equal a known count of the step, or its inverse
-    multiplies = cause is FACTOR or any(
-        value is known_bugs.times for value in cause.change.values()
-    )
+    multiplies = cause is FACTOR or any(x is known_bugs.times for x in cause.change.values())
     sources = known_numbers(d, next(iter(base_answer))) if multiplies else {}
     distances = {}  # for each candidate number, the distances in all suspects
     for number in [*NUMBERS, *sources]:
@@ -603,9 +546,9 @@ def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Caus
         nearest = min(distances, key=lambda number: distances[number][index])
         is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base_answer)
         wrong = seen(base_answer, place.inside)
-        # A fitted number always matches the values of a single group, such as the advantages that
-        # one reward changes, and a fitted factor always matches two opposite advantages. Such fits
-        # are ignored unless the number itself is a known one.
+        # A fitted number always matches the values of a single group, such as the advantages that one reward changes,
+        # and a fitted factor always matches two opposite advantages. Such fits are ignored unless the number itself is
+        # a known one.
         is_few = count_wrong(wrong) < 3 if cause is FACTOR else count_groups(name, wrong, d) < 2
         is_known = nearest in sources or nearest == 1  # 1 is a likely bound
         if not is_nearer or (is_few and not is_known):
@@ -651,8 +594,8 @@ def count_wrong(answer: dict) -> int:
 def count_groups(name: str, answer: dict, d: Dump) -> int:
     """Count the independent groups of numbers of a stage in which a number differs.
 
-    Groups are groups of completions for advantages, and rows, pairs and micro-batches for losses. In
-    other stages, each number is a group of its own.
+    Groups are groups of completions for advantages, and rows, pairs and micro-batches for losses. In other stages, each
+    number is a group of its own.
     """
     if name not in ("advantages", "loss"):
         return count_wrong(answer)
@@ -675,19 +618,13 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
     key: name of the explained tensor, which selects the counts that apply.
     """
     named_numbers = [(0.0, "exactly zero")]
-    for says, (function, keys) in known_bugs.FACTORS.items():
-        number = formula(function, about=d.about)
-        if number not in (None, 0, 1) and re.match(keys, key):
-            named_numbers.append((number, says))
+    named_numbers += [(number, says) for says, number in applying(known_bugs.FACTORS, d, key)]
     units = defaultdict(list)  # for each count, the names of the quantities that have it
-    for unit, (function, keys) in known_bugs.COUNTS.items():
-        count = formula(function, step=d, about=d.about)
-        if count not in (None, 0, 1) and re.match(keys, key):
-            units[count].append(unit)
+    for unit, count in applying(known_bugs.COUNTS, d, key):
+        units[count].append(unit)
     counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
     for count, says in counts.items():
-        named_numbers.append((count, says))
-        named_numbers.append((1 / count, f"1 over {says}"))
+        named_numbers += [(count, says), (1 / count, f"1 over {says}")]
     ratios = []
     trusted = set()  # ratios of large counts; ratios of only small counts match by chance
     for count, other in permutations(counts, 2):
@@ -696,6 +633,14 @@ def known_numbers(d: Dump, key: str) -> dict[float, str]:
             trusted.add(rounded_key(count / other))
     ratios = {number: says for number, says in joined_texts(ratios).items() if number in trusted}
     return ratios | joined_texts(named_numbers)  # a single count is simpler than a ratio
+
+
+def applying(table: dict, d: Dump, key: str) -> Iterator[tuple[str, float]]:
+    """Yield the description and the number of each entry of a table of known_bugs.py that applies to a tensor."""
+    for says, (function, keys) in table.items():
+        number = function(d)
+        if number not in (None, 0, 1) and re.match(keys, key):
+            yield says, number
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
@@ -714,8 +659,8 @@ def rounded_key(number: float) -> float:
 def where(answer: dict) -> list[str]:
     """Describe which numbers differ: counts for each tensor, then examples.
 
-    There are up to 4 examples for each of up to 3 tensors. An example shows the trainer's value
-    "instead of" the recomputed value.
+    There are up to 4 examples for each of up to 3 tensors. An example shows the trainer's value "instead of" the
+    recomputed value.
     """
     wrong_counts = []
     lines = []
@@ -757,22 +702,18 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 def notes(d: Dump) -> list[str]:
     """Return sentences about what agreement does not say of this step."""
-    filters = []
-    for name, off in step_names.FILTERS.items():
-        if d.about.get(name) not in off:
-            filters.append(f"{name} = {d.about[name]}")
+    filters = [f"{name} = {d.about[name]}" for name, off in step_names.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:
         result.append(
-            f"tokens were sampled with {' and '.join(filters)}, but the audit normalises "
-            "log-probabilities over the whole vocabulary, as TRL does; they are not the sampler's "
-            "(TRL #6789)"
+            f"tokens were sampled with {' and '.join(filters)}, but the audit normalises log-probabilities over the "
+            "whole vocabulary, as TRL does; they are not the sampler's (TRL #6789)"
         )
     if d.about.get("autocast"):
         allowed = TOLERANCE * optimizer_checks.THROUGH_A_MODEL * optimizer_checks.HALF
         result.append(
-            f"the model ran in {d.about['autocast']} (autocast), so log-probabilities agree if they "
-            f"differ by less than {allowed:g} nats, and gradients by less than {allowed:.0%} of the largest"
+            f"the model ran in {d.about['autocast']} (autocast), so log-probabilities agree if they differ by less "
+            f"than {allowed:g} nats, and gradients by less than {allowed:.0%} of the largest"
         )
     return result
 
@@ -793,7 +734,7 @@ def finding_lines(finding: Finding) -> list[str]:
     for cause in finding.explained[:SHOWN]:
         lines.append(f"{'':12}{word}: {cause}")
         word = "or"
-        about = [cause.says, cause.source, cause.costs and f"effect: {cause.costs}"]
+        about = [cause.source, cause.effect and f"effect: {cause.effect}"]
         lines.append(f"{'':16}{'; '.join(filter(None, about))}")
     if len(finding.explained) > SHOWN:
         lines.append(f"{'':12}and {len(finding.explained) - SHOWN} other causes fit equally well")
@@ -811,8 +752,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
     seconds: time after which the search for the causes of one stage ends.
 
-    Raises ValueError if the folder does not contain a valid step, or if none of its numbers can be
-    compared.
+    Raises ValueError if the folder does not contain a valid step, or if none of its numbers can be compared.
     """
     d = read(folder)
     with error_context(folder):
@@ -821,8 +761,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
         if all(finding.ok for finding in findings) and not compared:
             why = "no token is in the loss" if findings else "each stage lacks a tensor or a field"
             raise ValueError(
-                f"nothing was compared, because {why}. "
-                "docs/audit.md lists the tensors and fields that a step needs."
+                f"nothing was compared, because {why}. docs/audit.md lists the tensors and fields that a step needs."
             )
     return findings, d
 
@@ -842,7 +781,7 @@ def stage_json(finding: Finding) -> dict:
     """Return the finding of a stage as a JSON object."""
     explained = []
     for cause in finding.explained:
-        named = {"name": cause.name, "says": cause.says}
+        named = {"name": ", ".join(name for name in cause.change if name not in ("inside", "c")), "says": cause.says}
         explained.append({"error": cause.error, "causes": [named]})
     return {
         "stage": finding.stage,
@@ -858,19 +797,12 @@ def stage_json(finding: Finding) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     """Audit the step given on the command line, print the report, and return the exit status."""
-    p = argparse.ArgumentParser(
-        "python -m minivlmrl audit",
-        description="Recompute a dumped optimizer step, and explain every number that differs.",
-    )
+    says = "Recompute a dumped optimizer step, and explain every number that differs."
+    p = argparse.ArgumentParser("python -m minivlmrl audit", description=says)
     p.add_argument("step", help="folder with step.json and step.safetensors, see docs/audit.md")
     p.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    p.add_argument(
-        "--seconds",
-        type=float,
-        default=SECONDS,
-        help="time after which the search for the causes of a stage ends with the causes that it has "
-        f"found (default: {SECONDS:g})",
-    )
+    says = f"time after which the search for a stage ends with the causes that it has found (default: {SECONDS:g})"
+    p.add_argument("--seconds", type=float, default=SECONDS, help=says)
     options = p.parse_args(arguments)
     findings, d = checked(options.step, options.seconds)
     result = as_json(findings, d)

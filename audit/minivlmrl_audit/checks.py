@@ -20,11 +20,11 @@ def assert_split_invariant(
     """Assert that the gradient of a step does not depend on how its rows are split.
 
     Args:
-        gradients: function that takes a list of lists of row indices, one list for each part, and
-            returns {name: tensor}. It accumulates the gradients of the parts as your trainer does.
+        gradients: function that takes a list of lists of row indices, one list for each part, and returns {name:
+            tensor}. It accumulates the gradients of the parts as your trainer does.
         rows: number of rows of the step, at least 2.
-        tolerance: largest allowed difference, relative to the largest gradient of the whole step.
-        sizes: numbers of parts to try. Defaults to 2, rows - 1 and rows.
+        tolerance: largest allowed difference, relative to the largest gradient of the whole step. sizes: numbers of
+        parts to try. Defaults to 2, rows - 1 and rows.
         parts_name: name of the parts in error messages.
     """
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
@@ -41,9 +41,7 @@ def assert_split_invariant(
             f"{parts_name} {parts}: the parameter {names[0]} has a gradient either only with this "
             "split or only without it"
         )
-        errors = {
-            name: gaps(x, whole_gradients[name], unit).max() for name, x in split_gradients.items()
-        }
+        errors = {name: gaps(x, whole_gradients[name], unit).max() for name, x in split_gradients.items()}
         worst = max(errors, key=errors.get)
         assert errors[worst] <= tolerance, (
             f"{parts_name} {parts}: the gradient of {worst} differs from the gradient of the whole "

@@ -77,9 +77,9 @@ def difference(path: Path, other: Path, moved: bool = False) -> str:
 def content(path: Path, moved: bool = False) -> Iterator:
     """Yield the comparable parts of a file or of a saved state.
 
-    A .jsonl file is yielded line by line and a .json or .yaml file as one object, without fields
-    that differ between correct runs. Any other file is yielded as a whole. A saved state is yielded
-    tensor by tensor, each gathered from the files of all ranks.
+    A .jsonl file is yielded line by line and a .json or .yaml file as one object, without fields that differ between
+    correct runs. Any other file is yielded as a whole. A saved state is yielded tensor by tensor, each gathered from
+    the files of all ranks.
 
     Raises ValueError if the content does not have the format that the file's suffix promises.
     """
@@ -133,8 +133,8 @@ def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
 def distance(first, second) -> float:
     """Return the largest numeric difference between two parsed values.
 
-    Differences of tensors are absolute. Differences of JSON floats greater than 1 are relative.
-    The result is infinite if the values differ in anything else, such as a text or a shape.
+    Differences of tensors are absolute. Differences of JSON floats greater than 1 are relative. The result is infinite
+    if the values differ in anything else, such as a text or a shape.
     """
     if type(first) is not type(second):
         return math.inf

@@ -1,8 +1,7 @@
 """Read and write a dumped optimizer step: step.json and step.safetensors.
 
-A step has n rows (completions) of S tokens in M micro-batches. Its rows come from a rollout of N
-completions with K rewards each. docs/audit.md lists all tensors and fields. Only the tensors in
-NEEDED and the field `kind` are required.
+A step has n rows (completions) of S tokens in M micro-batches. Its rows come from a rollout of N completions with K
+rewards each. docs/audit.md lists all tensors and fields. Only the tensors in NEEDED and the field `kind` are required.
 """
 
 import math
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl_audit import perturbations, step_names
+from minivlmrl_audit import perturbations, step_names, units
 from minivlmrl_audit.formulas import first
 from minivlmrl_audit.minivlmrl_api import (
     check_field,
@@ -53,9 +52,8 @@ class Dump(dict):
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        self.optimizer = about.get("optimizer", {})
-        # Deviations that the audit has found in the step's forward and in its token ids. {} means
-        # that there is none, and None that the values differ for an unknown reason.
+        # Deviations that the audit has found in the step's forward and in its token ids. {} means that there is none,
+        # and None that the values differ for an unknown reason.
         self.forward = {}
         self.ids = {}
         self.cache = {}  # results of the model's forwards and backwards
@@ -87,22 +85,30 @@ class Dump(dict):
         prompt_tokens = self.get("prompt_mask", other_tokens)
         # (n, S) mask of all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
-        # (n, S) mask of the columns that may hold sampled tokens; all columns after them are padding,
-        # whose id may be that of a stop token
+        # (n, S) mask of the columns that may hold sampled tokens; all columns after them are padding, whose id may be
+        # that of a stop token
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self.add_row_numbers()
 
-    # orders and sets of rows, tokens, images and parameters for composed causes, see perturbations.py
-    rows = cached_property(perturbations.row_orders)
-    rollout_rows = cached_property(lambda self: perturbations.row_orders(self, of_rollout=True))
-    row_sets = cached_property(perturbations.row_sets)
-    rollout_sets = cached_property(perturbations.rollout_sets)
-    spans = cached_property(perturbations.spans)
-    pictures = cached_property(perturbations.picture_numbers)
-    parts = cached_property(perturbations.parts_of_model)
-    columns = cached_property(perturbations.token_orders)
-    regions = cached_property(lambda self: perturbations.token_regions(self, *self.turns()))
+    # orders and sets of rows, tokens, images and parameters for composed causes, see units.py
+    rows = cached_property(units.row_orders)
+    rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
+    row_sets = cached_property(units.row_sets)
+    rollout_sets = cached_property(units.rollout_sets)
+    spans = cached_property(units.spans)
+    pictures = cached_property(units.picture_sets)
+    parts = cached_property(units.parts_of_model)
+    columns = cached_property(units.token_orders)
+    regions = cached_property(lambda self: units.token_regions(self, *self.turns()))
+
+    @property
+    def optimizer(self) -> dict:
+        return self.about.get("optimizer", {})
+
+    @property
+    def schedule(self) -> dict:
+        return self.about.get("schedule", {})
 
     def check_time(self):
         """Raise SearchEndedError after the deadline of a search."""
@@ -140,6 +146,10 @@ class Dump(dict):
     def has(self, *names: str) -> bool:
         return all(name in self for name in names)
 
+    def has_advantage(self) -> Tensor:
+        """Return a mask (n,) of the rows with an advantage other than 0."""
+        return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
+
     def of_rollout(self, name: str) -> Tensor:
         """Return the tensor `name` (n,) of the rows in the order of the rollout's completions (N,).
 
@@ -162,9 +172,9 @@ class Dump(dict):
     def sampled(self, change: dict | None) -> Tensor | None:
         """Return the sampler's tokens after the prompt, changed by a deviation of `ids`.
 
-        Returns a tensor (2, n, S + L) with the token ids, and with 1 for each sampled token and 0 for
-        each token of a tool response; -1 is padding. Returns None if the dump does not contain the
-        sampler's ids, or if the ids differ for an unknown reason.
+        Returns a tensor (2, n, S + L) with the token ids, and with 1 for each sampled token and 0 for each token of a
+        tool response; -1 is padding. Returns None if the dump does not contain the sampler's ids, or if the ids differ
+        for an unknown reason.
         """
         if change is None or "sampler_ids" not in self:
             return None
@@ -177,12 +187,12 @@ class Dump(dict):
         is_real = ids >= 0
         regions = {}
         if text:
-            regions = perturbations.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
+            regions = units.token_regions(self, ids, drawn_flags == 1, drawn_flags == 0)
         region = regions.get(unit, ids * 0)
         rows = []
         for i, begin in enumerate((~self.completion).sum(1).tolist()):
             lists = [x[i][is_real[i]].tolist() for x in (ids, drawn_flags, region)]
-            values = torch.tensor(perturbations.edited(*lists, text, again=self.again)).long()
+            values = torch.tensor(perturbations.edited(self, *lists, text)).long()
             end = self.width + ids.shape[1] - begin - values.shape[1]
             rows.append(pad(values, (begin, end), value=-1))  # a negative end truncates the row
         return torch.stack(rows, 1)
@@ -202,9 +212,8 @@ class Dump(dict):
 def check_step(about: dict, tensors: dict[str, Tensor]):
     """Check the fields of a step, and that it has all required tensors, with consistent shapes.
 
-    Raises ValueError if a required tensor is missing, if the kind is not supported, if a field has a
-    wrong type, if a tensor of indices is not of integers, or if a tensor's shape does not fit
-    input_ids.
+    Raises ValueError if a required tensor is missing, if the kind is not supported, if a field has a wrong type, if a
+    tensor of indices is not of integers, or if a tensor's shape does not fit input_ids.
     """
     missing = [f"the tensor {name} is missing" for name in NEEDED if name not in tensors]
     if about.get("kind") not in (*OPTIONS,):

@@ -8,8 +8,8 @@ from torch.nn.utils import get_total_norm
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x to a dtype. In case of a tie, return the trainer's value `theirs`.
 
-    `theirs` is returned if the dtype can represent it and it is at most 0.501 rounding units away
-    from x, because x may lie halfway between two representable numbers.
+    `theirs` is returned if the dtype can represent it and it is at most 0.501 rounding units away from x, because x may
+    lie halfway between two representable numbers.
     """
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
@@ -19,9 +19,9 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
     """Return `theirs` if 16-bit arithmetic explains their differences from the exact values, else x.
 
-    Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the
-    rounding errors of x, which was computed in 16 bits, must be as large as the trainer's differences,
-    and correlated with them. At least 16 log-probabilities, in nats, are needed for this test.
+    Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the rounding errors of
+    x, which was computed in 16 bits, must be as large as the trainer's differences, and correlated with them. At least
+    16 log-probabilities, in nats, are needed for this test.
     """
     errors = (x - exact)[theirs != exact]
     differences = (theirs - exact)[theirs != exact]
@@ -33,16 +33,7 @@ def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
     return theirs if is_large_enough and max(sizes) < 2 * min(sizes) else x
 
 
-def between(starts: Tensor, ends: Tensor) -> Tensor:
-    """Return a mask (n, S) of the columns from each start up to the column before the next end."""
-    num_started = starts.cumsum(1)
-    num_ended = (num_started * ends).cummax(1).values
-    return num_started > num_ended
-
-
-def clipped(
-    gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None
-) -> dict[str, Tensor]:
+def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
     """Scale gradients so that their total norm is at most max_norm, like torch's clip_grad_norm_.
 
     Args:

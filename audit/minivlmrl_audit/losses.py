@@ -25,21 +25,11 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
         rows[name] = x.detach().flatten(0, -2) if x.dim() > 1 else x
     mask = rows.pop("mask")
     zeros = torch.zeros_like(mask, dtype=torch.long)
-    tensors = {
-        **rows,
-        "completion_mask": mask,
-        "input_ids": zeros,
-        "prompt_mask": zeros,
-        "loss": value.view(1),
-    }
+    tensors = {**rows, "completion_mask": mask, "input_ids": zeros, "prompt_mask": zeros, "loss": value.view(1)}
     if options["kind"] == "dpo":  # other losses have no pairs, by which a mistake could divide
         number = torch.arange(len(mask))
         tensors |= {"pair": number // 2, "chosen": 1 - number % 2}
-    about = {
-        **options,
-        "loss": options_of(options["kind"], options),
-        "rollout_tokens": options.get("tokens"),
-    }
+    about = {**options, "loss": options_of(options["kind"], options), "rollout_tokens": options.get("tokens")}
     return Dump(about, tensors)
 
 
@@ -53,16 +43,12 @@ def mistakes(cases: list[tuple]) -> list[str]:
     while steps and len(lines) < SEARCHES:
         left = {}  # for each mistake, the steps that it leaves unexplained
         for cause in explain("loss", steps[0], SECONDS):
-            name = f"{cause.says} ({cause.name})"
-            left[name] = [step for step in steps[1:] if not fits("loss", step, cause)]
+            left[cause.says] = [step for step in steps[1:] if not fits("loss", step, cause)]
         if not left:
             left["no known mistake explains the numbers"] = steps[1:]
         other_steps = min(left.values(), key=len)
         tied_names = [name for name, others in left.items() if len(others) == len(other_steps)]
-        lines.append(
-            f"{len(steps) - len(other_steps)} of the differing cases: "
-            f"{'; or '.join(tied_names[:TIED])}"
-        )
+        lines.append(f"{len(steps) - len(other_steps)} of the differing cases: {'; or '.join(tied_names[:TIED])}")
         # if no mistake is known, describe the first differing numbers instead
         if "no known mistake explains the numbers" in left:
             lines += [f"  {line}" for line in where(computed("loss", steps[0], {}))]

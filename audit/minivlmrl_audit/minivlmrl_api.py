@@ -1,7 +1,7 @@
 """All names that the audit imports from minivlmrl, whose definitions it trusts.
 
-No other module of the audit imports minivlmrl, so this list shows which changes of minivlmrl affect
-the audit. Only audit/tests/bugs.py imports more, because it replaces functions in modules.
+No other module of the audit imports minivlmrl, so this list shows which changes of minivlmrl affect the audit. Only
+audit/tests/bugs.py imports more, because it replaces functions in modules.
 """
 
 # Definitions that a trainer's loss is compared with: advantages, GRPO and its variants, and DPO.
@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import (
     kl_term,
 )
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
-from minivlmrl.losses.preference import Divergence, answer_logps, check_dpo_options, dpo_loss
+from minivlmrl.losses.preference import DPO_LOSSES, Divergence, answer_logps, check_dpo_options, dpo_loss
 
 # The model that recomputes the log-probabilities and gradients of a dumped step, and its inputs.
 from minivlmrl.data.rows import Prompt

@@ -9,19 +9,11 @@ from torch.nn.utils import get_total_norm
 
 from minivlmrl_audit.dump import Dump
 from minivlmrl_audit.formulas import clipped, first
-from minivlmrl_audit.minivlmrl_api import (
-    GroupBatch,
-    Prompt,
-    get_rope_index,
-    hub_name,
-    load_model,
-    pack,
-)
-from minivlmrl_audit.perturbations import Change, shown_as
+from minivlmrl_audit.minivlmrl_api import GroupBatch, Prompt, get_rope_index, hub_name, load_model, pack
+from minivlmrl_audit.perturbations import Change
 from minivlmrl_audit.step_checks import Answer, shown
 
-# tolerated error of a number that went through a model in float32, as a multiple of the tolerance
-# of all other stages
+# tolerated error of a number that went through a model in float32, as a multiple of the tolerance of all other stages
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # factor of this tolerance for a model that runs in bfloat16 or float16
 
@@ -29,12 +21,12 @@ HALF = 100.0  # factor of this tolerance for a model that runs in bfloat16 or fl
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
     """Compute log-probabilities and entropies of the rows `part` with the model of a folder.
 
-    Without `grad`, the outputs of each row are cached for each deviation, because a search for
-    causes needs the same outputs many times.
+    Without `grad`, the outputs of each row are cached for each deviation, because a search for causes needs the same
+    outputs many times.
 
     Returns:
-        A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other
-        rows, and the model. The model is None if all rows came from the cache.
+        A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
+        The model is None if all rows came from the cache.
 
     Raises:
         SearchEndedError: the deadline of a search has passed.
@@ -79,12 +71,9 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     autocast = change("autocast", None)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         states = model(batch, select=token_numbers[scored_columns] - 2)
-        states = change("states", states, norm=model.model.norm)
-        logits = change("logits", model.lm_head(states), states=states, head=model.lm_head)
+        logits = change("logits", model.lm_head(states))
     temperature = change("temperature", d.about.get("temperature", 1.0))
-    log_probs = (
-        logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    ).log_softmax(-1)
+    log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     labels = ids[scored_columns]
     pad = d.about.get("pad_token_id", -1)
     labels = change("labels", labels, stop=d.is_stop(labels), pad=pad)
@@ -95,9 +84,7 @@ def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
     return value
 
 
-def batch_of_row(
-    d: Dump, change: Change, model, row: int, attended: Tensor, images: list
-) -> GroupBatch:
+def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> GroupBatch:
     """Pack a row's attended tokens and its images into a batch, changed by a deviation.
 
     Args:
@@ -119,7 +106,6 @@ def batch_of_row(
     patches = all_patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
     batch = pack([Prompt(seen_ids, patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids
-    batch.vision_index = change("vision index", batch.vision_index)
     padding = int(d["attention_mask"][row].long().argmax())  # number of tokens of left padding
     placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
     completion = d.completion[row, attended]
@@ -128,8 +114,8 @@ def batch_of_row(
         get_rope_index(placed_ids, grids[has_tokens], config),  # also for images that are hidden
         selection=(row, attended),
         indices=torch.arange(len(ids)).expand(3, -1),
-        completion=completion.long(),
-        prompt_length=(~completion).sum(),
+        own=completion.long(),
+        begin=int((~completion).sum()),
     )
     return batch
 
@@ -141,10 +127,9 @@ def changed_pictures(change: Change, images: list, num_given: int) -> tuple[Tens
         images: list of pairs (patches, grid), of which the first `num_given` belong to the prompt.
 
     Returns:
-        The grids (images, 3), the patches of all images, and a mask (images,) of the images that
-        the model receives.
+        The grids (images, 3), the patches of all images, and a mask (images,) of the images that the model receives.
     """
-    images = shown_as(change, images, num_given)
+    images = change.shown_as(images, num_given)
     numbers = torch.arange(len(images))
     names = {"number": numbers, "num_pictures": len(images), "num_given": num_given}
     grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
@@ -169,8 +154,8 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
 def of_unattended(d: Dump) -> Tensor:
     """Return a mask (n, S) of the tokens whose previous token is not attended to.
 
-    The log-probabilities of these tokens cannot be recomputed, because the packed sequence contains
-    only attended tokens.
+    The log-probabilities of these tokens cannot be recomputed, because the packed sequence contains only attended
+    tokens.
     """
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
@@ -180,8 +165,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
 
     Args:
         name: name of the dumped tensor, such as "old_per_token_logps".
-        folder: field of step.json with the folder of the weights that should have produced this
-            tensor.
+        folder: field of step.json with the folder of the weights that should have produced this tensor.
     """
     if not d.has(name) or not d.about.get(folder):
         return None
@@ -273,13 +257,7 @@ def clip(d: Dump, change: Change) -> Answer:
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values()), normed=normed).item()
-    ours = change(
-        "clip",
-        clipped(gradients, max_norm, norm),
-        gradients=gradients,
-        max_norm=max_norm,
-        norm=norm,
-    )
+    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm, norm=norm)
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
     if d.has("grad_norm") and not d.about.get("some"):
@@ -300,21 +278,13 @@ def update(d: Dump, change: Change) -> Answer:
     moments = change("moments", d.parameters("exp_avg"))
     squares = change("moments", d.parameters("exp_avg_sq"))
     rate = options["learning_rate"]
-    largest_rate = d.about.get("schedule", {}).get("learning_rate", rate)
     weight_decay = options["weight_decay"]
     answer = {}
     for name, weight in weights_before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
         theirs = weights_after.get(name, weight)
-        names = {
-            "key": name,
-            "theirs": theirs,
-            "old": weight,
-            "weight_decay": weight_decay,
-            "learning_rate": rate,
-            "largest_rate": largest_rate,
-        }
+        names = {"key": name, "theirs": theirs, "old": weight, "weight_decay": weight_decay, "learning_rate": rate}
         decay = change("decay", decay, **names)
         state = moments.get(name, zero), squares.get(name, zero)
         gradient = gradients.get(name, zero)
@@ -348,7 +318,7 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
         of_second = change.inside("the second moment")
         m = of_first("moment", m.lerp(of_first("slope", slope), 1 - beta1))
         v = of_second("moment", v.lerp(of_second("slope", slope).square(), 1 - beta2))
-        correction1, correction2 = change("correction", (1 - beta1**t, 1 - beta2**t))
+        correction1, correction2 = change("bias correction", (1 - beta1**t, 1 - beta2**t))
         variance = v / correction2
         root = variance.sqrt() + eps
         root = change("root", root, variance=variance, eps=eps, correction=correction2)

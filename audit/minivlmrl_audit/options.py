@@ -49,11 +49,7 @@ class DPOOptions:
 
     def __post_init__(self):
         check_dpo_options(
-            self.loss_type,
-            self.loss_weights,
-            self.label_smoothing,
-            self.f_divergence_type,
-            self.use_weighting,
+            self.loss_type, self.loss_weights, self.label_smoothing, self.f_divergence_type, self.use_weighting
         )
 
 

@@ -1,13 +1,13 @@
 """Recompute advantages, token ids, masks, loss and its gradient from the other tensors of a step.
 
-A stage is a function (dump, change) -> {name: (theirs, ours, unit)}: the trainer's value, the
-recomputed value, and the size of the terms that were summed. It returns None if the dump lacks a
-tensor that the stage needs. The error of a number is |theirs - ours| / unit. change(name, x) returns
-the quantity x of the definition, or its replacement while a known bug is being tried.
+A stage is a function (dump, change) -> {name: (theirs, ours, unit)}: the trainer's value, the recomputed value, and the
+size of the terms that were summed. It returns None if the dump lacks a tensor that the stage needs. The error of a
+number is |theirs - ours| / unit. change(name, x) returns the quantity x of the definition, or its replacement while a
+known bug is being tried.
 """
 
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from minivlmrl_audit.minivlmrl_api import (
     off_policy_mask,
 )
 from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, term_arguments
-from minivlmrl_audit.perturbations import Change, shown_as
+from minivlmrl_audit.perturbations import Change
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
@@ -43,22 +43,19 @@ def advantages(d: Dump, change: Change) -> Answer:
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
     uses = ("the reward", "the baseline", "the divisor")
-    reward, baseline, divisor = (
-        reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses)
-    )
+    reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
     value = (reward - baseline) / divisor
     value = change("advantages", value.nan_to_num(0.0, 0.0, 0.0))
     # without the clamp, a deviation with a tiny divisor would enlarge the tolerance
-    rounding = 0.1 * d["rewards"].nan_to_num().abs().max()
-    rounding = rounding / divisor.nan_to_num(1.0).clamp(min=1e-4)
+    rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the K rewards of each completion, and compute the baseline and divisor of the sum.
 
-    With TRL's option multi_objective_aggregation = "normalize_then_sum", each reward is normalised
-    within its group before the rewards are added.
+    With TRL's option multi_objective_aggregation = "normalize_then_sum", each reward is normalised within its group
+    before the rewards are added.
 
     Returns:
         The sums of rewards, the baselines and the divisors, each of shape (N,).
@@ -68,7 +65,7 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
     rewards = change("rewards", d["rewards"].view(len(group), -1))
     weights = d.about.get("reward_weights") or [1.0] * rewards.shape[1]
-    weights = change("weights", torch.tensor(weights, dtype=torch.float64))
+    weights = change("reward weights", torch.tensor(weights, dtype=torch.float64))
     is_unjudged = rewards.isnan().all(1)
     centre = "group"
     scale = d.about.get("scale_rewards", "group")
@@ -86,14 +83,12 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     return total, *moments(change, total, group, centre, scale)
 
 
-def moments(
-    change: Change, x: Tensor, group: Tensor, centre: str, scale: str
-) -> tuple[Tensor, Tensor]:
+def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -> tuple[Tensor, Tensor]:
     """Compute the baselines and divisors (N,) that normalise rewards x (N,), ignoring NaN.
 
     Args:
-        centre: "group" or "batch". The baseline is the mean of a completion's group or rollout.
-        scale: "group", "batch" or "none". The divisor is the standard deviation of a completion's
+        centre: "group" or "batch". The baseline is the mean of a completion's group or rollout. scale: "group", "batch"
+        or "none". The divisor is the standard deviation of a completion's
             group or rollout, or 1.
     """
     baseline = torch.zeros_like(x)
@@ -102,26 +97,16 @@ def moments(
     is_judged = ~x.isnan()
     for number in group[is_judged].unique():
         is_member = group == number
-        in_group = is_judged & is_member
-        in_rollout = is_judged & (rollout == rollout[in_group][0])
-        judged = change("judged", x[in_group], rewards=x[is_member])
-        all_judged = x[in_rollout]
-        names = {
-            "rewards": x[is_member],
-            "judged": judged,
-            "all_judged": all_judged,
-            "in_group": in_group,
-            "in_rollout": in_rollout,
-            "centre": centre,
-        }
-        choices = {"group": judged, "batch": all_judged}
-        baseline[is_member] = change("mean", choices[centre].mean(), **names)
+        of_rollout = rollout == rollout[is_judged & is_member][0]
+        rewards = x[is_member]
+        judged = change("judged", rewards[~rewards.isnan()], rewards=rewards)
+        names = {"rewards": rewards, "judged": judged, "all_judged": x[is_judged & of_rollout]}
+        choices = {"group": judged, "batch": names["all_judged"]}
+        baseline[is_member] = change("group mean", choices[centre].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
         if scaling_rewards is not None:
-            std = nanstd(scaling_rewards)
-            divisor[is_member] = change(
-                "divisor", std + 1e-4, std=std, scaling_rewards=scaling_rewards, **names
-            )
+            names |= {"scaling_rewards": scaling_rewards, "epsilon": change("epsilon", 1e-4)}
+            divisor[is_member] = change("std", nanstd(scaling_rewards), **names) + names["epsilon"]
     return change("baseline", baseline), change("deviation", divisor)
 
 
@@ -169,7 +154,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
     ours = []
     for i, count in zip(row, answered_counts, strict=True):
-        ours.append(shown_as(change, sampled[i], len(sampled[i]) - count))
+        ours.append(change.shown_as(sampled[i], len(sampled[i]) - count))
     numbers = {}  # number of each distinct image
     table = []
     for row_pictures in ours + shown(d):
@@ -197,8 +182,8 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 def mask(d: Dump, change: Change) -> Answer:
     """Recompute the completion mask, which selects the tokens in the loss.
 
-    GRPO: the sampled tokens of each turn, up to and including its stop token. DPO and SFT: the tokens
-    of the answer that are not padding.
+    GRPO: the sampled tokens of each turn, up to and including its stop token. DPO and SFT: the tokens of the answer
+    that are not padding.
     """
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
@@ -207,8 +192,7 @@ def mask(d: Dump, change: Change) -> Answer:
     real_mask = d["attention_mask"].bool()
     if is_grpo:
         real_mask = sampled_tokens(d, change, drawn_mask, forced_mask)
-    counted_mask = change("tool mask", 1 - forced_mask.double()) * (d.completion & real_mask)
-    ours = other_mask(counted_mask, change)
+    ours = other_mask((~forced_mask & d.completion & real_mask).double(), change)
     return {"completion_mask": (d["completion_mask"].double(), ours, 1.0)}
 
 
@@ -243,7 +227,7 @@ def mask_in(change: Change, use: str) -> Tensor:
 def other_mask(mask: Tensor, change: Change) -> Tensor:
     """Apply the deviation to a completion mask (n, S), and return the new mask."""
     d = change.d
-    completion = d.completion.double()
+    completion_columns = d.completion.double()
     next_counts = mask.roll(-1, 1)
     end_tokens = mask * (1 - next_counts)
     if d.about.get("stop_token_ids"):
@@ -251,10 +235,10 @@ def other_mask(mask: Tensor, change: Change) -> Tensor:
     return change(
         "mask",
         mask,
-        completion=completion,
+        completion_columns=completion_columns,
         # without the first token, because no earlier token predicts it
-        prompt=(d["attention_mask"].cumsum(1) > 1) * d["attention_mask"] * (1 - completion),
-        previous_counts=mask.roll(1, 1) * completion,
+        prompt=(d["attention_mask"].cumsum(1) > 1) * d["attention_mask"] * (1 - completion_columns),
+        previous_counts=mask.roll(1, 1) * completion_columns,
         next_counts=next_counts,
         end_tokens=end_tokens,
         ids=d["input_ids"],
@@ -306,18 +290,14 @@ def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor,
         "ref_per_token_logps": ref,
         "mask": mask,
     }
-    return (
-        change("policy", logps, **names),
-        change("old", old, **names),
-        change("reference", ref, **names),
-    )
+    return change("policy", logps, **names), change("old", old, **names), change("reference", ref, **names)
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     """Count the rows and tokens that normalise the loss of the rows `part`.
 
-    Rows and tokens are counted over the whole step. With mean_over = "micro_batch", they are counted
-    over the micro-batch, and the counts are multiplied by the number of micro-batches.
+    Rows and tokens are counted over the whole step. With mean_over = "micro_batch", they are counted over the
+    micro-batch, and the counts are multiplied by the number of micro-batches.
     """
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
@@ -344,23 +324,38 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
     return options
 
 
-class PolicyPieces(NamedTuple):
-    """Inputs of the loss terms of some rows. Tensors have shape (rows, S) unless noted.
+class PolicyPieces:
+    """Quantities of the loss of some rows: tensors (rows, S) unless noted. The formulas of known_bugs.py use them."""
 
-    The formulas of known_bugs.py use these field names.
-    """
+    def __init__(self, part: Tensor, logps: Tensor, entropies: Tensor, change: Change):
+        mask = mask_in(change, "the ratio")
+        advantages = change.d["advantages"].view(len(mask), -1)
+        self.part = part  # indices (rows,)
+        self.options = loss_options(change)
+        self.mask = mask[part]  # tokens that enter the importance ratios
+        logps, old, reference = (x[part] for x in inputs(logps, mask, change))
+        self.per_token_logps = logps
+        self.old_per_token_logps = old
+        self.ref_per_token_logps = reference
+        self.advantages = change("whitened", change("advantages", advantages)[part])  # (rows, 1) or (rows, S)
+        self.entropies = entropies[part]
+        counted = mask_in(change, "the sum")[part]
+        # tokens whose entropies are in the top fraction
+        self.kept = kept_tokens(self.entropies, counted, self.options.top_entropy_quantile)
+        self.log_ratio = change("log-ratio", logps - old, (part,), self)
 
-    part: Tensor  # indices of the rows
-    options: PolicyOptions
-    mask: Tensor  # tokens that enter the importance ratios
-    per_token_logps: Tensor
-    old_per_token_logps: Tensor
-    ref_per_token_logps: Tensor
-    advantages: Tensor  # (rows, 1) or (rows, S)
-    entropies: Tensor
-    kept: Tensor  # mask of the tokens with a policy term, see tokens_kept
-    log_ratio: Tensor
-    ratio: Tensor
+    @cached_property
+    def ratio(self) -> Tensor:
+        return importance_ratio(self.log_ratio, self.mask, self.options.importance_sampling_level)
+
+    @property
+    def clipped_ratio(self) -> Tensor:
+        return self.ratio.clamp(1 - self.options.epsilon_low, 1 + self.options.epsilon_high)
+
+    @property
+    def k3_in_float32(self) -> Tensor:
+        d = (self.ref_per_token_logps - self.per_token_logps).float()
+        return (d.exp() - d - 1).double()
 
 
 def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
@@ -368,35 +363,11 @@ def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tu
     total = torch.zeros(2)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
-        options = loss_options(inside)
-        weight = getattr(options, weight_name, 1.0)
+        weight = getattr(loss_options(inside), weight_name, 1.0)
         if weight:
-            pieces = policy_pieces(part, logps, entropies, options, inside)
+            pieces = PolicyPieces(part, logps, entropies, inside)
             total = total + weight * torch.stack(term(pieces, inside))
     return total.unbind()
-
-
-def policy_pieces(
-    part: Tensor, logps: Tensor, entropies: Tensor, options: PolicyOptions, change: Change
-) -> PolicyPieces:
-    """Compute the inputs of the loss terms of the rows `part`, with the deviation."""
-    mask = mask_in(change, "the ratio")
-    logps, old, reference = (x[part] for x in inputs(logps, mask, change))
-    advantages = change.d["advantages"].view(len(mask), -1)
-    names = {
-        "part": part,
-        "options": options,
-        "mask": mask[part],
-        "per_token_logps": logps,
-        "old_per_token_logps": old,
-        "ref_per_token_logps": reference,
-        "advantages": change("whitened", change("advantages", advantages)[part]),
-        "entropies": entropies[part],
-        "kept": tokens_kept(entropies[part], part, options.top_entropy_quantile, change),
-    }
-    log_ratio = change("log-ratio", logps - old, selection=(part,), **names)
-    ratio = importance_ratio(log_ratio, mask[part], options.importance_sampling_level)
-    return PolicyPieces(**names, log_ratio=log_ratio, ratio=ratio)
 
 
 def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
@@ -405,8 +376,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     d = change.d
     sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
     no_mismatch = torch.ones(len(d.all_rows), 1)
-    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
-    correction = correction[pieces.part]
+    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))[pieces.part]
     arguments = term_arguments(options)
     weights = pieces.kept
     if options.loss_type == "vespo":
@@ -422,47 +392,41 @@ def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
             pieces.mask,
             options.off_policy_mask_threshold,
         )
-    ratio = importance_ratio(pieces.log_ratio, pieces.mask, options.importance_sampling_level)
     term_inputs = TermInputs(
         pieces.per_token_logps,
         pieces.log_ratio,
-        ratio,
+        pieces.ratio,
         pieces.advantages,
         pieces.mask,
         options.epsilon_low,
         options.epsilon_high,
     )
     terms, _ = TERMS[options.loss_type](term_inputs, **arguments)
-    terms = terms * weights
-    terms = change("terms", terms, selection=(pieces.part,), **pieces._asdict())
-    return averaged(pieces.part, terms, change)
+    return averaged(pieces.part, change("terms", terms * weights, (pieces.part,), pieces), change)
 
 
 def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Compute the mean KL penalty of some rows, and the mean absolute value of its terms."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
-    names = pieces._asdict()
     estimator = options.kl_estimator
     if "KL estimate" in change:
-        kl = change("KL estimate", kl_term(*of_both, estimator), **names)
+        kl = change("KL estimate", kl_term(*of_both, estimator), (), pieces)
     else:
         estimator += "+" * options.kl_straight_through
         kl = kl_term(*of_both, estimator)
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
-    kl = change("KL", kl, selection=(pieces.part,), **names)
-    # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the difference of two
-    # log-probabilities; a larger error is a mistake, such as d.exp() - d - 1
+    kl = change("KL", kl, (pieces.part,), pieces)
+    # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the difference of two log-probabilities; a
+    # larger error is a mistake, such as d.exp() - d - 1
     d = pieces.per_token_logps - pieces.ref_per_token_logps
     return averaged(pieces.part, kl, change, rounding=0.02 * d.detach().abs())
 
 
 def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
     """Compute the entropy bonus, which is the negative mean entropy, and the size of the mean."""
-    selection = (pieces.part,)
-    names = {"mask": pieces.kept, "per_token_logps": pieces.per_token_logps}
-    entropies = change("entropies", pieces.entropies, selection=selection, **names)
+    entropies = change("entropies", pieces.entropies, (pieces.part,), mask=pieces.kept)
     normalizer = normalizer_of(pieces.part, mask_in(change, "the count"), change)
     mean = mean_entropy(entropies, pieces.kept, normalizer)
     return -mean, mean.detach()
@@ -478,13 +442,10 @@ POLICY_TERMS = {
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
-def averaged(
-    part: Tensor, terms: Tensor, change: Change, rounding: Tensor | float = 0.0
-) -> tuple[Tensor, Tensor]:
+def averaged(part: Tensor, terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Average per-token losses as the loss_type prescribes, and average their absolute values.
 
-    rounding: (rows, S) size that is added to each absolute value, because `terms` are differences of
-        larger numbers.
+    rounding: (rows, S) size that is added to each absolute value, because `terms` are differences of larger numbers.
     """
     mask = mask_in(change, "the sum")
     divided = mask_in(change, "the count")
@@ -498,18 +459,11 @@ def averaged(
     return value, average(terms.detach().abs() + rounding, divided[part], normalizer)
 
 
-def tokens_kept(entropies: Tensor, part: Tensor, quantile: float, change: Change) -> Tensor:
-    """Return a mask of the tokens whose entropies are in the top fraction `quantile`."""
-    mask = mask_in(change, "the sum")[part]
-    names = {"entropies": entropies, "mask": mask, "quantile": quantile}
-    return change("kept", kept_tokens(**names), completion=change.d.completion[part], **names)
-
-
 def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
     """Compute the DPO-type loss of the rows `part`, and the size of its terms.
 
-    The dumped tensor `pair` contains the number of each row's pair. `chosen` is 1 for rows with the
-    chosen answer and 0 for rows with the rejected answer.
+    The dumped tensor `pair` contains the number of each row's pair. `chosen` is 1 for rows with the chosen answer and 0
+    for rows with the rejected answer.
     """
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
@@ -526,9 +480,8 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
         mask[index],
         **vars(options),
         ref_logps=policy_logps - log_ratio,
-        normalizer=normalizer_of(
-            part, mask * d["chosen"][:, None], change
-        ),  # TRL's sft term averages over the chosen answers
+        # TRL's sft term averages over the chosen answers
+        normalizer=normalizer_of(part, mask * d["chosen"][:, None], change),
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
     )
     return value, value.detach().abs() + 1e-2
@@ -538,8 +491,7 @@ def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
     """Sum the reference model's log-probabilities over the tokens of each answer: (pairs, 2)."""
     mask = mask_in(change, "")
     _, _, reference = inputs(logps, mask, change)
-    reference = change("references", reference[index], mask=mask[index])
-    return answer_logps(reference, mask[index], loss_options(change).ld_alpha)
+    return answer_logps(reference[index], mask[index], loss_options(change).ld_alpha)
 
 
 def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl audit steps/0
 
-Every value is recorded outside of the code that the audit checks: log-probabilities and their
-gradients are recorded at the model's forward, the loss is what training_step returns, the rewards
-are what the reward functions return, and the weights are copied before and after optimizer.step.
+Every value is recorded outside of the code that the audit checks: log-probabilities and their gradients are recorded at
+the model's forward, the loss is what training_step returns, the rewards are what the reward functions return, and the
+weights are copied before and after optimizer.step.
 """
 
 import pickle
@@ -31,10 +31,7 @@ from minivlmrl_audit.step_checks import here_or_later
 # names of parameters without weight decay, as transformers.Trainer documents
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
-AUTOCASTS = {
-    "no": None,
-    "bf16": "bfloat16",
-}  # accelerate's mixed_precision and our field `autocast`
+AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
 
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
@@ -79,11 +76,7 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
     def rows(inputs: dict) -> dict:
         pairs = len(inputs["input_ids"]) // 2
         number = torch.arange(2 * pairs)
-        return {
-            "pair": number % pairs,
-            "chosen": (number < pairs).long(),
-            **prompt_mask(trainer, inputs["input_ids"]),
-        }
+        return {"pair": number % pairs, "chosen": (number < pairs).long(), **prompt_mask(trainer, inputs["input_ids"])}
 
     return Steps(trainer, folder, steps, about, rows)
 
@@ -120,17 +113,15 @@ def grpo_options(trainer) -> dict:
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     """Return {"prompt_mask": mask}, with a mask (n, S) of all tokens up to the end of the prompt.
 
-    The prompt ends with the last generation prompt of the chat template. Returns {} if the tokenizer
-    does not have a chat template.
+    The prompt ends with the last generation prompt of the chat template. Returns {} if the tokenizer does not have a
+    chat template.
     """
     processor = trainer.processing_class
     chat = [{"role": "user", "content": "x"}]
     if not processor.chat_template:
         return {}
     render = partial(processor.apply_chat_template, chat, tokenize=False)
-    generation_prompt = render(add_generation_prompt=True).removeprefix(
-        render(add_generation_prompt=False)
-    )
+    generation_prompt = render(add_generation_prompt=True).removeprefix(render(add_generation_prompt=False))
     start_ids = trainer._tokenizer.encode(generation_prompt, add_special_tokens=False)
     starts = (ids.unfold(1, len(start_ids), 1) == torch.tensor(start_ids)).all(-1)
     ends = pad(starts, (len(start_ids) - 1, 0))
@@ -343,9 +334,7 @@ class GRPOSteps(Steps):
         """Record the groups, advantages and rewards of a rollout, and number its rows."""
         keys = [pickle.dumps(example) for example in examples]  # text and images of each prompt
         # a prompt that occurs again after num_generations rows starts a new group
-        groups = [
-            (key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)
-        ]
+        groups = [(key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)]
         begin = self.num_rows
         self.num_rows += len(keys)
         rows = torch.arange(begin, self.num_rows)

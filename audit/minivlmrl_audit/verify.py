@@ -30,29 +30,23 @@ from minivlmrl_audit.minivlmrl_api import (
 
 # files that are not compared: the lock file, and the report, which is generated from other files
 DERIVED = [".lock", "report.html"]
-# largest difference in the metrics of the first step that float32 rounding on another machine
-# can explain
+# largest difference in the metrics of the first step that float32 rounding on another machine can explain
 LARGEST_ROUNDING = 1e-3
 
 
 def main(arguments: list[str]) -> int:
     """Repeat a run, print the differences, and return the exit status.
 
-    0 means that no file differs, 1 that a file differs, and 3 that the differences are small enough
-    to be rounding on another machine.
+    0 means that no file differs, 1 that a file differs, and 3 that the differences are small enough to be rounding on
+    another machine.
     """
-    p = argparse.ArgumentParser(
-        "python -m minivlmrl reproduce", description=__doc__, allow_abbrev=False
-    )
+    p = argparse.ArgumentParser("python -m minivlmrl reproduce", description=__doc__, allow_abbrev=False)
     p.add_argument("run", help="folder of a finished run")
     p.add_argument(
-        "--recipe",
-        help="recipe to train with; defaults to config.yaml of the run, if that does not execute code",
+        "--recipe", help="recipe to train with; defaults to config.yaml of the run, if that does not execute code"
     )
     p.add_argument(
-        "--state",
-        help="saved state to start from, such as 000120; it is trusted, and only later steps are "
-        "repeated",
+        "--state", help="saved state to start from, such as 000120; it is trusted, and only later steps are repeated"
     )
     options, overrides = p.parse_known_args(arguments)
     folder = Path(options.run).resolve()
@@ -100,8 +94,8 @@ def main(arguments: list[str]) -> int:
 def check_files(folder: Path):
     """Raise ValueError if a run's folder contains a symbolic link, a pipe, a socket or a device.
 
-    A link could lead into the repeated run, which would then be compared with itself, and reading
-    a pipe could wait forever.
+    A link could lead into the repeated run, which would then be compared with itself, and reading a pipe could wait
+    forever.
     """
     for path in folder.rglob("*"):
         if path.is_symlink():
@@ -110,17 +104,15 @@ def check_files(folder: Path):
                 "Replace the link by a copy of its target."
             )
         if not (path.is_file() or path.is_dir()):
-            raise ValueError(
-                f"{path} is a pipe, a socket or a device. Remove it; runs write only files."
-            )
+            raise ValueError(f"{path} is a pipe, a socket or a device. Remove it; runs write only files.")
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
     """Print the files of a run that were not compared, and return the ones that count as differences.
 
-    A file counts as a difference if it lies in a folder in which the repeated run wrote files, because
-    then the repeated run should have written this file, too. The same holds for best/ and
-    reward_model/, unless they may come from the steps that --state trusts.
+    A file counts as a difference if it lies in a folder in which the repeated run wrote files, because then the
+    repeated run should have written this file, too. The same holds for best/ and reward_model/, unless they may come
+    from the steps that --state trusts.
     """
     written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
     if first_step == 0:
@@ -159,8 +151,8 @@ def verdict(folder: Path, again_folder: Path, differences: dict[Path, str], firs
 def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_step: int) -> float:
     """Return the largest difference in the metrics of the first two steps, if rounding explains it.
 
-    Returns 0 if the differences are too large for rounding: greater than LARGEST_ROUNDING in the
-    first step or, if both runs have equal weights, in any step.
+    Returns 0 if the differences are too large for rounding: greater than LARGEST_ROUNDING in the first step or, if both
+    runs have equal weights, in any step.
     """
     pairs = zip_longest(content(again_folder / METRICS), content(folder / METRICS))
     gaps = [distance(*pair) for pair in pairs][first_step:]
@@ -173,8 +165,8 @@ def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_st
 def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool:
     """Return whether both runs used the same rows and images, and differ only in numbers.
 
-    Each step logs only the rows of the first rank. So if the numbers of ranks differ, the rows in one
-    log may be a subset of the rows in the other log.
+    Each step logs only the rows of the first rank. So if the numbers of ranks differ, the rows in one log may be a
+    subset of the rows in the other log.
     """
     again = rows_of_steps(again_folder)
     logged = rows_of_steps(folder)

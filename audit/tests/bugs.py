@@ -1,8 +1,8 @@
 """Table of real bugs, and patches that put them into minivlmrl or into the installed TRL.
 
-A patch in `ours` puts the bug into minivlmrl. test_mutation_study.py checks that the metrics of a
-run change, and audit/mutation_study.py measures how much accuracy the bug costs. A patch in `trl`
-puts the bug into the installed TRL, and test_trl_steps.py checks that the audit names the bug.
+BUGS are put into minivlmrl: test_mutation_study.py checks that the metrics of a run change, and
+audit/mutation_study.py measures how much accuracy each bug costs. TRL_BUGS are put into the installed TRL:
+test_trl_steps.py checks that the audit names each of them.
 """
 
 import copy
@@ -53,17 +53,15 @@ class InTRL:
 
 @dataclass
 class Bug:
-    """Describe a bug: where it occurred, and patches that put it into minivlmrl and TRL."""
+    """Describe a bug of minivlmrl: where it occurred, and patches that put it into minivlmrl and TRL."""
 
-    source: str  # path on GitHub, URL, or the equation that the bug violates
-    # ours(put) patches minivlmrl; put is setattr or monkeypatch.setattr
-    ours: Callable | None = None
-    # options of minivlmrl's run that reveal the bug
-    options: list[str] = field(default_factory=list)
+    source: str  # path on GitHub or URL
+    ours: Callable  # ours(put) patches minivlmrl; put is setattr or monkeypatch.setattr
+    options: list[str] = field(default_factory=list)  # options of minivlmrl's run that reveal the bug
     trl: InTRL | None = None
 
     def __post_init__(self):
-        if "/" in self.source and "://" not in self.source:
+        if "://" not in self.source:
             self.source = f"https://github.com/{self.source}"
 
 
@@ -191,8 +189,8 @@ def wrong_positions(prefill, model, batch, prompt_index, *rest):
     return logits, decoding
 
 
-# Patches of TRL. Most replace a few lines in the source of a method by a wrong version, for example
-# the code of an older release or of another library.
+# Patches of TRL. Most replace a few lines in the source of a method by a wrong version, for example the code of an
+# older release or of another library.
 
 TRAINERS = {"grpo": "GRPOTrainer", "turns": "GRPOTrainer", "dpo": "DPOTrainer", "sft": "SFTTrainer"}
 
@@ -464,6 +462,7 @@ ADDED = "tool_mask[idx_with_tool] += [0] * tool_length + [1] * post_tool_length"
 MERGED = "images = [(existing or []) + new for existing, new in zip(images, tool_images, strict=True)]"
 ENDED = "is_truncated = torch.tensor([ids[-1] not in eos_and_pad for ids in completion_ids_list], device=device)"
 
+# bugs that are put into minivlmrl, and most of them also into TRL
 BUGS = {
     "std_with_n": Bug(
         "unslothai/unsloth-zoo/pull/832",
@@ -490,7 +489,7 @@ BUGS = {
         "unslothai/unsloth/pull/11031",
         around(Reference, "logps", lambda logps, self, group, T=1.0: (
             logps(self, without_image(group), T))),
-        trl=InTRL("logps of reference", "picture ignored", forward(text_in_reference), {"beta": 0.1}),
+        trl=InTRL("logps of reference", "the model does not see any image", forward(text_in_reference), {"beta": 0.1}),
     ),
     "rewards_see_other_rows": Bug(
         "StarsfieldAI/R1-V/issues/146",
@@ -515,7 +514,7 @@ BUGS = {
         "https://arxiv.org/abs/2604.23747",
         around(sft, "sft_loss", lambda loss, logps, mask, normalizer, **options: loss(logps, mask, **options) / 8),
         ["--sft.micro_batch_size=4"],
-        loss("mean of means", SUM + " / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
+        loss("each micro-batch is averaged by itself", SUM + " / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
     ),
     "dropped_gradients": Bug(
         "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
@@ -524,7 +523,7 @@ BUGS = {
     ),
     "clipped_before_accumulation": Bug(
         "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
-        InTRL("gradients", "clipped before accumulation", change_own_gradients(clip_own), CLIPS,
+        InTRL("gradients", "micro-batch is clipped by itself", change_own_gradients(clip_own), CLIPS,
               late=True),
     ),
     "never_clipped": Bug(
@@ -544,12 +543,12 @@ BUGS = {
     ),
     "end_token_masked": Bug(
         "huggingface/trl/pull/7039", before_loss(without_end_token),
-        trl=score("mask", "mask: no end", MASK,
+        trl=score("mask", "the end token is not trained on", MASK,
                   f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
     ),
     "end_token_masked_in_sft": Bug(
         "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end_token, SFT),
-        trl=InTRL("mask", "mask: no end", around(None, "data_collator", unlabel_end), kind="sft", late=True),
+        trl=InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end), kind="sft", late=True),
     ),
     # in sft; the last label of a row becomes the first token of the next row
     "labels_shifted_twice": Bug(
@@ -560,7 +559,7 @@ BUGS = {
     "padding_counted": Bug(
         "modelscope/ms-swift/issues/3069",
         before_loss(lambda self, batch: setattr(batch, "loss_mask", torch.ones_like(batch.loss_mask))),
-        trl=score("mask", "mask: padding", MASK,
+        trl=score("mask", "padding is counted as part of the completion", MASK,
                   f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),
     ),
     "old_ignored": Bug(
@@ -607,306 +606,206 @@ BUGS = {
         trl=InTRL("logps", "positions are 1-D", forward(lambda _, model, options: (
             model, options | {"mm_token_type_ids": None}))),
     ),
-    "positions_by_axis": Bug("InternLM/xtuner/pull/2097", trl=InTRL(
-        "logps", "largest position of each axis", axes_apart, late=True,
-    )),
     "wrong_positions_in_decoding": Bug(
         "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
     ),
-    # bugs that are put only into TRL, beginning with its advantages
-    "reward_weights_ignored": Bug("om-ai-lab/VLM-R1", trl=score(
-        "advantages", "all rewards have weight 1", "self.reward_weights.to(device)", "torch.ones(2)",
-        {"reward_weights": [1.0, 0.3]},
-    )),
-    "batch_std": Bug("huggingface/trl/issues/3708", trl=score(
-        "advantages", "scaled by batch", "nanstd(rewards.view(-1, num_generations), dim=1)",
-        "nanstd(rewards).expand(len(rewards) // num_generations)",
-    )),
-    "no_reward_is_0": Bug("TRL up to 1.5", trl=score(
-        "advantages", "missing is 0", "rewards[unscorable_mask] = torch.nan", "pass",
-        {"rewards": (two_missing_rewards,)},
-    )),
-    "means_tiled": Bug("StarsfieldAI/R1-V/pull/54", trl=score(
-        "advantages", "the row that repeat gives instead of repeat_interleave", MEANS,
-        "mean_grouped_rewards.repeat(num_generations)",
-    )),
-    "groups_of_half_the_size": Bug("StarsfieldAI/R1-V/pull/49", trl=score(
-        "advantages", "groups: halves", "num_generations = self.num_generations if",
-        "num_generations = self.num_generations // 2 if",
-    )),
-    "shuffled_without_advantages": Bug("Deep-Agent/R1-V/pull/54", trl=InTRL(
-        "rows", "rows not shuffled", shuffled("advantages"),
-    )),
-    "truncated_completions_kept": Bug("huggingface/trl/pull/2881", trl=score(
-        "mask", "truncated counted", "if self.mask_truncated_completions:", "if False:",
-        {"mask_truncated_completions": True, "max_completion_length": 3},
-    )),
+}  # fmt: skip
+
+# all bugs that are put into TRL; a comment has the source of a bug that is put only into TRL
+TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
+    # InternLM/xtuner/pull/2097
+    "positions_by_axis": InTRL("logps", "largest position of each axis", axes_apart, late=True),
+    # om-ai-lab/VLM-R1
+    "reward_weights_ignored": score("advantages", "all rewards have weight 1", "self.reward_weights.to(device)",
+        "torch.ones(2)", {"reward_weights": [1.0, 0.3]}),
+    "batch_std": score("advantages", "deviation of all rewards of the rollout",  # huggingface/trl/issues/3708
+        "nanstd(rewards.view(-1, num_generations), dim=1)", "nanstd(rewards).expand(len(rewards) // num_generations)"),
+    "no_reward_is_0": score("advantages", "without any reward gets the reward 0",  # TRL up to 1.5
+        "rewards[unscorable_mask] = torch.nan", "pass", {"rewards": (two_missing_rewards,)}),
+    # StarsfieldAI/R1-V/pull/54
+    "means_tiled": score("advantages", "the row that repeat gives instead of repeat_interleave", MEANS,
+        "mean_grouped_rewards.repeat(num_generations)"),
+    # StarsfieldAI/R1-V/pull/49
+    "groups_of_half_the_size": score("advantages", "groups contain half as many completions",
+        "num_generations = self.num_generations if", "num_generations = self.num_generations // 2 if"),
+    # Deep-Agent/R1-V/pull/54
+    "shuffled_without_advantages": InTRL("rows", "their advantages were not", shuffled("advantages")),
+    "truncated_completions_kept": score("mask", "truncated completions are in the loss",  # huggingface/trl/pull/2881
+        "if self.mask_truncated_completions:", "if False:",
+        {"mask_truncated_completions": True, "max_completion_length": 3}),
     # bugs in the loss of GRPO
-    "mean_of_a_row": Bug("huggingface/trl/issues/2995", trl=loss(
-        "average: grpo", SUM + " / normalizer\n",
-        f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n",
-    )),
-    "normalizer_of_one_step_of_a_rollout": Bug("huggingface/trl/pull/6024", trl=loss(
-        "steps of a rollout", f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer",
-        {"steps_per_generation": 4, "rows": 8},
-    )),
-    "dr_grpo_by_the_longest": Bug("sail-sg/understand-r1-zero", trl=loss(
-        "all values are", "per_token_loss.size(0) * self.max_completion_length", "per_token_loss.numel()",
-        {"loss_type": "dr_grpo", "max_completion_length": 30},
-    )),
-    "kl_reversed": Bug("volcengine/verl", trl=loss(
-        "KL reversed", K3,
+    "mean_of_a_row": loss("the loss is averaged as in grpo", SUM + " / normalizer\n",  # huggingface/trl/issues/2995
+        f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n"),
+    "normalizer_of_one_step_of_a_rollout": loss("steps of a rollout",  # huggingface/trl/pull/6024
+        f"normalizer * {PARTS} / self.args.steps_per_generation", "normalizer", {"steps_per_generation": 4, "rows": 8}),
+    # sail-sg/understand-r1-zero
+    "dr_grpo_by_the_longest": loss("all values are", "per_token_loss.size(0) * self.max_completion_length",
+        "per_token_loss.numel()", {"loss_type": "dr_grpo", "max_completion_length": 30}),
+    "kl_reversed": loss("policy and reference are swapped in the KL", K3,  # volcengine/verl
         "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1",
-        {**KL, "use_bias_correction_kl": False}, at=1,
-    )),
+        {**KL, "use_bias_correction_kl": False}, at=1),
     # TRL 1.16 itself computes it like this, so nothing is replaced
-    "k3_by_exp": Bug("google/tunix/issues/2315", trl=loss(
-        "k3 loses its digits", K3, K3,
-        {"beta": 0.5, "rewards": (equal_later,), "rows": 4, "learning_rate": 1e-5}, at=1,
-    )),
-    "kl_without_ratio": Bug("TRL up to 1.9", trl=loss(
-        "KL corrected the other way", "per_token_kl * coef_1", "per_token_kl", KL, at=1,
-    )),
-    "clip_on_the_wrong_side": Bug("PPO eq. 7", trl=loss(
-        "clip on the wrong side", "-torch.min(per", "-torch.max(per", OFF, at=1,
-    )),
-    "one_clip_for_both_sides": Bug("https://arxiv.org/abs/2503.14476", trl=loss(
-        "ratios are clipped with epsilon_low on both sides", "1 + self.epsilon_high)", "1 + self.epsilon_low)",
-        {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1,
-    )),
+    "k3_by_exp": loss("k3 loses its digits", K3, K3,  # google/tunix/issues/2315
+        {"beta": 0.5, "rewards": (equal_later,), "rows": 4, "learning_rate": 1e-5}, at=1),
+    # TRL up to 1.9
+    "kl_without_ratio": loss("the KL is not weighted with the ratio", "per_token_kl * coef_1", "per_token_kl", KL,
+        at=1),
+    # PPO eq. 7
+    "clip_on_the_wrong_side": loss("the maximum of the clipped and the unclipped objective", "-torch.min(per",
+        "-torch.max(per", OFF, at=1),
+    # https://arxiv.org/abs/2503.14476
+    "one_clip_for_both_sides": loss("ratios are clipped with epsilon_low on both sides", "1 + self.epsilon_high)",
+        "1 + self.epsilon_low)", {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1),
     # bugs in the reference, the trained parameters and the optimizer
     # The policy is its own reference, as when an adapter is not disabled.
-    "reference_by_policy": Bug("huggingface/trl", trl=InTRL(
-        "logps of reference", "weights of the policy",
+    "reference_by_policy": InTRL("logps of reference", "weights of the policy",  # huggingface/trl
         forward(lambda trainer, model, options: (trainer.model, options)),
-        {"beta": 0.1, "learning_rate": 2e-2, "rows": 4}, at=1,
-    )),
-    "tower_frozen": Bug("om-ai-lab/VLM-R1/issues/52", trl=InTRL(
-        "gradients", "there is no gradient for the vision tower",
-        lambda put, trainer: trainer.model.model.visual.requires_grad_(False), late=True,
-    )),
-    "norms_decay": Bug("karpathy/minGPT", trl=InTRL(
-        "update", "decay on norms",
-        around("transformers:Trainer", "get_decay_parameter_names", all_parameter_names),
-        {"weight_decay": 0.1},
-    )),
-    "state_lost": Bug("https://arxiv.org/abs/2604.23747", trl=InTRL(
-        "update", "state lost", change_adam_states(lambda of: [x.zero_() for x in of.values()]),
-        {"rows": 4}, late=True, at=1,
-    )),
+        {"beta": 0.1, "learning_rate": 2e-2, "rows": 4}, at=1),
+    "tower_frozen": InTRL("gradients", "there is no gradient for the vision tower",  # om-ai-lab/VLM-R1/issues/52
+        lambda put, trainer: trainer.model.model.visual.requires_grad_(False), late=True),
+    "norms_decay": InTRL("update", "also applied to norms and biases",  # karpathy/minGPT
+        around("transformers:Trainer", "get_decay_parameter_names", all_parameter_names), {"weight_decay": 0.1}),
+    "state_lost": InTRL("update", "the moments of Adam were reset",  # https://arxiv.org/abs/2604.23747
+        change_adam_states(lambda of: [x.zero_() for x in of.values()]), {"rows": 4}, late=True, at=1),
     # bugs in the losses of DPO and SFT
-    "dpo_without_reference": Bug("DPO eq. 7", trl=dpo(
-        "no reference", "ref_logps.chunk(2, dim=0)", "(ref_logps * 0).chunk(2, dim=0)",
-    )),
-    "dpo_chosen_and_rejected_swapped": Bug("DPO eq. 7", trl=dpo(
-        "the rejected answer is preferred", DELTA, "delta_score = rejected_scores - chosen_scores",
-    )),
-    "dpo_means": Bug("huggingface/trl", trl=dpo(
-        "mean log-probabilities", DELTA,
+    "dpo_without_reference": dpo("the reference is left out", "ref_logps.chunk(2, dim=0)",  # DPO eq. 7
+        "(ref_logps * 0).chunk(2, dim=0)"),
+    "dpo_chosen_and_rejected_swapped": dpo("the rejected answer is preferred", DELTA,  # DPO eq. 7
+        "delta_score = rejected_scores - chosen_scores"),
+    "dpo_means": dpo("log-probabilities are averaged over tokens", DELTA,  # huggingface/trl
         "a, b = shift_completion_mask.sum(1).chunk(2)\n"
-        "    delta_score = chosen_scores / a - rejected_scores / b",
-    )),
-    "sft_mean_of_rows": Bug("https://arxiv.org/abs/2604.23747", trl=edited(
-        "compute_loss", "loss", "mean of rows",
+        "    delta_score = chosen_scores / a - rejected_scores / b"),
+    # https://arxiv.org/abs/2604.23747
+    "sft_mean_of_rows": edited("compute_loss", "loss", "each row of nll is averaged by itself",
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
-        "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()", kind="sft",
-    )),
-    # bugs that known_bugs.py does not list; their name is composed of a quantity and a change
-    "rewards_by_view": Bug("", trl=score(
-        "advantages", "rewards of, repeat", REWARDS,
-        f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)",
-    )),
-    "policy_term_twice": Bug("", trl=loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL, at=1)),
-    "dpo_rejected_of_the_next_pair": Bug("", trl=dpo(
-        "rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS, at=1,
-    )),
+        "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()", kind="sft"),
+    # bugs whose sentences are composed of a quantity and a change
+    "rewards_by_view": score("advantages", "rewards of, repeat", REWARDS,
+        f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)"),
+    "policy_term_twice": loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL, at=1),
+    "dpo_rejected_of_the_next_pair": dpo("rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS,
+        at=1),
     # bugs that affect only some modules, rows or tokens, or that round to a smaller dtype
-    "merger_twice": Bug("", trl=InTRL(
-        "gradients", "factor 2, the merger", change_own_gradients(double_merger), late=True,
-    )),
-    "tower_clipped_apart": Bug("", trl=InTRL(
-        "clip", "the vision tower and all other parameters are clipped separately",
-        around(None, "_clip_grad_norm", clip_tower_apart), CLIPS, late=True,
-    )),
-    "tower_never_decays": Bug("", trl=InTRL(
-        "update", "weight decay leaves out the vision tower",
-        around("transformers:Trainer", "get_decay_parameter_names", without_tower), {"weight_decay": 0.1},
-    )),
+    "merger_twice": InTRL("gradients", "2 times as large, the merger", change_own_gradients(double_merger), late=True),
+    "tower_clipped_apart": InTRL("clip", "the vision tower and all other parameters are clipped separately",
+        around(None, "_clip_grad_norm", clip_tower_apart), CLIPS, late=True),
+    "tower_never_decays": InTRL("update", "weight decay leaves out the vision tower",
+        around("transformers:Trainer", "get_decay_parameter_names", without_tower), {"weight_decay": 0.1}),
     # the reward functions are right, but their results are in another order
-    "rewards_of_others": Bug("", trl=InTRL(
-        "advantages", "the rewards of the row at the mirrored position",
-        around(None, "_calculate_rewards", lambda calculate, *given: calculate(*given).flip(0)), late=True,
-    )),
-    "rewards_in_float16": Bug("", trl=score(
-        "advantages", "a reward is in float16", REWARDS,
-        f"{REWARDS}\n    rewards_per_func = rewards_per_func.half().float()",
-    )),
-    "token_masked_by_its_id": Bug("", trl=score(
-        "mask", "because of their ids", MASK,
-        f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}",
-    )),
-    "no_kl_for_negative_advantages": Bug("", trl=loss(
-        "there is no KL penalty, only for rows with negative advantages", "self.beta * per_token_kl",
-        "self.beta * per_token_kl * (advantages > 0)", KL, at=1,
-    )),
-    "prompts_of_chosen_answers_counted": Bug("", trl=dpo(
-        "prompt tokens are counted, only for chosen answers", "labels = inputs",
+    "rewards_of_others": InTRL("advantages", "the rewards of the row at the mirrored position",
+        around(None, "_calculate_rewards", lambda calculate, *given: calculate(*given).flip(0)), late=True),
+    "rewards_in_float16": score("advantages", "a reward is in float16", REWARDS,
+        f"{REWARDS}\n    rewards_per_func = rewards_per_func.half().float()"),
+    "token_masked_by_its_id": score("mask", "because of their ids", MASK,
+        f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}"),
+    "no_kl_for_negative_advantages": loss("the KL is left out, only for rows with negative advantages",
+        "self.beta * per_token_kl", "self.beta * per_token_kl * (advantages > 0)", KL, at=1),
+    "prompts_of_chosen_answers_counted": dpo("prompt tokens are counted, only for chosen answers", "labels = inputs",
         "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
-        "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs",
-    )),
-    "old_logps_in_bfloat16": Bug("", trl=score(
-        "logps of old", "rounded to bfloat16", '["old_per_token_logps"] = old_per_token_logps',
-        '["old_per_token_logps"] = old_per_token_logps.bfloat16().float()', OFF, at=1,
-    )),
-    "old_logps_of_a_straddling_rollout": Bug("huggingface/trl/pull/3725", trl=InTRL(
-        "logps of old", "instead of the weights that sampled the rollout",
+        "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs"),
+    "old_logps_in_bfloat16": score("logps of old", "rounded to bfloat16",
+        '["old_per_token_logps"] = old_per_token_logps',
+        '["old_per_token_logps"] = old_per_token_logps.bfloat16().float()', OFF, at=1),
+    # huggingface/trl/pull/3725
+    "old_logps_of_a_straddling_rollout": InTRL("logps of old", "instead of the weights that sampled",
         around("trl:GRPOTrainer", "_generate_and_score_completions", remove_old_logps),
-        {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2}, at=1,
-    )),
-    "tower_with_lower_learning_rate": Bug("", trl=InTRL(
-        "update", "factor 0.1, the vision tower", change_param_groups(slow_tower), late=True,
-    )),
-    "larger_eps_without_decay": Bug("", trl=InTRL(
-        "update", "eps: 0.001, the parameters without weight decay",
-        change_param_groups(lambda _, found: found[1].update(eps=1e-3)),
-        {"weight_decay": 0.1}, late=True,
-    )),
-    "row_means_added": Bug("verl-project/verl/issues/7200", trl=loss(
-        "the means of the rows are added within a micro-batch", ROW_MEANS, ROW_MEANS.replace(".mean()", ".sum()"),
-        {"loss_type": "grpo"},
-    )),
-    "mean_of_rows_with_an_advantage": Bug("", trl=loss(
-        "only over those with an advantage other than 0", ROW_MEANS,
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2}, at=1),
+    "tower_with_lower_learning_rate": InTRL("update", "0.1 times as large, the vision tower",
+        change_param_groups(slow_tower), late=True),
+    "larger_eps_without_decay": InTRL("update", "eps of Adam is 0.001, the parameters without weight decay",
+        change_param_groups(lambda _, found: found[1].update(eps=1e-3)), {"weight_decay": 0.1}, late=True),
+    # verl-project/verl/issues/7200
+    "row_means_added": loss("the means of the rows are added within a micro-batch", ROW_MEANS,
+        ROW_MEANS.replace(".mean()", ".sum()"), {"loss_type": "grpo"}),
+    "mean_of_rows_with_an_advantage": loss("only over those with an advantage other than 0", ROW_MEANS,
         ROW_MEANS.replace(".mean()", ".sum() / (advantages != 0).sum()"),
-        {"loss_type": "grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once,)},
-    )),
-    "patches_reversed": Bug("", trl=InTRL("logps", "opposite order", of_images(lambda images: images.flip(1)))),
-    "patches_of_the_next": Bug("", trl=InTRL(
-        "logps", "pixels of the next patch", of_images(lambda images: images.roll(-1, 1)),
-    )),
-    "old_logps_with_dropout": Bug("", trl=InTRL("logps of old", "its dropout is active", with_dropout, OFF, at=1)),
-    "advantages_as_mask": Bug("verl-project/verl/issues/2506", trl=loss(
-        "multiplied by its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()",
-    )),
-    "last_row_dropped": Bug("", trl=loss(
-        "only for the last row of each micro-batch", SUM, "loss = (per_token_loss * mask)[:-1].sum()",
-    )),
-    "kl_by_token": Bug("huggingface/trl/pull/6594", trl=loss(
-        "KL times the token's ratio", "per_token_kl * coef_1", "per_token_kl * torch.exp(log_ratio)",
-        {"importance_sampling_level": "sequence", **KL, "learning_rate": 3e-4}, at=1,
-    )),
-    "means_of_the_first_half": Bug("ServiceNow/PipelineRL/pull/54", trl=score(
-        "advantages", "the group's first half", "nanmean(rewards.view(-1, num_generations), dim=1)",
-        "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)",
-    )),
-    "std_at_least_that_of_the_batch": Bug("", trl=score(
-        "advantages", "at least the standard deviation of all rewards", STD, f"{STD}.clamp(min=nanstd(rewards).item())",
-    )),
-    "old_logps_in_float16": Bug("", trl=score(
-        "logps of old", "rounded to float16", '["old_per_token_logps"] = old_per_token_logps',
-        '["old_per_token_logps"] = old_per_token_logps.half().float()', OFF, at=1,
-    )),
-    "tokens_before_the_shift": Bug("", trl=edited(
-        "compute_loss", "loss", "one token too many per row",
+        {"loss_type": "grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once,)}),
+    "patches_reversed": InTRL("logps", "opposite order", of_images(lambda images: images.flip(1))),
+    "patches_of_the_next": InTRL("logps", "pixels of the next patch", of_images(lambda images: images.roll(-1, 1))),
+    "old_logps_with_dropout": InTRL("logps of old", "its dropout is active", with_dropout, OFF, at=1),
+    # verl-project/verl/issues/2506
+    "advantages_as_mask": loss("multiplied by its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()"),
+    "last_row_dropped": loss("only for the last row of each micro-batch", SUM,
+        "loss = (per_token_loss * mask)[:-1].sum()"),
+    # huggingface/trl/pull/6594
+    "kl_by_token": loss("ratio of its token instead of its sequence", "per_token_kl * coef_1",
+        "per_token_kl * torch.exp(log_ratio)", {"importance_sampling_level": "sequence", **KL, "learning_rate": 3e-4},
+        at=1),
+    "means_of_the_first_half": score("advantages", "the group's first half",  # ServiceNow/PipelineRL/pull/54
+        "nanmean(rewards.view(-1, num_generations), dim=1)",
+        "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)"),
+    "std_at_least_that_of_the_batch": score("advantages", "at least the standard deviation of all rewards", STD,
+        f"{STD}.clamp(min=nanstd(rewards).item())"),
+    "old_logps_in_float16": score("logps of old", "rounded to float16", '["old_per_token_logps"] = old_per_token_logps',
+        '["old_per_token_logps"] = old_per_token_logps.half().float()', OFF, at=1),
+    "tokens_before_the_shift": edited("compute_loss", "loss", "one token too many per row",
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
-        "outputs.label_mask.sum() + len(inputs['labels'])", kind="sft",
-    )),
-    # bugs whose names the audit composes of an operator, one use of a quantity, a span of tokens or
-    # a fitted number
-    "baseline_of_plain_rewards": Bug("PrimeIntellect-ai/prime-rl/pull/2040", trl=score(
-        "advantages", "all rewards have weight 1, only in the baseline",
+        "outputs.label_mask.sum() + len(inputs['labels'])", kind="sft"),
+    # bugs whose sentences are composed of an operator, one use of a quantity, a span of tokens or a fitted number
+    # PrimeIntellect-ai/prime-rl/pull/2040
+    "baseline_of_plain_rewards": score("advantages", "all rewards have weight 1, only in the baseline",
         "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)",
         "mean_grouped_rewards = torch.nanmean(rewards_per_func.nansum(dim=1).view(-1, num_generations), dim=1)",
-        {"reward_weights": [1.0, 0.3]},
-    )),
-    "kl_clamped": Bug("", trl=loss(
-        "is at most 0.05", "self.beta * per_token_kl", "self.beta * per_token_kl.clamp(max=0.05)", KL, at=1,
-    )),
-    "dft_weight_with_gradient": Bug("modelscope/twinkle/pull/291", trl=edited(
-        "compute_loss", "loss", "not detached", "outputs.log_probs.exp().detach()", "outputs.log_probs.exp()",
-        {"loss_type": "dft"}, kind="sft",
-    )),
-    "zero_grad_missing": Bug("meta-pytorch/torchforge/pull/71", trl=InTRL(
-        "gradients", "of the step before", lambda put, trainer: put(trainer.model, "zero_grad", lambda *_, **__: None),
-        {"rows": 4}, late=True, at=1,
-    )),
-    "mean_of_turns": Bug("rllm-org/rllm/pull/512", trl=turns_loss(
-        "loss", "tokens of its turn", "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()\n",
+        {"reward_weights": [1.0, 0.3]}),
+    "kl_clamped": loss("is at most 0.05", "self.beta * per_token_kl", "self.beta * per_token_kl.clamp(max=0.05)", KL,
+        at=1),
+    # modelscope/twinkle/pull/291
+    "dft_weight_with_gradient": edited("compute_loss", "loss", "not detached", "outputs.log_probs.exp().detach()",
+        "outputs.log_probs.exp()", {"loss_type": "dft"}, kind="sft"),
+    "zero_grad_missing": InTRL("gradients", "of the step before",  # meta-pytorch/torchforge/pull/71
+        lambda put, trainer: put(trainer.model, "zero_grad", lambda *_, **__: None), {"rows": 4}, late=True, at=1),
+    "mean_of_turns": turns_loss("loss", "tokens of its turn",  # rllm-org/rllm/pull/512
+        "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()\n",
         "turn = ((mask == 1) & (torch.nn.functional.pad(mask, (1, -1)) == 0)).cumsum(1) * mask\n"
         "        loss = torch.stack([per_token_loss[i][turn[i] == k].mean()\n"
         "                            for i in range(len(mask)) for k in range(1, int(turn[i].max()) + 1)]).mean()\n",
-        TELL | {"loss_type": "grpo", "calls": 0.7},
-    )),
-    "one_missing_reward_voids_its_group": Bug("modelscope/ms-swift/issues/8123", trl=score(
-        "advantages", "one missing reward voids its group",
-        "torch.nanmean(rewards.view(-1, num_generations), dim=1)",
-        "rewards.view(-1, num_generations).mean(dim=1)",
-        {"rewards": (two_missing_rewards,), "rows": 8},
-    )),
-    "angles_in_bfloat16": Bug("huggingface/transformers/issues/25681", trl=InTRL(
-        "logps", "sines are in bfloat16", lambda put, trainer: trainer.model.model.language_model.rotary_emb.
-        register_forward_hook(lambda _, given, angles: tuple(x.bfloat16().float() for x in angles)), late=True,
-    )),
-    "norms_added": Bug("laekov/fastmoe/pull/65", trl=InTRL(
-        "clip", "the sum of the parameters' norms", around(None, "_clip_grad_norm", clipped_by_added_norms), CLIPS,
-        late=True,
-    )),
+        TELL | {"loss_type": "grpo", "calls": 0.7}),
+    # modelscope/ms-swift/issues/8123
+    "one_missing_reward_voids_its_group": score("advantages", "one missing reward makes",
+        "torch.nanmean(rewards.view(-1, num_generations), dim=1)", "rewards.view(-1, num_generations).mean(dim=1)",
+        {"rewards": (two_missing_rewards,), "rows": 8}),
+    "angles_in_bfloat16": InTRL("logps", "sines are in bfloat16",  # huggingface/transformers/issues/25681
+        lambda put, trainer: trainer.model.model.language_model.rotary_emb.
+        register_forward_hook(lambda _, given, angles: tuple(x.bfloat16().float() for x in angles)), late=True),
+    "norms_added": InTRL("clip", "the sum of the parameters' norms",  # laekov/fastmoe/pull/65
+        around(None, "_clip_grad_norm", clipped_by_added_norms), CLIPS, late=True),
     # only one group has rewards above 1, which decide because 1 is a likely bound
-    "total_reward_clipped_at_1": Bug("", trl=score(
-        "advantages", "the weighted sum of rewards is at most 1", TOTAL, f"{TOTAL}.clamp(max=1)",
-    )),
-    "rewards_clipped_at_1": Bug("", trl=score(
-        "advantages", "a reward is at most 1", REWARDS,
-        f"{REWARDS}\n    rewards_per_func = rewards_per_func.clamp(max=1)",
-    )),
-    "advantages_normalised_twice": Bug("", trl=score(
-        "advantages", "normalised a second time, over the batch", NO_NAN, f"{NO_NAN}; {NORMALIZED}",
-    )),
-    "end_token_scored_as_padding": Bug("", trl=edited(
-        "_get_per_token_logps_and_entropies", "logps", "the end token is scored as the padding token", LABELS,
-        f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id",
-    )),
-    "old_logps_in_autocast": Bug("", trl=InTRL(
-        "logps of old", "under autocast in bfloat16",
-        around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", old_in_autocast), OFF, at=1,
-    )),
-    "schedule_stepped_twice": Bug("", trl=InTRL(  # in the second step, only one learning rate is wrong
-        "schedule", "advances twice per step", around(None, "create_scheduler", two_scheduler_steps),
-        {"max_steps": 10, "rows": 4}, late=True, at=1,
-    )),
-    "tokens_discounted": Bug("", trl=loss(
-        "for each token before it, by 0.99", SUM, SUM.replace("* mask", "* mask * 0.99 ** (mask.cumsum(1) - 1)"),
-    )),
-    "tokens_discounted_from_the_end": Bug("", trl=loss(
-        "for each token that follows it, by 0.97", SUM,
-        SUM.replace("* mask", "* mask * 0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
-    )),
+    "total_reward_clipped_at_1": score("advantages", "the weighted sum of rewards is at most 1", TOTAL,
+        f"{TOTAL}.clamp(max=1)"),
+    "rewards_clipped_at_1": score("advantages", "a reward is at most 1", REWARDS,
+        f"{REWARDS}\n    rewards_per_func = rewards_per_func.clamp(max=1)"),
+    "advantages_normalised_twice": score("advantages", "normalised a second time, over the batch", NO_NAN,
+        f"{NO_NAN}; {NORMALIZED}"),
+    "end_token_scored_as_padding": edited("_get_per_token_logps_and_entropies", "logps",
+        "the end token is scored as the padding token", LABELS,
+        f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id"),
+    "old_logps_in_autocast": InTRL("logps of old", "under autocast in bfloat16",
+        around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", old_in_autocast), OFF, at=1),
+    # in the second step, only one learning rate is wrong
+    "schedule_stepped_twice": InTRL("schedule", "advances twice per step",
+        around(None, "create_scheduler", two_scheduler_steps), {"max_steps": 10, "rows": 4}, late=True, at=1),
+    "tokens_discounted": loss("for each token before it, by 0.99", SUM,
+        SUM.replace("* mask", "* mask * 0.99 ** (mask.cumsum(1) - 1)")),
+    "tokens_discounted_from_the_end": loss("for each token that follows it, by 0.97", SUM,
+        SUM.replace("* mask", "* mask * 0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)")),
     # bugs in completions that call tools
-    "tool_responses_in_the_sum": Bug("alibaba/ROLL/pull/444", trl=turns_loss(
-        "loss", "also counts tool responses, only in the sum", SUM,
-        "loss = (per_token_loss * completion_mask).sum()", TELL,
-    )),
-    "second_turn_not_learned": Bug("", trl=turns_score(
-        "mask", "does not count the second turn", f"{MASK} if",
+    # alibaba/ROLL/pull/444
+    "tool_responses_in_the_sum": turns_loss("loss", "also counts tool responses, only in the sum", SUM,
+        "loss = (per_token_loss * completion_mask).sum()", TELL),
+    "second_turn_not_learned": turns_score("mask", "does not count the second turn", f"{MASK} if",
         "begins = (tool_mask == 1) & (torch.nn.functional.pad(tool_mask, (1, -1)) == 0)\n"
-        f"    tool_mask *= begins.long().cumsum(1) != 2\n    {MASK} if", TELL | {"calls": 0.8},
-    )),
-    "tool_responses_in_the_loss": Bug("huggingface/trl/pull/5521", trl=loop(
-        "mask", "also counts tool responses", ADDED, ADDED.replace("[0]", "[1]"),
-    )),
-    "completions_encoded_again": Bug("huggingface/trl/issues/5144", trl=loop(
-        "tokens", "were decoded and encoded again", PCT, ENCODED_AGAIN, TELL,
-    )),
-    "images_of_tool_responses_lost": Bug("THUDM/slime/issues/1847", trl=edited(
-        "_generate", "pictures", "lacks all images", MERGED, "pass", kind="turns",
-    )),
-    "tool_responses_not_attended_to": Bug("huggingface/trl/pull/4976", trl=turns_loss(
-        "tokens", "does not attend to tool responses", "torch.cat([prompt_mask, completion_mask], dim=1)",
-        'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL,
-    )),
-    "a_cut_completion_that_ended_a_turn": Bug("", trl=turns_score(
-        "mask", "an earlier turn ended", ENDED,
+        f"    tool_mask *= begins.long().cumsum(1) != 2\n    {MASK} if", TELL | {"calls": 0.8}),
+    # huggingface/trl/pull/5521
+    "tool_responses_in_the_loss": loop("mask", "also counts tool responses", ADDED, ADDED.replace("[0]", "[1]")),
+    # huggingface/trl/issues/5144
+    "completions_encoded_again": loop("tokens", "were decoded and encoded again", PCT, ENCODED_AGAIN, TELL),
+    # THUDM/slime/issues/1847
+    "images_of_tool_responses_lost": edited("_generate", "pictures", "lacks all images", MERGED, "pass", kind="turns"),
+    # huggingface/trl/pull/4976
+    "tool_responses_not_attended_to": turns_loss("tokens", "does not attend to tool responses",
+        "torch.cat([prompt_mask, completion_mask], dim=1)",
+        'torch.cat([prompt_mask, completion_mask * inputs["tool_mask"]], dim=1)', TELL),
+    "a_cut_completion_that_ended_a_turn": turns_score("mask", "an earlier turn ended", ENDED,
         ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"),
-        TELL | {"ends": 0.2, "mask_truncated_completions": True},
-    )),
+        TELL | {"ends": 0.2, "mask_truncated_completions": True}),
 }  # fmt: skip

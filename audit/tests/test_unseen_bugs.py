@@ -27,7 +27,6 @@ pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 trans
 import trl_fixtures
 
 from minivlmrl_audit.audit import audit, report
-from minivlmrl_audit.dump import read
 
 DIVIDED = "advantages / (std_rewards + 1e-4)"
 LOG_RATIO = "log_ratio = per_token_logps - old_per_token_logps"
@@ -107,15 +106,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", BUGS)
 def test_no_wrong_cause(name, folder, tmp_path, monkeypatch):
     bug = BUGS[name]
-    if not bug.late:
-        bug.patch(monkeypatch.setattr, None)
-    options = {"max_steps": bug.at + 1} | bug.options
-    trainer = getattr(trl_fixtures, bug.kind)(folder, tmp_path / "trainer", **options)
-    if bug.late:
-        bug.patch(monkeypatch.setattr, trainer)
-    with trl_fixtures.STEPS_OF[bug.kind](trainer, tmp_path, bug.at + 1):
-        trainer.train()
-    step = read(tmp_path / str(bug.at))
+    step = trl_fixtures.step_with([bug], folder, tmp_path, monkeypatch.setattr)
     findings = audit(step)
     wrong = [finding for finding in findings if not finding.ok]
     printed = report(findings, step)

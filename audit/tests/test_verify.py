@@ -75,8 +75,7 @@ def copy(trained, tmp_path):
 def verify(capsys):
     """Return a function that runs `reproduce` on a folder.
 
-    The function returns the exit status and the printed lines, except lines about files that are
-    not compared.
+    The function returns the exit status and the printed lines, except lines about files that are not compared.
     """
 
     def verify(folder, *options):
@@ -129,12 +128,6 @@ def edit(file, number, change):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def other_weights(file):
-    save_file(
-        {name: torch.randn(x.shape).to(x) if x.is_floating_point() else x for name, x in load_file(file).items()}, file
-    )
-
-
 def swap_pictures(run):
     one, two = sorted((run / "images").iterdir())[:2]
     content = one.read_bytes()
@@ -142,44 +135,40 @@ def swap_pictures(run):
     two.write_bytes(content)
 
 
-def remove(name):
-    return lambda run: (run / name).unlink()
+def remove(file):
+    file.unlink()
 
 
-def weights(name):
-    return lambda run: other_weights(run / name)
+def weights(file):
+    tensors = {name: torch.randn(x.shape).to(x) if x.is_floating_point() else x for name, x in load_file(file).items()}
+    save_file(tensors, file)
 
 
-def text(name, pattern, replacement):
-    def forge(run):
-        old = (run / name).read_text()
+def cut(file):
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def folder_instead(file):
+    file.unlink()
+    file.mkdir()
+
+
+def text(pattern, replacement):
+    def forge(file):
+        old = file.read_text()
         new = re.sub(pattern, replacement, old, count=1)
         assert new != old
-        (run / name).write_text(new)
+        file.write_text(new)
 
     return forge
 
 
-def copy_of(source, name):
-    def forge(run):
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if (run / source).is_dir() else shutil.copy)(run / source, run / name)
-
-    return forge
-
-
-def cut(name):
-    def forge(run):
-        content = (run / name).read_bytes()
-        (run / name).write_bytes(content[: len(content) // 2])
-
-    return forge
-
-
-def folder_instead(name):
-    def forge(run):
-        (run / name).unlink()
-        (run / name).mkdir()
+def copy_of(source):
+    def forge(file):
+        run = next(folder for folder in file.parents if (folder / "config.yaml").exists())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (run / source).is_dir() else shutil.copy)(run / source, file)
 
     return forge
 
@@ -190,55 +179,37 @@ def hash_again(state):
 
 
 def in_state(forge):
-    """Return a function that applies `forge` to a run, and then updates the hashes of its state."""
+    """Return a function that applies `forge` to a file of a state, and then updates the hashes of the state."""
 
-    def forge_state(run):
-        forge(run)
-        hash_again(run / "states" / "000004")
+    def forge_state(file):
+        forge(file)
+        hash_again(file.parent)
 
     return forge_state
 
 
-STATE, WEIGHTS = "states/000004/run.json", "0000_0000.safetensors"
-FILES_OF_A_STATE = (WEIGHTS, "complete.json", "run.json")
-FORGERIES = {
-    "reward": (lambda run: edit(run / "metrics.jsonl", 3, lambda line: line.update(reward=9.0)), ["metrics.jsonl"]),
-    "pictures": (swap_pictures, ["images/grpo-15-0.webp", "images/grpo-158-0.webp"]),
-    "a file is missing": (remove("summary.json"), ["summary.json"]),
-    "weights": (weights("checkpoint/model.safetensors"), ["checkpoint/model.safetensors"]),
-    "more weights": (
-        copy_of("checkpoint/model.safetensors", "checkpoint/other.safetensors"),
-        ["checkpoint/other.safetensors"],
-    ),
-    "weights that nothing wrote": (
-        copy_of("checkpoint/config.json", "best/checkpoint/a.json"),
-        ["best/checkpoint/a.json"],
-    ),
-    "a reward model that nothing wrote": (copy_of("checkpoint/config.json", "reward_model/a"), ["reward_model/a"]),
-    "a folder of weights": (copy_of("checkpoint/config.json", "checkpoint/x/a.json"), ["checkpoint/x/a.json"]),
-    "weights of a state": (in_state(weights(f"states/000004/{WEIGHTS}")), ["states/000004"]),
-    "a file in a state": (copy_of("summary.json", "states/000004/more.json"), ["states/000004"]),
-    "hashes of a state": (text("states/000004/complete.json", '"[0-9a-f]{8}', '"00000000'), ["states/000004"]),
-    "lines of logs in a state": (in_state(text(STATE, '"metrics.jsonl": 4', '"metrics.jsonl": 3')), [STATE]),
-    "texts of callbacks in a state": (in_state(text(STATE, "grad_norm", "grad_nrom")), [STATE]),
-    "recipe of a state": (in_state(text(STATE, '"grpo.beta": 0.0', '"grpo.beta": 0.1')), [STATE]),
-    "a first state": (
-        copy_of("states/000004", "states/000000"),
-        [f"states/000000/{name}" for name in FILES_OF_A_STATE],
-    ),
-    "a part of a state": (
-        copy_of("states/000004", "states/000005.partial"),
-        [f"states/000005.partial/{name}" for name in FILES_OF_A_STATE],
-    ),
-    "where a row is from": (text("completions.jsonl", '"where": "', '"where": "else'), ["completions.jsonl"]),
-    "a time that is text": (text("timings.jsonl", r'"step_time": [\d.e-]+', '"step_time": "1"'), ["timings.jsonl"]),
-    "a key twice": (text("summary.json", '"start"', '"start": {}, "start"'), ["summary.json"]),
-    "half a log": (cut("metrics.jsonl"), ["metrics.jsonl"]),
-    "half a log of timings": (cut("timings.jsonl"), ["timings.jsonl"]),
-    "a log that is a folder": (folder_instead("completions.jsonl"), ["completions.jsonl"]),
-    "half the weights": (cut("checkpoint/model.safetensors"), ["checkpoint/model.safetensors"]),
-    "half the weights of a state": (in_state(cut(f"states/000004/{WEIGHTS}")), ["states/000004"]),
-}
+STATE, WEIGHTS = "states/000004", "0000_0000.safetensors"
+MODEL = "checkpoint/model.safetensors"
+# (forged file, function that forges it), or also the file that is named instead
+FORGERIES = [
+    ("metrics.jsonl", lambda file: edit(file, 3, lambda line: line.update(reward=9.0))),
+    ("summary.json", remove), (MODEL, weights), ("checkpoint/other.safetensors", copy_of(MODEL)),
+    # files that nothing wrote
+    ("best/checkpoint/a.json", copy_of("checkpoint/config.json")),
+    ("reward_model/a", copy_of("checkpoint/config.json")),
+    ("checkpoint/x/a.json", copy_of("checkpoint/config.json")),
+    (f"{STATE}/{WEIGHTS}", in_state(weights), STATE), (f"{STATE}/more.json", copy_of("summary.json"), STATE),
+    (f"{STATE}/complete.json", text('"[0-9a-f]{8}', '"00000000'), STATE),
+    (f"{STATE}/run.json", in_state(text('"metrics.jsonl": 4', '"metrics.jsonl": 3'))),
+    (f"{STATE}/run.json", in_state(text("grad_norm", "grad_nrom"))),
+    (f"{STATE}/run.json", in_state(text('"grpo.beta": 0.0', '"grpo.beta": 0.1'))),
+    ("states/000000", copy_of(STATE)), ("states/000005.partial", copy_of(STATE)),
+    ("completions.jsonl", text('"where": "', '"where": "else')),
+    ("timings.jsonl", text(r'"step_time": [\d.e-]+', '"step_time": "1"')),  # a time that is text
+    ("summary.json", text('"start"', '"start": {}, "start"')),  # a key twice
+    ("metrics.jsonl", cut), ("timings.jsonl", cut), ("completions.jsonl", folder_instead), (MODEL, cut),
+    (f"{STATE}/{WEIGHTS}", in_state(cut), STATE),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -262,13 +233,24 @@ def instant(trained_again, monkeypatch):
     monkeypatch.setattr(loop, "run_training", start)
 
 
-@pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_file_is_named(name, copy, verify, instant):
-    forge, files = FORGERIES[name]
-    forge(copy)
+@pytest.mark.parametrize("forgery", FORGERIES, ids=[f"{i} {forgery[0]}" for i, forgery in enumerate(FORGERIES)])
+def test_a_forged_file_is_named(forgery, copy, verify, instant):
+    name, forge, *named = forgery
+    forge(copy / name)
+    named = named or [name]
+    if (copy / name).is_dir() and name.startswith("states/"):  # a whole state
+        named = [f"{name}/{file}" for file in (WEIGHTS, "complete.json", "run.json")]
     code, lines = verify(copy)
-    named = [line.removeprefix("DIFFERS: ").partition(":")[0] for line in lines if line.startswith("DIFFERS")]
-    assert (code, named) == (1, files) and lines[-1] == "training with this recipe gives a different run"
+    found = [line.removeprefix("DIFFERS: ").partition(":")[0] for line in lines if line.startswith("DIFFERS")]
+    assert (code, found) == (1, named) and lines[-1] == "training with this recipe gives a different run"
+
+
+def test_swapped_pictures_are_named(copy, verify, instant):
+    swap_pictures(copy)
+    code, lines = verify(copy)
+    assert code == 1 and [line.partition(":")[2].partition(":")[0] for line in lines[:2]] == [
+        " images/grpo-15-0.webp", " images/grpo-158-0.webp"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint", "states/000004"])
@@ -377,7 +359,7 @@ def test_a_run_of_two_ranks_is_reproduced_by_two_ranks_and_nearly_by_one(recipe,
         r"both runs used the same rows, and numbers of the first steps differ by [\d.]+e-0[5-9]\. ", lines[-1]
     )
     assert any(re.match(r"DIFFERS: checkpoint/model.safetensors: .* by [\d.]+e-0[4-9]", line) for line in lines)
-    for forge in (swap_pictures, remove("summary.json")):
+    for forge in (swap_pictures, lambda run: remove(run / "summary.json")):
         other = shutil.copytree(folder, tmp_path / "forged")
         forge(other)
         assert verify(other)[0] == 1

@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
 from minivlmrl.tasks import shapes
+from minivlmrl_audit.dump import read
 from minivlmrl_audit.trl_steps import dpo_steps, grpo_steps, sft_steps
 
 import tiny
@@ -191,6 +192,33 @@ def text(
     return trainer
 
 
+def train(kind, folder, output, steps=1, late=None, **options):
+    """Train with a trainer of this module, and dump the first steps; late(trainer) may change it before."""
+    trainer = globals()[kind](folder, output / "trainer", **{"max_steps": steps} | options)
+    if late:
+        late(trainer)
+    with STEPS_OF[options.get("name", kind).lower().replace("text", "grpo")](trainer, output, steps):
+        trainer.train()
+
+
+def step_with(bugs, folder, output, put):
+    """Put bugs of bugs.py into TRL with `put`, train, and read the step at which they show."""
+    options = {}
+    for bug in bugs:
+        options |= bug.options
+        if not bug.late:
+            bug.patch(put, None)
+
+    def late(trainer):
+        for bug in bugs:
+            if bug.late:
+                bug.patch(put, trainer)
+
+    at = bugs[0].at
+    train(bugs[0].kind, folder, output, at + 1, late, **options)
+    return read(output / str(at))
+
+
 def dump(folder, output, kind, options, **_):
     """Train and dump the steps of a case of audit/history.py with the imported release of TRL.
 
@@ -198,9 +226,7 @@ def dump(folder, output, kind, options, **_):
     """
     output.mkdir(parents=True)
     try:
-        trainer = globals()[kind](folder, output / "trainer", **options)
-        with STEPS_OF[options.get("name", kind).lower().replace("text", "grpo")](trainer, output, 2):
-            trainer.train()
+        train(kind, folder, output, 2, **{"max_steps": 1} | options)
     except Exception as error:  # an old release may raise any error
         (output / "error.txt").write_text(f"{type(error).__name__}: {error}")
 
@@ -231,8 +257,8 @@ def turns(
 ):
     """Build a GRPOTrainer with tools, whose completions are random tokens.
 
-    Each turn calls a tool with probability `calls`. A turn without a call ends with probability
-    `ends`, and is truncated otherwise.
+    Each turn calls a tool with probability `calls`. A turn without a call ends with probability `ends`, and is
+    truncated otherwise.
     """
     data = [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(rows)]
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "seed": seed,
@@ -242,8 +268,8 @@ def turns(
         train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder, "qwen3_vl"),
         environment_factory=type('Look', (Look,), {'large': large}),
     )  # fmt: skip
-    # TRL has already selected its parser of tool calls. Remove the description of tools from the
-    # template, so that prompts are short.
+    # TRL has already selected its parser of tool calls. Remove the description of tools from the template, so that
+    # prompts are short.
     template = trainer.processing_class.chat_template
     trainer.processing_class.chat_template = template.replace("if tools", "if false", 1)
     rng, encode = random.Random(seed), trainer._tokenizer.encode
