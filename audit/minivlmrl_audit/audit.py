@@ -77,10 +77,7 @@ class Cause:
 
     says: str
     change: dict  # quantities of the stage's definition that this cause replaces, see Change
-    stages: tuple = ()
-    effect: str = ""
-    source: str = ""
-    about: str = ""  # feature that a step must contain to reveal this cause, such as clipping
+    of: known_bugs.Quantity  # for example with the stages and the effect
     error: float = 0.0  # error that remains if the stage is recomputed with this cause
     parts: int = 1  # number of single causes that this cause combines
     is_guess: bool = False  # whether this cause has a fitted number that no count or option has
@@ -113,7 +110,7 @@ class Cause:
     def inside(self, use: str) -> "Cause":
         """Return a copy of this cause that affects only one use of a quantity."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
-        return replace(self, says=f"{self.says}, only in {use}", change=change, about="")
+        return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def rank(self) -> int:
         """Return the order in which causes are tried, because simpler causes are tried first.
@@ -194,7 +191,8 @@ class Finding:
         return result
 
 
-FACTOR = Cause(*known_bugs.FACTOR)  # a fitted factor that multiplies all numbers of a stage
+# a fitted factor that multiplies all numbers of a stage
+FACTOR = Cause("all values are {c} times as large", {"factor": known_bugs.fitted_number}, known_bugs.FACTOR)
 
 
 def names_of(name: str, d: Dump) -> set[str]:
@@ -208,14 +206,13 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     names = names_of(name, d)
     result = []
     for quantity, causes in known_bugs.QUANTITIES.items():
-        stages = quantity.stages.split(", ")
-        if names & set(stages) and quantity.needs in d:
+        if names & quantity.stage_names() and quantity.needs in d:
             for says, change in causes.items():
                 change = change if isinstance(change, dict) else {quantity.name: change}
                 for text, parts in limited(says, change, d, "mask" in names):
-                    result.append(Cause(text, parts, stages, quantity.effect, quantity.source, quantity.about))
+                    result.append(Cause(text, parts, quantity))
     # causes specific to this kind of loss or model come before general causes
-    result.sort(key=lambda cause: (cause.is_general(), not (names - {"loss", "logps"}) & set(cause.stages)))
+    result.sort(key=lambda cause: (cause.is_general(), not (names - {"loss", "logps"}) & cause.of.stage_names()))
     for stages, uses, quantity in known_bugs.SCOPES:
         if names & set(stages.split(", ")):
             alone = [cause for cause in result if cause.may_be_inside(quantity)]
@@ -280,7 +277,7 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         # same forward, so for these two stages no other cause is accepted.
         both = {}
         for cause in earlier.explained:
-            if names & {*cause.stages}:
+            if names & cause.of.stage_names():
                 both |= {again.says: again for again in fits(finding.stage, d, cause)}
         if both or (of_one_forward and earlier.stage == "logps"):
             finding.explained = list(both.values())
@@ -347,15 +344,17 @@ def computed(name: str, d: Dump, change: dict) -> dict | None:
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
     """Yield (topic, is unseen) for each cause with a topic, such as clipping.
 
-    A cause is unseen if it does not change any number of the stage, so this step cannot reveal it.
+    A cause is unseen if it does not change any number of the stage, so this step cannot reveal it. Causes that are
+    limited to a part of the step are left out.
     """
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
-        shows = cause.about and not cause.is_fitted()
+        is_whole = not any(isinstance(x, tuple) for x in cause.change.values())
+        shows = cause.of.about and is_whole and not cause.is_fitted()
         other_answer = computed(name, d, cause.change) if shows else None
         if other_answer:
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
-            yield cause.about, error(pairs) <= TOLERANCE
+            yield cause.of.about, error(pairs) <= TOLERANCE
 
 
 def explain(name: str, d: Dump, seconds: float = math.inf) -> list[Cause]:
@@ -734,7 +733,7 @@ def finding_lines(finding: Finding) -> list[str]:
     for cause in finding.explained[:SHOWN]:
         lines.append(f"{'':12}{word}: {cause}")
         word = "or"
-        about = [cause.source, cause.effect and f"effect: {cause.effect}"]
+        about = [cause.of.source, f"effect: {cause.of.effect}"]
         lines.append(f"{'':16}{'; '.join(filter(None, about))}")
     if len(finding.explained) > SHOWN:
         lines.append(f"{'':12}and {len(finding.explained) - SHOWN} other causes fit equally well")

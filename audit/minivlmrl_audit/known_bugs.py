@@ -32,6 +32,10 @@ class Quantity:
     about: str = ""  # feature that a step must contain to reveal the mistakes
     needs: str = "input_ids"  # tensor that the step must contain
 
+    def stage_names(self) -> set[str]:
+        """Return the names of `stages`."""
+        return set(self.stages.split(", "))
+
 
 class Limited(NamedTuple):
     """A replacement for parts of a step."""
@@ -199,7 +203,7 @@ GENERAL = {*TIMES.values(), *LINEAR.values(), *NONLINEAR.values(), *BY_TOKEN.val
 GENERAL |= {*OF_ANSWERS.values()}
 
 # a fitted factor that multiplies all numbers of a stage
-FACTOR = "all values are {c} times as large", {"factor": fitted_number}, "the effective learning rate changes"
+FACTOR = Quantity("factor", "", "the effective learning rate changes")
 
 # uses of a quantity to which a cause may be limited: stages, uses, and the quantity, or "" for any
 SCOPES = [
@@ -504,7 +508,7 @@ OF_POLICY_LOSSES = {
     Quantity("entropies", "grpo", "the policy becomes too sure or too random", needs="entropies"): having(
         "the entropy of a token", TIMES, LINEAR, NONLINEAR, BY_TOKEN
     ),
-    Quantity("kl_estimator", "grpo", "a different divergence is penalised", "NeMo-RL PR 2506", about=KLS): {
+    Quantity("kl_estimator", "grpo", "another divergence is penalised", "NeMo-RL PR 2506", about=KLS): {
         f"the KL estimator is {name}": name for name in ("k1", "k2", "k3")
     },
     Quantity("KL", "grpo", "the effective beta changes", "TRL up to 1.9, PR 6594", about=KLS, needs=REFERENCE): {

@@ -161,13 +161,14 @@ def row_sets(d) -> dict[str, Tensor]:
     sets["the first row of each micro-batch"] = begins
     sets["the last row of each micro-batch"] = begins.roll(-1)
     sets["the first micro-batch"] = part == part.min()
-    sets["the last micro-batch"] = part == part.max()
     sets["all micro-batches except the first"] = part > part.min()
-    sets["all micro-batches except the last"] = part < part.max()
-    sets["rows that are padded"] = d["row_lengths"] < d["row_lengths"].max()
-    sets["rows that are not padded"] = d["row_lengths"] == d["row_lengths"].max()
-    sets["the longest completions"] = d["lengths"] == d["lengths"].max()
-    sets["all completions except the longest"] = d["lengths"] < d["lengths"].max()
+    for x, largest, others in (
+        (part, "the last micro-batch", "all micro-batches except the last"),
+        (d["row_lengths"], "rows that are not padded", "rows that are padded"),
+        (d["lengths"], "the longest completions", "all completions except the longest"),
+    ):
+        sets[largest] = x == x.max()
+        sets[others] = x < x.max()
     sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # a single row fits too many descriptions
     return different(sets, torch.tensor(False))
 

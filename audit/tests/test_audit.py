@@ -192,7 +192,7 @@ def test_it_is_said_if_one_number_decides_between_causes(monkeypatch):
     d = rollout(lambda r: standard(r).abs())
     right = d["advantages"]
     others = [right + 0.1 * torch.eye(8)[i] for i in range(2)]
-    causes = [module.Cause(f"c{i}", {"advantages": x}) for i, x in enumerate([right, *others])]
+    causes = [module.Cause(f"c{i}", {"advantages": x}, known_bugs.FACTOR) for i, x in enumerate([right, *others])]
     monkeypatch.setattr(module, "possible_causes", lambda *_: causes)
     finding = audit(d)[0]
     assert [cause.says for cause in finding.explained] == ["c0"]

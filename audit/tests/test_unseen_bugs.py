@@ -1,6 +1,6 @@
 """Fifteen bugs that were written without looking at the audit's causes: no wrong cause may be printed first.
 
-The audit names twelve of them, and finds the stage and the wrong numbers of the other three.
+The audit names thirteen of them, and finds the stage and the wrong numbers of the other two.
 """
 
 import bugs
@@ -86,7 +86,7 @@ BUGS = {
         "clip", "each parameter is clipped by its own norm", around(None, "_clip_grad_norm", clip_each), CLIPS,
         late=True,
     ),
-    "other beta1": InTRL("update", "", change_param_groups(higher_beta1), late=True, at=1),
+    "other beta1": InTRL("update", "beta1 is 0.95", change_param_groups(higher_beta1), late=True, at=1),
     "no reference": dpo(
         "the reference is left out", DELTA, f"{DELTA} + (ref_chosen_logps - ref_rejected_logps)",
     ),
