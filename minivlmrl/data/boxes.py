@@ -1,7 +1,7 @@
 """Parse bounding boxes from text, convert their coordinates, and compute their overlap.
 
 A box has two corners, top left and bottom right, in continuous coordinates, which run from 0 to the
-width of the image. A box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
+the image's width. A box of one whole pixel is therefore 1 wide, and no formula needs + 1 or - 1.
 """
 
 import json
@@ -28,18 +28,18 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
-KEYS = ("bbox_2d", "bbox", "Position")  # keys of a JSON object that can hold its box
+KEYS = ("bbox_2d", "bbox", "Position")  # keys under which a JSON object can hold its box
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 FENCED = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 
 
 def extent(space: str, original: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
-    """Return the width and height of the whole image in the units of a coordinate space.
+    """Return the width and height of the whole image in a coordinate space's units.
 
     Args:
-        space: "original" (pixels of the file), "resized" (pixels of the model's input image, as in
+        space: "original" (the file's pixels), "resized" (pixels in the model's input image, as in
             Qwen2.5-VL), "thousandths" (0 to 1000, as in Qwen2-VL and Qwen3-VL) or "unit" (0 to 1).
-        original: width and height of the file in pixels.
+        original: the file's width and height in pixels.
         resized: width and height of the model's input image in pixels.
     """
     if space not in SPACES:
@@ -60,19 +60,19 @@ def box_columns(
 ) -> dict[str, list]:
     """Compute the columns image_sizes and answer_extents that box rewards receive.
 
-    The extent of an answer is the width and height of the image in the units of the answer's boxes.
+    An answer's extent is the image's width and height in the units of the answer's boxes.
     A row can give this extent in its column answer_extent. Otherwise the extent is computed from
     the coordinate space in the row's column box_space, or else in the processor's box_space.
 
     Args:
         rows: one row per prompt.
-        prompts: prompts of the rows.
-        processor: processor of the model.
+        prompts: the rows' prompts.
+        processor: the model's processor.
         num_generations: completions per prompt.
 
     Returns:
-        {column: one value per completion}. A value is (width, height) of the first image, in pixels
-        of the file or in the coordinates of the answer; None without an image.
+        {column: one value per completion}. A value is the first image's (width, height), in pixels
+        of the file or in the answer's coordinates; None without an image.
     """
     image_sizes = []
     answer_extents = []
@@ -97,7 +97,7 @@ def box_columns(
 
 @dataclass(frozen=True)
 class Box:
-    """A bounding box with its `extent`, the (width, height) of the image in the same units."""
+    """A bounding box with its `extent`, the image's (width, height) in the same units."""
 
     x1: float
     y1: float
@@ -106,7 +106,7 @@ class Box:
     extent: tuple[float, float]
 
     def to(self, extent: tuple[float, float]) -> "Box":
-        """Scale the box to another extent of the same image.
+        """Scale the box to another extent for the same image.
 
         Only the division rounds integer coordinates, because their product is exact.
 
@@ -172,9 +172,9 @@ def giou(a: Box, b: Box) -> float:
 
 
 def _areas(a: Box, b: Box) -> tuple[float, float]:
-    """Compute the areas of the intersection and the union.
+    """Compute the intersection area and the union area.
 
-    The order of the additions ensures that rounding never makes the union smaller than the
+    The addition order ensures that rounding never makes the union smaller than the
     intersection.
     """
     assert a.extent == b.extent, "the boxes have different extents; convert one box with Box.to"
@@ -187,15 +187,15 @@ def _areas(a: Box, b: Box) -> tuple[float, float]:
 def match(
     predicted: Sequence[Item], truth: Sequence[Item], similarity: Callable[[Item, Item], float]
 ) -> list[tuple[int, int]]:
-    """Match predicted to true boxes one to one, so that the sum of similarities is maximal.
+    """Match predicted to true boxes one to one, so that the summed similarity is maximal.
 
     Example: the first predicted box has the IoUs 0.6 and 0.5 with the two true boxes, the second
-    predicted box has 0.5 and 0. The matches are (0, 1) and (1, 0), with a sum of 1.0.
+    predicted box has 0.5 and 0. The matches are (0, 1) and (1, 0), and their sum is 1.0.
 
     Args:
         predicted: predicted boxes.
         truth: true boxes.
-        similarity: function that computes the similarity of a predicted and a true box.
+        similarity: function that computes the similarity between a predicted and a true box.
 
     Returns:
         (index in predicted, index in truth) of each match. There are as many matches as boxes in
@@ -227,13 +227,13 @@ def unfenced(text: str) -> str:
 
 
 def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
-    """Parse the boxes of a text in one of the following formats.
+    """Parse a text's boxes in one of the following formats.
 
-        {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    JSON of Qwen2.5-VL; other keys are ignored
+        {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    Qwen2.5-VL's JSON; other keys are ignored
         {'Position': [1, 2, 5, 6]}                   the same with the key Position or bbox
-        [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9]]    JSON list of objects or of lists
+        [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9]]    JSON list with objects or lists
         [1, 2, 5, 6] [7, 7, 8, 9.5]                  one or several lists, with or without commas
-        (1, 2), (5, 6)                               corners of one or several boxes
+        (1, 2), (5, 6)                               corners for one or several boxes
         1 2 5 6                                      one box, with or without commas
         <|box_start|>(1,2),(5,6)<|box_end|>          Qwen2-VL's format, with or without object name
 
@@ -241,11 +241,11 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
     Returns:
         (x1, y1, x2, y2) of each box. The numbers are finite, but the corners can be out of order or
-        outside of the image, see Box.valid and Box.inside. The list is empty if the text contains
+        outside the image, see Box.valid and Box.inside. The list is empty if the text contains
         other words, because they could negate the box ("not [1, 2, 5, 6]"), or if a group of
         numbers is not a box.
 
-    Source: the key "bbox_2d" is from the cookbook of Qwen2.5-VL.
+    Source: the key "bbox_2d" is from Qwen2.5-VL's cookbook.
     """
     return parse(text, KEYS, 4, GROUPS)
 
@@ -255,7 +255,7 @@ def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list
 
     Args:
         text: text to parse, see parse_boxes.
-        keys: keys of a JSON object that can hold the numbers.
+        keys: keys under which a JSON object can hold the numbers.
         count: numbers per group.
         plain: pattern that matches a whole text in the plain-text format.
     """
@@ -274,7 +274,7 @@ def parse(text: str, keys: Sequence[str], count: int, plain: re.Pattern) -> list
 
 
 def _groups_in_json(text: str, keys: Sequence[str]) -> list[Plain]:
-    """Return the items of a JSON text; raise ValueError or RecursionError if it is not JSON."""
+    """Return a JSON text's items; raise ValueError or RecursionError if it is not JSON."""
     if '"' not in text:
         text = text.replace("'", '"')  # Python writes single quotes
     value = json.loads(text, parse_int=float, object_pairs_hook=_object)
@@ -292,7 +292,7 @@ def value_of(item: dict, keys: Sequence[str] = KEYS) -> Plain:
 
 
 def _object(pairs: list[tuple[str, Plain]]) -> dict[str, Plain]:
-    """Build a dict from the pairs of a JSON object; raise ValueError for a repeated key."""
+    """Build a dict from a JSON object's pairs; raise ValueError for a repeated key."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a JSON object has the same key twice")
     return dict(pairs)

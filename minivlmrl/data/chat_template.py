@@ -1,4 +1,4 @@
-"""Chat template of Qwen2-VL and Qwen2.5-VL: render messages as text and control tokens."""
+"""Qwen2-VL's and Qwen2.5-VL's chat template: render messages as text and control tokens."""
 
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ START = Control("<|im_start|>")
 END = Control("<|im_end|>")
 # Either token ends a completion: <|im_end|> ends a turn, <|endoftext|> ends a document.
 ENDS = (END, Control("<|endoftext|>"))
-# Placeholders of an image and of a video. Compare pieces with these objects by `is`, because
+# Placeholders for an image and a video. Compare pieces with these objects by `is`, because
 # ordinary text can consist of the same characters.
 IMAGE = Control("<|image_pad|>")
 VIDEO = Control("<|video_pad|>")
@@ -26,22 +26,22 @@ SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def render(messages: list[dict]) -> list[str]:
-    r"""Render the messages of a prompt, followed by the header of the assistant's answer.
+    r"""Render a prompt's messages, followed by the header of the assistant's answer.
 
     Example: one user message with an image and "What?" gives, joined,
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n
-    Processor.encode then repeats the id of <|image_pad|>, once for each token of the image.
+    Processor.encode then repeats the id of <|image_pad|>, once for each image token.
 
     Args:
         messages: see data/messages.py. If the first message is not a system message, the default
             system message is inserted before it.
     Returns:
-        The pieces of the prompt in order. Each control token is a Control, so that text with the
+        The prompt's pieces in order. Each control token is a Control, so that text with the
         same characters stays text. Placeholders are the objects IMAGE and VIDEO themselves.
         Neighbouring texts are joined to one str, because transformers also tokenizes the text
         between two control tokens as a whole.
-    Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
+    Source: chat_template.json from Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
     """
     if not messages or messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]
@@ -93,10 +93,10 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
 
     Returns:
         Pieces as in `render`, each with a flag. The flag is True if the assistant writes the piece:
-        the text of an assistant turn, or the <|im_end|> that closes this turn. Generation stops
+        an assistant turn's text, or the <|im_end|> that closes this turn. Generation stops
         after the last piece.
     Raises:
-        ValueError: an answer has a thought outside of its content, such as reasoning_content.
+        ValueError: an answer has a thought outside its content, such as reasoning_content.
     """
     flagged = []
     for turn in turns:

@@ -1,4 +1,4 @@
-"""Find or download models and data sets of the Hugging Face hub by their ids."""
+"""Find or download models and data sets on the Hugging Face hub by their ids."""
 
 import re
 import warnings
@@ -13,7 +13,7 @@ from minivlmrl.data.image_settings import image_settings
 from minivlmrl.files import INFERENCE_CONFIG, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-NETWORK_SECONDS = 5  # timeout of a request to the hub
+NETWORK_SECONDS = 5  # timeout for a request to the hub
 DOWNLOADED = [
     "*.safetensors",
     "*.json",
@@ -23,19 +23,19 @@ DOWNLOADED = [
     "LICENSE*",
     "NOTICE*",
 ]
-# branches of a data set: None is the branch with the original files. The other branch has the files
-# that the hub has converted to parquet; splits of more than 5 GB are called "partial-train" there.
+# data set branches: None is the branch with the original files. The other branch has the files
+# that the hub has converted to parquet; splits above 5 GB are called "partial-train" there.
 BRANCHES = None, "refs/convert/parquet"
 
 
-SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # small files of a repository, without weights
+SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # a repository's small files, without weights
 
 
 def find_settings(name: str | Path) -> Path:
-    """Return a folder with config.json of a model, whose weights are not downloaded.
+    """Return a folder with the config.json of a model, whose weights are not downloaded.
 
     Args:
-        name: config.json, its folder, or the id of a repository on the hub.
+        name: config.json, its folder, or a repository's id on the hub.
 
     Raises:
         ValueError: there is no such file or folder, and the files cannot be downloaded.
@@ -69,11 +69,11 @@ def find_settings(name: str | Path) -> Path:
 
 
 def find_folder(name: str | Path) -> Path:
-    """Return the folder of a model, and download the model if necessary.
+    """Return a model's folder, and download the model if necessary.
 
     Args:
-        name: a folder, or the id of a repository on the hub, for example
-            "Qwen/Qwen2.5-VL-3B-Instruct" or "OWNER/NAME@BRANCH". A folder of this name has
+        name: a folder, or a repository's id on the hub, for example
+            "Qwen/Qwen2.5-VL-3B-Instruct" or "OWNER/NAME@BRANCH". A folder with this name has
             priority.
 
     Raises:
@@ -115,7 +115,7 @@ def find_folder(name: str | Path) -> Path:
 def hub_errors(name: str) -> Iterator[None]:
     """Convert every exception in the block to a ValueError whose message begins with `name`.
 
-    Every exception, because releases of huggingface_hub use different network libraries, each with
+    Every exception, because huggingface_hub's releases use different network libraries, each with
     its own exceptions.
     """
     try:
@@ -129,7 +129,7 @@ def hub_errors(name: str) -> Iterator[None]:
 
 
 def _snapshot(repo_id: str, revision: str | None) -> Path:
-    """Return the cached folder of a model repository, and download missing files.
+    """Return a model repository's cached folder, and download missing files.
 
     If several processes download the same file, one process downloads and the others wait.
     """
@@ -158,7 +158,7 @@ def _snapshot(repo_id: str, revision: str | None) -> Path:
 
 
 def find_split(name: str) -> list[Path] | None:
-    """Return the parquet files of a split of a data set, and download the files if necessary.
+    """Return the parquet files in a data set's split, and download the files if necessary.
 
     Args:
         name: "OWNER/NAME@SPLIT", or "OWNER/NAME" for the split train.
@@ -200,12 +200,12 @@ def find_split(name: str) -> list[Path] | None:
 
 
 def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -> list[str]:
-    """List the parquet files of a branch.
+    """List a branch's parquet files.
 
     Args:
-        repo_id: id of the data set.
-        branch: a member of BRANCHES.
-        split: name of a split. From the cache, only paths that contain this name are listed.
+        repo_id: data set id.
+        branch: an element of BRANCHES.
+        split: split name. From the cache, only paths that contain this name are listed.
         cached: True lists files in the cache, False asks the hub.
     """
     from huggingface_hub import HfApi
@@ -225,7 +225,7 @@ def _parquet_files(repo_id: str, branch: str | None, split: str, cached: bool) -
 
 
 def _download(repo_id: str, branch: str | None, patterns: list[str] | str, cached: bool) -> Path:
-    """Download files of a data set, or only find them in the cache; return their folder."""
+    """Download a data set's files, or only find them in the cache; return their folder."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(

@@ -1,6 +1,6 @@
-"""Read the rows of a file or a dataset folder as Row: prompt, answers, columns, images, videos.
+"""Read a file's or dataset folder's rows as Row: prompt, answers, columns, images, videos.
 
-row_files.py reads the columns of a row, formats.py converts the formats of other projects, and
+row_files.py reads a row's columns, formats.py converts other projects' formats, and
 media.py finds images and videos. This file converts the columns to messages and answers.
 docs/data.md has examples.
 """
@@ -59,7 +59,7 @@ from minivlmrl.data.video import Video, VideoFile, load_video, outline_video
 from minivlmrl.errors import check_field, did_you_mean, error_context
 from minivlmrl.files import digest
 
-# {column with text: allowed types}. A row may have only one column of PROMPTS, see _split_columns.
+# {column with text: allowed types}. A row may have only one column in PROMPTS, see _split_columns.
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXT_COLUMNS = PROMPTS | ANSWERS
@@ -67,19 +67,19 @@ TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list 
 
 
 class FileDataset(FileRows):
-    """The rows of a file or dataset folder.
+    """A file's or dataset folder's rows.
 
     All rows are validated when the dataset is created. Each row is read again from the file when
     the row is used.
 
     Args:
-        path: file or folder of the rows.
+        path: file or folder with the rows.
         required: columns that every row must have; "problem" stands for any prompt column.
         limit: maximum number of rows; None reads all rows.
         constants: columns that are added to every row.
-        checks_files: False does not ask the file system for the images and videos of the rows. On
+        checks_files: False does not ask the file system for the rows' images and videos. On
             several ranks, only rank 0 asks, because a shared file system is slow at such questions.
-        options: fields of RowOptions.
+        options: RowOptions fields.
 
     Raises:
         ValueError: there are no rows, a row is invalid, or an image or video file is missing.
@@ -104,9 +104,9 @@ class FileDataset(FileRows):
         if not self.size:
             raise ValueError(f"{path} has no rows; add at least one row or choose another file")
         self.folder = Path(self.options.image_root or self.source.folder)
-        # {(number of images, number of videos): number of rows with these numbers}
+        # {(image count, video count): number of such rows}
         self.counts = Counter()
-        # for each row, a hash of its prompt, and of the sizes of its files if checks_files is True
+        # for each row, a hash of its prompt, and of its file sizes if checks_files is True
         self.prompt_hashes = []
         self.columns = ()
         missing_files = []
@@ -127,7 +127,7 @@ class FileDataset(FileRows):
         """Add a row to `counts` and `prompt_hashes`.
 
         Returns:
-            The image and video files of the row that are missing, if checks_files is True.
+            The row's missing image and video files, if checks_files is True.
         """
         answer_images = [part["image"] for part in answer_image_parts(row)]
         with error_context(row.where):
@@ -202,11 +202,11 @@ class FileDataset(FileRows):
 
 
 class LazyImages(Sequence):
-    """The images of a row. Each access decodes the image again, which saves memory."""
+    """A row's images. Each access decodes the image again, which saves memory."""
 
     def __init__(self, decoders: list[Callable]):
         self.decoders = decoders
-        self.sizes = {}  # {index: (width, height)} of the images decoded so far
+        self.sizes = {}  # {index: (width, height)} for the images decoded so far
 
     def __len__(self) -> int:
         return len(self.decoders)
@@ -230,20 +230,20 @@ def readable_image(where: str) -> Iterator[None]:
 
 
 def fetch_row_image(where: str, source: str | bytes, folder: Path) -> PIL.Image.Image:
-    """Load an image of the row `where`; raise ValueError, with advice, if it cannot be read."""
+    """Load an image from the row `where`; raise ValueError, with advice, if it cannot be read."""
     with readable_image(where):
         return fetch_image(source, folder)
 
 
 def load_media(media: list[Media], folder: Path, where: str) -> tuple[Sequence, Sequence]:
-    """Return the images and videos of a row, which are decoded only when they are used."""
+    """Return a row's images and videos, which are decoded only when they are used."""
     sources = [item.image_source for item in media if item.kind == "image"]
     images = [partial(fetch_row_image, where, source, folder) for source in sources]
     return images and LazyImages(images), load_videos(media, folder, load_video)
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return the videos of a row, which are read with load_video or outline_video when used."""
+    """Return a row's videos, which are read with load_video or outline_video when used."""
     videos = []
     for item in media:
         if item.kind == "video":
@@ -253,11 +253,11 @@ def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) ->
 
 
 def check_inside(folder: Path, files: list[tuple[str | bytes, str]]):
-    """Raise ValueError if a file is outside of the folder of a downloaded data set.
+    """Raise ValueError if a file is outside a downloaded data set's folder.
 
     Args:
-        folder: folder of the data set.
-        files: pairs of source and path, as files_of yields them.
+        folder: the data set's folder.
+        files: (source, path) pairs, as files_of yields them.
     """
     for source, path in files:
         if path and not Path(normpath(path)).is_relative_to(normpath(folder)):
@@ -279,12 +279,12 @@ def answer_image_parts(row: Row) -> list[dict]:
 def read_row(
     columns: dict, required: Sequence[str], options: RowOptions, folder: Path
 ) -> tuple[Row, list[Media]]:
-    """Convert the columns of a row to a Row without images, and list its media in order.
+    """Convert a row's columns to a Row without images, and list its media in order.
 
     Args:
-        columns: columns of the row, as in the file.
+        columns: the row's columns, as in the file.
         required: columns that the row must have; "problem" stands for any prompt column.
-        options: options for all rows of the file.
+        options: options for all rows in the file.
         folder: folder that relative paths start from.
     """
     # NaN, which differs from itself, is dropped, because pandas writes NaN for a missing value.
@@ -306,7 +306,7 @@ def read_row(
     try:
         messages, media, answers = read_conversation(columns, row_media, options)
     except ValueError:
-        # An image under an unknown name is a better explanation of an <image> tag without an image.
+        # An image under an unknown name better explains an <image> tag without an image.
         others = {name: value for name, value in columns.items() if name not in TEXTS}
         check_unread(others, [*chain(*row_media.values())], folder, known)
         raise
@@ -351,10 +351,10 @@ def read_conversation(
     """Split a row into its prompt, its media and its answers.
 
     Args:
-        row: {column: value}; a value of None counts as missing. The following columns are read. A
+        row: {column: value}; the value None counts as missing. The following columns are read. A
             list of turns is a list of messages, as in chat_template.render.
-            problem: the text of the question, which is inserted into prompt_template.
-            prompt: the text of the question, or a list of turns, whose last user turn has the
+            problem: the question's text, which is inserted into prompt_template.
+            prompt: the question's text, or a list of turns, whose last user turn has the
                 question.
             messages: a conversation. The turns before the first assistant turn are the prompt, and
                 the remaining turns are the completion.
@@ -362,11 +362,11 @@ def read_conversation(
                 and ends with an assistant turn. If the row has no prompt, `chosen` and `rejected`
                 are whole conversations, and their common first turns are the prompt (TRL's implicit
                 prompt).
-        row_media: {"image" or "video": media from the columns of the row}.
-        options: options for all rows of the file.
+        row_media: {"image" or "video": media from the row's columns}.
+        options: options for all rows in the file.
 
     Returns:
-        The messages of the prompt, its media in order, and {column: answer}.
+        The prompt's messages, its media in order, and {column: answer}.
     """
     row_texts = {column: row[column] for column in TEXT_COLUMNS if row.get(column) is not None}
     for column, text_or_turns in row_texts.items():
@@ -409,7 +409,7 @@ def _check_column(text_or_turns: Plain, types: type | UnionType):
 
 
 def _check_answer(turns: list[dict]):
-    """Raise ValueError if an assistant turn of an answer is empty or blank."""
+    """Raise ValueError if an answer's assistant turn is empty or blank."""
     check_ends(turns)
     for turn in turns:
         is_blank = not text_of(turn).strip() and not turn.get("tool_calls")
@@ -429,9 +429,9 @@ def _shows_images(turns: list[dict]) -> bool:
 
 
 def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[Media], list[dict]]:
-    """Return the messages of the prompt, the media of the prompt, and the answer.
+    """Return the prompt's messages, the prompt's media, and the answer.
 
-    Each image part of the answer contains its Media under the key "image".
+    Each image part in the answer contains its Media under the key "image".
     """
     conversation, media = place(turns)
     answer = conversation[-len(turns) :]
@@ -440,7 +440,7 @@ def _place_answer(place: Callable, turns: list[dict]) -> tuple[list[dict], list[
         raise ValueError(
             "a video after the first assistant turn is not supported; move it into the prompt"
         )
-    # The last media belong to the answer, because the media are in the order of the parts.
+    # The last media belong to the answer, because the media are in the parts' order.
     for part in reversed(shown_parts):
         part["image"] = media.pop()  # FileDataset.__getitem__ loads the image
     return conversation[: -len(turns)], media, answer
@@ -452,7 +452,7 @@ def _place_turns(
     options: RowOptions,
     answer: Sequence[dict] = (),
 ) -> tuple[list[dict], list[Media]]:
-    """Return the messages of a prompt and an answer, and their media in order."""
+    """Return the messages for a prompt and an answer, and their media in order."""
     turns = as_turns(prompt, "user")
     if turns and turns[-1]["role"] == "assistant":
         raise ValueError(
@@ -465,10 +465,10 @@ def _place_turns(
 
 
 def _split_columns(row_texts: dict, row: dict) -> tuple[str, str | list[dict], dict]:
-    """Split the text columns of a row into a prompt and answers.
+    """Split a row's text columns into a prompt and answers.
 
     Returns:
-        The name of the column of the prompt, the prompt, and {column: answer}.
+        The prompt column's name, the prompt, and {column: answer}.
     """
     prompt_columns = [column for column in row_texts if column in PROMPTS]
     if prompt_columns == ["messages"] and "completion" in row_texts:
@@ -493,14 +493,14 @@ def _split_columns(row_texts: dict, row: dict) -> tuple[str, str | list[dict], d
 def _keep_last(
     prompt: str | list[dict], answers: dict[str, str | list[dict]]
 ) -> tuple[str | list[dict], dict[str, str | list[dict]]]:
-    """Move the turns before the last answer of a conversation into the prompt.
+    """Move the turns before a conversation's last answer into the prompt.
 
     Args:
         prompt: text or turns.
         answers: {column: answer}.
 
     Raises:
-        ValueError: the answers of a pair have different turns before their last answers.
+        ValueError: a pair's answers have different turns before their last answers.
     """
     earlier = []  # for each answer, its turns up to the last one that is not the assistant's
     last = {}

@@ -1,4 +1,4 @@
-"""Datasets from files: their interface, and selections of their rows."""
+"""Datasets from files: their interface, and row selections."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 class FileRows(Sequence[Row]):
     """A dataset from files whose rows can be inspected without decoding images."""
 
-    # for each row, a hash of its prompt and, on rank 0, of the sizes of its image and video files
+    # for each row, a hash of its prompt and, on rank 0, of its image and video file sizes
     prompt_hashes: list[int]
 
     @abstractmethod
     def describe(self) -> str:
-        """Describe the number of rows, and the number of images and videos per row."""
+        """Describe the row count, and the image and video counts per row."""
 
     @abstractmethod
     def read(self, index: int) -> "tuple[Row, list[Media]]":
@@ -30,13 +30,13 @@ class FileRows(Sequence[Row]):
 
     @abstractmethod
     def content(self, index: int) -> str:
-        """Return a digest of the prompt of a row and of the contents of its files."""
+        """Return a digest of a row's prompt and file contents."""
 
 
 class RowSelection(FileRows):
     """Rows that were selected from one or more datasets.
 
-    `picks` lists the selected rows in order, each as (index of the dataset, index of the row).
+    `picks` lists the selected rows in order, each as (dataset index, row index).
     """
 
     def __init__(self, parts: Sequence[FileRows], picks: list[tuple[int, int]]):

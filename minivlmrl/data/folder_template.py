@@ -1,7 +1,7 @@
-"""Render conversations with the Jinja chat template of a model's folder.
+"""Render conversations with the Jinja chat template in a model's folder.
 
-The result is a list of pieces, as in chat_template.render. For the published template of Qwen2-VL
-and Qwen2.5-VL, chat_template.render is used instead of Jinja. The template of Qwen3-VL gives the
+The result is a list of pieces, as in chat_template.render. For the published template for Qwen2-VL
+and Qwen2.5-VL, chat_template.render is used instead of Jinja. Qwen3-VL's template gives the
 same result as chat_template.render without the default system message, except for conversations
 with tools.
 """
@@ -53,7 +53,7 @@ from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from minivlmrl.errors import did_you_mean, error_context
 from minivlmrl.json_files import parse_json, read_json
 
-# files that can hold a template, in the order of transformers' processor
+# files that can hold a template, in the order that transformers' processor uses
 FILES = (
     "processor_config.json",
     "chat_template.json",
@@ -70,10 +70,10 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # tag in TRL's tra
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
 # sha256 of Qwen's template for Qwen3-VL
 PUBLISHED_QWEN3 = "9d879ef91075acbfb2df7e441fd79d60bacfca989cf6d511d2af45c681e94f10"
-# Tags of thoughts and tools. Answers contain them as text, so a text may write them even if the
+# Tags for thoughts and tools. Answers contain them as text, so a text may write them even if the
 # tokenizer lists them as special tokens and the template writes them, too.
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Jinja versions of chat_template.render, which are saved into folders without a template.
+# chat_template.render as Jinja templates, which are saved into folders without a template.
 # WITH_TOOLS is used if an environment declares tools.
 DEFAULT = as_jinja()
 WITH_TOOLS = as_jinja("qwen2_5_vl_tools")
@@ -82,21 +82,21 @@ DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags
 
 
 class ChatTemplate:
-    """A Jinja chat template. Text that spells one of its control tokens stays ordinary text.
+    """A Jinja chat template. Text that spells a control token stays ordinary text.
 
     Args:
-        text: text of the template.
-        source: name of the template's file, for error messages.
-        special_tokens: control tokens of the tokenizer, see Tokenizer.special_tokens. The keys of
+        text: the template's text.
+        source: the template's file name, for error messages.
+        special_tokens: the tokenizer's control tokens, see Tokenizer.special_tokens. The keys of
             `controls` are those that the template writes or that are in STRUCTURE.
-        token_names: {name: value} of variables that the template may read, such as eos_token.
+        token_names: {name: value} for variables that the template may read, such as eos_token.
     """
 
     def __init__(self, text: str, source, special_tokens=SPECIAL_TOKENS, token_names=()):
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        self.tools = None  # schemas of the tools that the template declares
+        self.tools = None  # schemas for the tools that the template declares
         self.is_default = text in (DEFAULT, DEFAULT_QWEN3)
         self.is_qwen3 = _is_known(text, DEFAULT_QWEN3, PUBLISHED_QWEN3)
         try:
@@ -124,7 +124,7 @@ class ChatTemplate:
                 written.append(self._lay_out(messages, True))
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
-            # tokens of a single character are skipped, because they occur in ordinary text
+            # single-character tokens are skipped, because they occur in ordinary text
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -134,7 +134,7 @@ class ChatTemplate:
     def from_folder(
         cls, folder: str | Path, special_tokens=SPECIAL_TOKENS
     ) -> "ChatTemplate | None":
-        """Load the chat template of a folder, from the first file in FILES that has a template.
+        """Load a folder's chat template, from the first file in FILES that has a template.
 
         Returns:
             The template, or None if there is no template or chat_template.render gives the same
@@ -157,7 +157,7 @@ class ChatTemplate:
     def render(self, messages: list[dict]) -> list[str]:
         """Render a conversation to pieces of text, like chat_template.render.
 
-        The joined pieces equal the result of transformers' apply_chat_template.
+        The joined pieces equal transformers' apply_chat_template result.
 
         Args:
             messages: see chat_template.render. An assistant message can have tool_calls instead of
@@ -165,7 +165,7 @@ class ChatTemplate:
 
         Raises:
             ValueError: the template cannot render the messages, or does not render an image, a
-                video or a text of a message. Only the thoughts of assistant turns may be missing.
+                video or a message text. Only the thoughts in assistant turns may be missing.
         """
         if self.is_qwen3 and not self.tools and not _needs_jinja(messages):
             turns = [piece for message in messages for piece in layout_turn(message)]
@@ -188,12 +188,12 @@ class ChatTemplate:
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
         """Render the turns that follow a prompt, like chat_template.render_completion.
 
-        The text of an assistant turn begins after the generation prompt, and ends with <|im_end|>.
+        An assistant turn's text begins after the generation prompt, and ends with <|im_end|>.
         If the template has {% generation %} blocks, the assistant writes only the text in them.
 
         Args:
-            messages: messages of the prompt.
-            turns: turns of the completion.
+            messages: the prompt's messages.
+            turns: the completion's turns.
 
         Returns:
             Pairs of a piece of text and a flag, which is True if the assistant writes the piece.
@@ -209,7 +209,7 @@ class ChatTemplate:
         conversation, mark = self._checked([*messages, *turns])
         text, block_ends = self._lay_out_blocks(conversation, mark)
         flagged = []
-        end = None  # end of the previous assistant turn
+        end = None  # the previous assistant turn's end
         for turn_number in range(len(messages), len(conversation)):
             if conversation[turn_number]["role"] != "assistant":
                 continue
@@ -270,7 +270,7 @@ class ChatTemplate:
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
-        """Return the length of the rendered first messages of a conversation.
+        """Return the length that a conversation's first messages have after rendering.
 
         Args:
             text: the rendered conversation, which must begin with the rendered first messages.
@@ -315,7 +315,7 @@ class ChatTemplate:
         return template
 
     def _checked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Convert messages to plain data, in which a mark breaks up the names of control tokens.
+        """Convert messages to plain data, in which a mark breaks up control token names.
 
         Returns:
             The messages and the mark, a character that `_cut` removes after rendering. Neither the

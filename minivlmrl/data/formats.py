@@ -1,4 +1,4 @@
-"""Convert rows in the formats of other projects to the columns of minivlmrl, and validate them.
+"""Convert rows in other projects' formats to minivlmrl's columns, and validate them.
 
 Several formats can apply to the same row: for example, one format reads the column `conversations`
 and another one the column `file_name`. docs/data.md has examples.
@@ -21,7 +21,7 @@ from minivlmrl.errors import check_field, error_context
 from minivlmrl.json_files import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
-SPEAKERS = {  # {name of a speaker in the formats of other projects: role}
+SPEAKERS = {  # {name of a speaker in other projects' formats: role}
     "system": "system",
     "human": "user",
     "user": "user",
@@ -37,7 +37,7 @@ SPEAKERS = {  # {name of a speaker in the formats of other projects: role}
     "tool_response": "tool",
     "function": "tool",
 }
-# names of video options that a column may also have, because data sets use columns of these names
+# names of video options that a column may also have, because data sets use columns with these names
 COMMON_VIDEO_COLUMNS = {"fps", "min_frames", "max_frames"}
 # {name that no column may have: end of the error message after "it must be"}
 RESERVED = {
@@ -52,12 +52,12 @@ RESERVED = {
     ),
 }
 Side = Annotated[float, "(0, inf)"]
-COLUMN_TYPES = {  # {column: type and bounds of its values}
+COLUMN_TYPES = {  # {column: its values' type and bounds}
     "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
-    # log-probability of an answer under the reference model, summed over its tokens
+    # an answer's log-probability under the reference model, summed over its tokens
     "ref_chosen_logps": Annotated[float, "(-inf, 0]"],
     "ref_rejected_logps": Annotated[float, "(-inf, 0]"],
-    # width and height of the whole image, in the units of the boxes in an answer
+    # the whole image's width and height, in the units of an answer's boxes
     "answer_extent": tuple[Side, Side],
     "label": bool,  # for KTO: True if the completion is a good answer
 }
@@ -94,14 +94,14 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
 
 def to_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename columns of a row, and add the columns that every matching format in FORMATS computes.
+    """Rename a row's columns, and add the columns that every matching format in FORMATS computes.
 
     Args:
-        row: {column: value}; a value of None counts as missing.
-        renamed: {name of a column in the file: its new name}, which is the option data.columns.
+        row: {column: value}; the value None counts as missing.
+        renamed: {column name in the file: its new name}, which is the option data.columns.
     Raises:
         ValueError: the row has a column under both its old and its new name, or a format cannot
-            convert a value. A subclass of ValueError, if the row must be converted once.
+            convert a value. A ValueError subclass, if the row must be converted once.
     """
     for file_column, our_column in renamed.items():
         if row.get(file_column) is not None and file_column != our_column:
@@ -124,7 +124,7 @@ class ForeignLayoutError(ValueError):
 
 
 def check_layout(row: dict):
-    """Raise ForeignLayoutError if tags in the texts stand for values of other columns."""
+    """Raise ForeignLayoutError if tags in the texts stand for values in other columns."""
     texts = json.dumps([row.get(name) for name in TEXTS], default=str)
     if row.get("objects") is not None and (tag := re.search("<ref-object>|<bbox>", texts)):
         raise ForeignLayoutError(
@@ -161,14 +161,14 @@ def check_columns(columns: dict, required: Sequence[str]):
 
 @dataclass
 class RowFormat:
-    """A format of rows that another project uses, and the function that converts such rows.
+    """A row format that another project uses, and the function that converts such rows.
 
     The format matches rows that have all columns in `required_columns` and none in `excluded`.
     """
 
     required_columns: tuple[str, ...]
     excluded: Iterable[str]
-    read: Callable[[dict], dict]  # function of a row; returns the columns to add or replace
+    read: Callable[[dict], dict]  # takes a row; returns the columns to add or replace
 
     @property
     def name(self) -> str:
@@ -206,7 +206,7 @@ def _read_conversations(row: dict) -> dict:
 
 
 def _with_rejected(turns: list[dict], row: dict) -> dict:
-    """Return the columns of a conversation that ends with an answer.
+    """Return the columns for a conversation that ends with an answer.
 
     The result is the column `messages`. For rows with ms-swift's column `rejected_response`, the
     result is instead the columns `prompt`, `chosen` (the answer) and `rejected` (the value of
@@ -272,7 +272,7 @@ def _read_messages(row: dict) -> dict:
 def _read_question(question_column: str, answer_column: str, row: dict) -> dict:
     """Read a question and its answer from two columns.
 
-    The column `history` may contain [question, answer] pairs, which become the first turns of the
+    The column `history` may contain [question, answer] pairs, which become the first turns in the
     prompt.
     """
     question_text = row[question_column]
@@ -363,7 +363,7 @@ def rename_column(file_column: str, our_column: str, excluded: Iterable[str] = (
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTION_TEXTS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 QUESTION_COLUMNS = ("problem", "prompt", "messages")
-# a row with one of these columns is already in minivlmrl's own format
+# a row with such a column is already in minivlmrl's own format
 OUR_COLUMNS = (*QUESTION_COLUMNS, "completion")
 TEXTS = (*OUR_COLUMNS, "chosen", "rejected", "solution")
 FORMATS = [
@@ -383,5 +383,5 @@ FORMATS = [
     rename_column("ground_truth", "solution"),
     rename_column("file_name", "image", MEDIA_COLUMNS),
 ]
-# names of the formats that contain a question
+# formats that contain a question, by name
 QUESTION_FORMATS = [row_format.name for row_format in FORMATS if "problem" in row_format.excluded]

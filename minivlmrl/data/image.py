@@ -1,13 +1,13 @@
 """Convert an image file to the normalised patches that a vision tower reads.
 
 The steps are loading as RGB, smart_resize, normalisation and cutting into patches. The patches are
-identical, bit for bit, to the patches of transformers' image processors.
+identical, bit for bit, to those that transformers' image processors compute.
 
-Example: an image of 100 x 60 pixels (width x height) is resized to 112 x 56, multiples of 28, and
-cut into a grid of 8 x 4 patches, whose 3 colours x 2 equal frames x 14 x 14 values are normalised.
+Example: a 100 x 60 pixel image (width x height) is resized to 112 x 56, multiples of 28, and
+cut into an 8 x 4 patch grid, whose 3 colours x 2 equal frames x 14 x 14 values are normalised.
 Each block of 2 x 2 patches becomes one token, so `num_tokens` returns 8. Processor.encode therefore
 repeats the placeholder <|image_pad|> 8 times in the prompt (data/processor.py), and the vision
-tower computes the embedding of each placeholder from four patches (model/vision.py).
+tower computes each placeholder's embedding from four patches (model/vision.py).
 """
 
 import math
@@ -99,7 +99,7 @@ def patchify(
     Returns:
         patches (t * h * w, 3 * temporal_patch_size * patch_size^2) and image_grid_thw (t, h, w).
         Blocks of merge_size x merge_size patches are in raster order, and so are the patches within
-        a block. The values of a patch are in the order (channel, frame, y, x).
+        a block. A patch's values are in the order (channel, frame, y, x).
     """
     missing = -len(frames) % temporal_patch_size
     frames = np.concatenate([frames] + [frames[-1:]] * missing)
@@ -139,10 +139,10 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     """Replace each pixel value by its normalised value from a lookup table.
 
     Args:
-        normalised: (3, 256), the normalised value of each grey level in each colour channel.
+        normalised: (3, 256), each grey level's normalised value in each colour channel.
         pixels: (T, H, W, 3) uint8.
     Returns:
-        (T, 3, H, W), with the dtype of the table.
+        (T, 3, H, W), with the table's dtype.
     """
     channels = [normalised[c].take(pixels[..., c]) for c in range(3)]
     return np.stack(channels, axis=1)
@@ -151,7 +151,7 @@ def look_up(normalised: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 class RGBFrames(Sequence):
     """Frames that are converted to RGB when they are used, one at a time.
 
-    Copies of all frames of a video could fill the memory.
+    Copying all frames of a video could fill the memory.
     """
 
     def __init__(self, frames: Sequence[Image]):
@@ -176,13 +176,13 @@ class VideoRules(Protocol):
     def lay_out(
         self, pieces: list[str], grids: list[Grid], times: list[float | list[float]]
     ) -> tuple[list[str], list[Grid], list[float]]:
-        """Insert the timestamps of the temporal patches of videos into a rendered prompt."""
+        """Insert the timestamps of videos' temporal patches into a rendered prompt."""
         ...
 
 
 @dataclass
 class ImageProcessor:
-    """Converts images to patches with the preprocessing settings of a checkpoint.
+    """Converts images to patches with a checkpoint's preprocessing settings.
 
     data/image_settings.py reads and validates these settings.
     """
@@ -190,23 +190,23 @@ class ImageProcessor:
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
-    min_pixels: int = 56 * 56  # bounds of an image's area after resizing
+    min_pixels: int = 56 * 56  # bounds for an image's area after resizing
     max_pixels: int = 28 * 28 * 16384
-    # mean and standard deviation of CLIP, for colours from 0 to 1
+    # CLIP's mean and standard deviation, for colours from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     # function that resizes and normalises frames; data/image_settings.py has a variant in torch
     resize: Callable[..., np.ndarray] = resize_frames
-    # video rules of Qwen3-VL and later, see model/families/qwen3_vl.py; None uses the rules in
+    # video rules for Qwen3-VL and later, see model/families/qwen3_vl.py; None uses the rules in
     # data/video.py
     videos: VideoRules | None = None
-    # dtype of the patches; 16 bits for a model that computes in 16 bits, which rounds its inputs
-    # anyway, so that only half of the bytes are packed and copied to a GPU
+    # patch dtype; 16 bits for a model that computes in 16 bits, which rounds its inputs
+    # anyway, so that only half the bytes are packed and copied to a GPU
     dtype: torch.dtype = torch.float32
 
     @property
     def factor(self) -> int:
-        """Side length in pixels of the square block of patches that becomes one token.
+        """Side length in pixels of the square patch block that becomes one token.
 
         The default is 14 * 2 = 28.
         """
@@ -218,7 +218,7 @@ class ImageProcessor:
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     def num_tokens(self, image_grid_thw: Grid) -> int:
-        """Return the number of placeholder tokens of an image: one per block of merged patches."""
+        """Return an image's placeholder token count: one per block of merged patches."""
         return math.prod(image_grid_thw) // self.merge_size**2
 
     def __call__(self, image: Image, **options: int) -> tuple[Tensor, Grid]:
@@ -227,7 +227,7 @@ class ImageProcessor:
         Args:
             image: image of any mode and size.
             options: options for this image only. min_pixels and max_pixels replace the processor's
-                bounds. resized_height and resized_width replace the size of the image before
+                bounds. resized_height and resized_width replace the image's size before
                 smart_resize rounds it to multiples of `factor` within the processor's bounds.
         Returns:
             pixel_values (patches, patch_dim) in `dtype`, and image_grid_thw (t, h, w), see patchify.

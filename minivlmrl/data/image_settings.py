@@ -20,7 +20,7 @@ def torch_resize_frames(
 ) -> np.ndarray:
     """Resize and normalise RGB frames like image.resize_frames, but with torch's kernel.
 
-    The results are identical, bit for bit, to the results of transformers' torchvision processor.
+    The results are identical, bit for bit, to those from transformers' torchvision processor.
     Pillow's filter is the default, because checkpoints were trained with it.
     docs/numerical_parity.md lists the differences.
     """
@@ -37,11 +37,11 @@ def torch_resize_frames(
     return look_up((grey_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {value of data.resize_backend: function that resizes and normalises frames}
+# {data.resize_backend value: function that resizes and normalises frames}
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Count = Annotated[int, ">= 1"]
-# upper bound, because patches of 2**25 pixels take 2 GB while they are computed
+# upper bound, because the patches for 2**25 pixels take 2 GB while they are computed
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by Std
@@ -53,7 +53,7 @@ ProcessorType = Literal[
     "Qwen2VLImageProcessorFast",
     "Qwen2_5_VLImageProcessor",
 ]
-# values of settings that change pixels; other values are not supported, and saved folders contain
+# values for settings that change pixels; other values are not supported, and saved folders contain
 # these values
 FIXED = {
     "do_resize": True,
@@ -69,7 +69,7 @@ SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "m
 
 @dataclass
 class Size:
-    """Bounds of the area of an image in pixels, under new and old names.
+    """Bounds for an image's area in pixels, under new and old names.
 
     The fields from `height` on must be null, because other kinds of sizes are not supported.
     """
@@ -86,7 +86,7 @@ class Size:
 
 @dataclass
 class ImageSettings:
-    """Fields of preprocessor_config.json that are read; a field that is null counts as missing."""
+    """preprocessor_config.json's fields that are read; a field that is null counts as missing."""
 
     image_processor_type: ProcessorType | None = None
     size: Size | None = None
@@ -113,9 +113,9 @@ def read_image_processor(
     """Build an image processor from a preprocessor_config.json.
 
     Args:
-        content: parsed content of the file.
-        where: name of the file, for error messages.
-        min_pixels, max_pixels: bounds of the area of an image, which override the bounds of the
+        content: the file's parsed content.
+        where: the file's name, for error messages.
+        min_pixels, max_pixels: bounds for an image's area, which override the bounds of the
             file. A bound that neither gives is the default of transformers' class.
 
     Raises:
@@ -131,19 +131,19 @@ def read_image_processor(
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # smart_resize raises ValueError if the bounds exclude images of every size
+        # smart_resize raises ValueError if the bounds exclude every image size
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return {name: value} of image_mean, image_std, patch sizes and merge_size."""
+    """Return {name: value} for image_mean, image_std, patch sizes and merge_size."""
     return {name: getattr(holder, name) for name in SAME_NAMES}
 
 
 def write_image_processor(processor: ImageProcessor) -> dict:
-    """Build the content of a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM."""
+    """Build a preprocessor_config.json's content for transformers 4.49 to 5.23 and vLLM."""
     low = processor.min_pixels
     high = processor.max_pixels
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -153,15 +153,15 @@ def write_image_processor(processor: ImageProcessor) -> dict:
         **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # newer name of the same bounds
+        "size": {"shortest_edge": low, "longest_edge": high},  # newer name for the same bounds
     }
 
 
 def image_settings(folder: Path) -> tuple[Path, dict]:
-    """Return the image settings of a folder, and the file that contains them.
+    """Return a folder's image settings, and the file that contains them.
 
     The settings are in preprocessor_config.json, or, since transformers 5, in the field
-    image_processor of processor_config.json.
+    image_processor in processor_config.json.
 
     Raises:
         ValueError: processor_config.json does not have image settings.
@@ -180,7 +180,7 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Return the video settings of a folder and their file, which is chosen as in transformers."""
+    """Return a folder's video settings and their file, which is chosen as in transformers."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

@@ -1,4 +1,4 @@
-"""Load batches: the rows of each rollout, in an order that depends only on the seed."""
+"""Load batches: each rollout's rows, in an order that depends only on the seed."""
 
 import itertools
 import warnings
@@ -14,7 +14,7 @@ from minivlmrl.data.file_rows import FileRows, RowSelection
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
-MAX_SKIPPED = 100  # number of consecutive unreadable rows after which a run ends with an error
+MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an error
 # maximum number of rows of the next draw that threads prepare; with one megapixel per image, their
 # patches take 1.5 GB
 MAX_AHEAD = 64
@@ -22,15 +22,15 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """Divides the work of a run among its processes."""
+    """Divides a run's work among its processes."""
 
     def share(self, items: Sequence, /) -> Sequence:
-        """Return the part of the items that belongs to this rank."""
+        """Return the items that belong to this rank."""
         ...
 
 
 class Stage(Protocol):
-    """Attributes of a trainer that determine the rows of its rollouts."""
+    """Trainer attributes that determine its rollouts' rows."""
 
     run: RunConfig
     config: TrainingOptions
@@ -54,18 +54,18 @@ class PreparedRow(Row):
 
 
 class Batches(Iterator[list[Row]]):
-    """Endless iterator over the draws of this rank; a draw is the list of rows of one rollout.
+    """Endless iterator over this rank's draws; a draw lists one rollout's rows.
 
     A draw has the rows of `trainer.steps_per_rollout` optimizer steps, one step after the other.
     Every pass over the dataset has a new order. Each row gets a key, "seed/stage/draw/position",
-    which seeds all random numbers of the row, so that any number of ranks samples the same
-    completions. Threads prepare the prompts of the next draw in advance. An error in a row is
+    which seeds all the row's random numbers, so that any number of ranks samples the same
+    completions. Threads prepare the next draw's prompts in advance. An error in a row is
     raised only when the draw with this row is returned.
 
     Args:
-        dataset: rows of the stage.
-        trainer: trainer of the stage.
-        draws: number of draws that a resumed run has already used.
+        dataset: the stage's rows.
+        trainer: the stage's trainer.
+        draws: draws that a resumed run has already used.
     """
 
     def __init__(self, dataset: Dataset, trainer: Stage, draws: int = 0):
@@ -75,7 +75,7 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        self.skipped: set[int] = set()  # indices of the unreadable rows that this rank skipped
+        self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.config.prompts_per_step
         draw_size = self.step_size * trainer.steps_per_rollout
@@ -88,10 +88,10 @@ class Batches(Iterator[list[Row]]):
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.draws = draws
         self.next_draw = self.draw(draws)
-        self.ahead: list[Future] = []  # first rows of the next draw, which threads prepare
+        self.ahead: list[Future] = []  # the next draw's first rows, which threads prepare
 
     def draw(self, number: int) -> list[tuple[int, str]]:
-        """Return the index in the dataset and the key of each row of the next draw."""
+        """Return each row's dataset index and key for the next draw."""
         numbers = next(self.numbers)
         rows = []
         for first in range(0, len(numbers), self.step_size):
@@ -113,11 +113,11 @@ class Batches(Iterator[list[Row]]):
         return rows
 
     def submit(self, draw: list[tuple[int, str]]) -> list[Future]:
-        """Start to prepare the prompts of some rows of a draw in threads."""
+        """Start to prepare the prompts for some rows of a draw in threads."""
         return [self.workers.submit(self.prepare, index, key) for index, key in draw]
 
     def prepare(self, index: int, key: str) -> tuple[Row | None, dict[int, ValueError]]:
-        """Compute the prompt of a row, or of the next readable row if data.skip_unreadable is set.
+        """Compute a row's prompt, or the next readable row's if data.skip_unreadable is set.
 
         Returns:
             The row, or None if MAX_SKIPPED consecutive rows are unreadable; and
@@ -155,7 +155,7 @@ class ReadableRows(RowSelection):
 
     Args:
         rows: the dataset.
-        use: function of a row, which raises ValueError if the row is unreadable.
+        use: function that takes a row, and raises ValueError if the row is unreadable.
     """
 
     def __init__(self, rows: FileRows, use: Callable[[Row], Any]):
@@ -178,11 +178,11 @@ def next_readable(
 
     Args:
         rows: the dataset.
-        use: function of a row, which raises ValueError if the row is unreadable.
+        use: function that takes a row, and raises ValueError if the row is unreadable.
         skips: False raises this error.
 
     Returns:
-        The row and the result of `use`, or None if MAX_SKIPPED consecutive rows are unreadable; and
+        The row and `use`'s result, or None if MAX_SKIPPED consecutive rows are unreadable; and
         {index of an unreadable row: its error}.
     """
     failures = {}
@@ -199,7 +199,7 @@ def next_readable(
 
 
 def too_many(failures: dict[int, ValueError]) -> ValueError:
-    """Return the error of a dataset with MAX_SKIPPED consecutive unreadable rows."""
+    """Return the error for a dataset with MAX_SKIPPED consecutive unreadable rows."""
     last_failure = list(failures.values())[-1]
     return ValueError(
         f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and "
@@ -212,10 +212,10 @@ def shuffled(size: int, per_draw: int, seed: int, skip: int = 0) -> Iterator[lis
     """Yield lists of row indices, where each pass over the dataset has a new order.
 
     Args:
-        size: number of rows of the dataset.
+        size: number of rows in the dataset.
         per_draw: number of indices in each list.
-        seed: seed of the orders.
-        skip: number of indices to omit at the beginning.
+        seed: seed for the orders.
+        skip: indices to omit at the beginning.
     """
     if size == 0:
         raise ValueError("the dataset has no rows to train on")

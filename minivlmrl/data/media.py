@@ -1,4 +1,4 @@
-"""Read the images and videos of a row, and assign them to parts of the messages."""
+"""Read a row's images and videos, and assign them to message parts."""
 
 import base64
 import contextlib
@@ -29,7 +29,7 @@ from minivlmrl.data.messages import (
 )
 from minivlmrl.errors import error_context
 
-# common names of columns that contain images or videos
+# common names for columns that contain images or videos
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
@@ -56,16 +56,16 @@ SOURCES = {
     kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in ("image", "video")
 }
 OPTIONS = {"image": ImageOptions, "video": VideoOptions}
-# options that select the frames of a video file
+# options that select a video file's frames
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # Image formats that are not allowed, because reading them has side effects: Pillow runs Ghostscript
-# for EPS, opens the files that an IPTC file names, and calls functions of Windows for WMF.
+# for EPS, opens the files that an IPTC file names, and calls Windows functions for WMF.
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Larger images are not decoded, because a file of a few kilobytes can declare any size. This is
+# Larger images are not decoded, because a file with a few kilobytes can declare any size. This is
 # also Pillow's own limit; an image of this size takes half a GiB as RGB.
 MAX_IMAGE_PIXELS = 178_956_970
 
-# columns with texts of the conversation or of an answer, which may name files
+# columns with texts from the conversation or an answer, which may name files
 ANSWERS = ("solution", "completion", "chosen", "rejected")
 TEXTS = {
     "problem", "prompt", "messages", "conversations", "question", "query", "instruction", "input",
@@ -73,11 +73,11 @@ TEXTS = {
     "reward_model", "rejected_response", *ANSWERS,
 }  # fmt: skip
 TEXT_KEYS = ("content", "text", "value", "role", "from", "type", "ground_truth")
-EMPTY = (None, "", [], [None], [""])  # values of a media column that stand for no image or video
+EMPTY = (None, "", [], [None], [""])  # media column values that stand for no image or video
 
 Source = str | Path | bytes
 
-# Ignore Pillow's warning about images that are larger than half of the limit. The filter is set
+# Ignore Pillow's warning about images that are larger than half the limit. The filter is set
 # only once, on import, because all threads share the filters.
 warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)
 
@@ -121,14 +121,14 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Resolve the source of an image or video.
+    """Resolve an image's or video's source.
 
     Args:
         source: path, file:// URL, data URI or bytes.
         folder: folder that a relative path starts from.
 
     Returns:
-        A name of the source for error messages, and the path of the file or a stream of the bytes.
+        The source's name for error messages, and the file's path or a byte stream.
     """
     if isinstance(source, bytes | bytearray):
         return f"{len(source)} bytes", io.BytesIO(source)
@@ -165,27 +165,27 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
 
 @dataclass
 class Media:
-    """Source and options of one image or video of a row."""
+    """Source and options of one image or video in a row."""
 
     kind: str  # "image" or "video"
-    # a path, a data URI or bytes; for a video, it can also be a list with the source of each frame
+    # a path, a data URI or bytes; for a video, it can also be a list with each frame's source
     source: str | bytes | list[str]
     options: dict[str, float]  # see ImageOptions and VideoOptions
 
     @property
     def image_source(self) -> str | bytes:
-        """Return the source of an image, which is never a list."""
+        """Return an image's source, which is never a list."""
         assert not isinstance(self.source, list), "only a video can be a list of frames"
         return self.source
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
-    """Read the columns `image`, `images`, `video` and `videos` of a row.
+    """Read the row's columns `image`, `images`, `video` and `videos`.
 
     Each entry is a source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image" or "video": media in the order of the column}. A kind without a column is missing.
+        {"image" or "video": media in the column's order}. A kind without a column is missing.
     """
     row_media = {}
     for name, kind in COLUMNS.items():
@@ -207,29 +207,29 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
 def place_media(
     turns: list[dict], row_media: dict[str, list[Media]], options: RowOptions
 ) -> tuple[list[dict], list[Media]]:
-    """Assign each image and video of a row to a part of the messages.
+    """Assign each image and video in a row to a message part.
 
     Each file is assigned to the next image or video part that has no source. If the messages have
     no image or video parts, the file replaces the next tag <image> or <video> in the texts. Without
-    such tags, the file is inserted before the text of the first user turn.
+    such tags, the file is inserted before the first user turn's text.
 
     Args:
-        turns: messages of the prompt and, if the answer contains images, of the answer.
-        row_media: {"image" or "video": media from the columns of the row}. Options in a part of
+        turns: the prompt's messages and, if the answer contains images, the answer's.
+        row_media: {"image" or "video": media from the row's columns}. Options in a part from
             the messages override the options in a column.
         options: options for all rows. The image options apply only to images that have no options
             of their own. Each video option applies to the videos that do not set the same option,
             but options that select frames are ignored for lists of frames and for videos with
-            nframes. For a list of frames, fps is the rate at which the frames were taken.
+            nframes. For a frame list, fps is the rate at which the frames were taken.
 
     Returns:
-        The messages with one part per image and video, and the media in the order of these parts.
+        The messages with one part per image and video, and the media in these parts' order.
     """
     common_options = media_options(options)
     media_counts = {kind: len(entries) for kind, entries in row_media.items()}
     if not shown_parts_of(turns):  # if there are image or video parts, <image> is ordinary text
         turns = add_placeholders(turns, media_counts)
-    kinds = []  # kinds of the parts without a source
+    kinds = []  # kinds for the parts without a source
     for part in shown_parts_of(turns):
         kind = _checked_kind(part)
         if not _sources(part, kind):
@@ -258,22 +258,22 @@ def place_media(
 
 
 def _with_common(item: Media, options: dict, common_options: dict) -> dict:
-    """Add the options for all rows to the options of one image or video, see place_media."""
+    """Add the options for all rows to one image's or video's options, see place_media."""
     if item.kind == "image":
         return options or common_options
-    if isinstance(item.source, list) or "nframes" in options:  # the number of frames is given
+    if isinstance(item.source, list) or "nframes" in options:  # the frame count is given
         rate = {"fps": common_options["fps"]} if "fps" in common_options else {}
         common_options = _without(common_options) | (rate if isinstance(item.source, list) else {})
     return common_options | options
 
 
 def media_options(options: RowOptions) -> dict[str, dict]:
-    """Return the validated options for all images and for all videos of a file of rows."""
+    """Return the validated options for all images and for all videos in a data file."""
     return {kind: check_options(kind, getattr(options, kind)) for kind in ("image", "video")}
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Validate the options of an image or video, and return the options that are not None."""
+    """Validate an image's or video's options, and return the options that are not None."""
     return check_values(OPTIONS[kind], options, f"options of the {kind}")
 
 
@@ -281,11 +281,11 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
     """Raise ValueError if a column contains an image or video that the model would not see.
 
     A path, a URL, a data URI, base64 text and bytes are recognised, in any column and at any depth.
-    Texts of the conversation and answers may name files, but must not contain encoded images.
+    Conversation and answer texts may name files, but must not contain encoded images.
 
     Args:
         columns: {column: value}, as in the file and with the columns that a format added.
-        media: images and videos of the prompt and of the answers.
+        media: images and videos in the prompt and the answers.
         folder: folder that relative paths start from.
         known: columns that may contain other images: those that data.columns or a reward names.
     """
@@ -319,13 +319,13 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 def _leaves(value: Plain, key: str) -> Iterator[tuple[str, str | bytes]]:
     """Yield the texts and bytes in nested lists and dicts, each with the nearest key.
 
-    Of a dict with bytes and path, as datasets writes it, only the bytes are yielded.
+    From a dict with bytes and path, as datasets writes it, only the bytes are yielded.
     """
     if isinstance(value, dict) and isinstance(value.get("bytes"), str | bytes):
         yield key, value["bytes"]
     elif isinstance(value, dict):
         for name, item in value.items():
-            if name != "tool_calls":  # arguments of a tool are text, which the template writes
+            if name != "tool_calls":  # a tool's arguments are text, which the template writes
                 yield from _leaves(item, name)
     elif isinstance(value, list):
         for item in value:
@@ -343,7 +343,7 @@ def _unread_kind(item: str | bytes, is_text: bool, folder: Path) -> str | None:
     if is_text:
         return None
     for kind, pattern in FILE_NAMES.items():
-        # a sentence can end with a file name, so a name with spaces must be that of a file
+        # a sentence can end with a file name, so a name with spaces must be a file's
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
@@ -354,9 +354,9 @@ def _sources_of(item: Media) -> Sequence[str | bytes]:
 
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if a value is the source of an image: the same data, or a path to the same file.
+    """Return True if a value is an image's source: the same data, or a path to the same file.
 
-    Two paths are of the same file if one ends with the other: "1.png" and "/data/cats/1.png".
+    Two paths name the same file if one ends with the other: "1.png" and "/data/cats/1.png".
     """
     if item is source or item == source or f"data:;base64,{item!s}" == source:
         return True
@@ -368,7 +368,7 @@ def _is_source(item: str | bytes, source: str | bytes) -> bool:
 
 
 def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str]]:
-    """Yield (source, path) of each image, video and frame.
+    """Yield (source, path) for each image, video and frame.
 
     The path is "" if the source is bytes or a data URI.
     """
@@ -383,14 +383,14 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def _checked_kind(part: dict) -> str:
-    """Return the kind of a part of a message that check_messages has accepted."""
+    """Return the kind of a message part that check_messages has accepted."""
     kind = part_kind(part)
     assert kind is not None, "check_messages rejects a part without a kind"
     return kind
 
 
 def _sources(part: dict, kind: str) -> list:
-    """Return the sources in an entry of a column or in a message part, under the keys in SOURCES.
+    """Return the sources in a column entry or in a message part, under the keys in SOURCES.
 
     A valid entry or part has at most one source.
     """
@@ -398,9 +398,9 @@ def _sources(part: dict, kind: str) -> list:
 
 
 def _media(entry: Plain, kind: str) -> Media:
-    """Parse an entry of a column, or a message part, into its source and options."""
+    """Parse a column entry, or a message part, into its source and options."""
     if isinstance(entry, str):
-        # data files of MMBench contain base64 text without the header of a data URI
+        # MMBench's data files contain base64 text without a data URI's header
         is_base64 = kind == "image" and re.match(BASE64, entry)
         return Media(kind, f"data:;base64,{entry}" if is_base64 else entry, {})
     if not isinstance(entry, dict) or "bytes" in entry:
@@ -425,7 +425,7 @@ def _media(entry: Plain, kind: str) -> Media:
 def _source_in(source: dict) -> Plain:
     """Return the source in a dict: {"bytes": ..., "path": ...}, {"url": ...} or {"data": ...}.
 
-    Hugging Face's datasets use the first form, messages of OpenAI the second one, and messages of
+    Hugging Face's datasets use the first form, OpenAI's messages the second one, and messages from
     Anthropic the third one.
     """
     content = source.get("bytes", source.get("data"))

@@ -1,8 +1,8 @@
-"""Build and validate the messages of a conversation, and place images and videos in them.
+"""Build and validate a conversation's messages, and place images and videos in them.
 
 A message is {"role": "user", "content": ...}, as transformers' chat templates expect. The content
 is text or a list of parts such as {"type": "text", "text": "What is it?"} and {"type": "image"}. A
-message of the assistant may have "tool_calls" instead of content. "Turn" is another word for a
+message from the assistant may have "tool_calls" instead of content. "Turn" is another word for a
 message.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 MARK = re.compile("<(image|video)>")  # tag in a text that an image or video replaces
 KINDS = ("image", "video")
 MAX_MEDIA = 1000  # maximum number of images and videos in a row
-# Maximum number of characters in a message. The library `tokenizers` encodes this number of
+# Maximum number of characters in a message. The library `tokenizers` encodes this many
 # characters in a second, but fails on ten million characters.
 MAX_TEXT = 2**20
 # keys of a message under which its thought can stand apart from its content
@@ -20,7 +20,7 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return the content of a message as a list of parts.
+    """Return a message's content as a list of parts.
 
     If the content is a text, the list has a single part. If the content is missing, the list is
     empty.
@@ -30,7 +30,7 @@ def content_parts(message: dict) -> list[dict]:
 
 
 def part_kind(part: dict) -> str | None:
-    """Return "image", "video" or "text", or None if the kind of a message part is unclear.
+    """Return "image", "video" or "text", or None if a message part's kind is unclear.
 
     Args:
         part: an image part is {"type": "image"}, or any dict with the key image or image_url. The
@@ -48,24 +48,24 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a text to a list of one turn with the given role; return other lists unchanged."""
+    """Convert a text to a list with one turn in the given role; return other lists unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
 
 
 def parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the parts of all turns in one list. A turn that only has tool_calls has no parts."""
+    """Return all turns' parts in one list. A turn that only has tool_calls has no parts."""
     return [part for turn in turns for part in content_parts(turn)]
 
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
-    """Return the image parts and video parts of all turns in one list."""
+    """Return the image parts and video parts from all turns in one list."""
     return [part for part in parts_of(turns) if part_kind(part) != "text"]
 
 
 def text_of(message: dict) -> str:
-    """Return the text of a message: all its text parts joined, without images and videos."""
+    """Return a message's text: all its text parts joined, without images and videos."""
     return "".join(part.get("text") or "" for part in parts_of([message]))
 
 
@@ -75,16 +75,16 @@ def conversation(
     prompt_template: str = "{problem}",
     system_prompt: str | None = None,
 ) -> list[dict]:
-    """Build the messages of a prompt that asks a question about images and videos.
+    """Build the messages for a prompt that asks a question about images and videos.
 
     Example: ("What is it?", {"image": 1}) gives one user message, whose parts are the image and
     the text. In "Is <image> left of <image>?" image parts replace the two tags.
 
     Args:
-        problem: text of the question.
-        media: number of images and of videos in the prompt, such as {"image": 2, "video": 1}.
+        problem: the question's text.
+        media: image and video counts in the prompt, such as {"image": 2, "video": 1}.
         prompt_template: text that contains {problem}, which is replaced by the question.
-        system_prompt: text of a system message that is put first; None adds no message.
+        system_prompt: system message text that is put first; None adds no message.
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":
@@ -97,9 +97,9 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Insert the question, which is the text of the last user turn, into a template.
+    """Insert the question, which is the last user turn's text, into a template.
 
-    In the template, {problem} marks the place of the question.
+    In the template, {problem} marks the question's place.
 
     Raises:
         ValueError: the last user turn does not have exactly one text part.
@@ -120,11 +120,11 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """Replace <image> and <video> in texts by image and video parts.
 
-    If the texts contain neither tag, the parts are inserted before the text of the first user turn.
+    If the texts contain neither tag, the parts are inserted before the first user turn's text.
 
     Args:
         turns: messages whose parts are texts.
-        media: number of images and of videos, such as {"image": 2, "video": 1}.
+        media: image and video counts, such as {"image": 2, "video": 1}.
     """
     turns = [{**turn, "content": _cut_at_marks(content_parts(turn))} for turn in turns]
     if shown_parts_of(turns):
@@ -164,8 +164,8 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
     """Raise ValueError if the number of placeholders differs from the number of images or videos.
 
     Args:
-        kinds: kind of each placeholder, "image" or "video".
-        media: number of images and of videos, such as {"image": 2, "video": 1}.
+        kinds: each placeholder's kind, "image" or "video".
+        media: image and video counts, such as {"image": 2, "video": 1}.
     """
     for kind in KINDS:
         placeholders = kinds.count(kind)

@@ -1,4 +1,4 @@
-"""Combine several files of rows into one dataset: select, repeat and concatenate their rows."""
+"""Combine several data files into one dataset: select, repeat and concatenate their rows."""
 
 import math
 import random
@@ -11,13 +11,13 @@ from minivlmrl.errors import error_context
 
 
 def mix(parts: Sequence[FileRows], files: Sequence[FileOptions]) -> RowSelection:
-    """Concatenate datasets; the weight of a file is the number of times each row is repeated.
+    """Concatenate datasets; a file's weight is the number of times each row is repeated.
 
     Example: with weight 2.5, every row occurs twice, and every second row once more.
 
     Args:
         parts: datasets.
-        files: options of the datasets, in the same order.
+        files: the datasets' options, in the same order.
     """
     picks = []
     for part_number, (rows, section) in enumerate(zip(parts, files, strict=True)):
@@ -36,7 +36,7 @@ def sample(strategy: str, total_rows: int) -> list[int]:
 
     Args:
         strategy: all, first:N, end:N or random:N, where N is a number or a percentage, which is
-            rounded up. The random rows are the same for every seed of a run.
+            rounded up. The random rows are the same for every run seed.
         total_rows: number of rows.
 
     Source: sampling_strategy in VLM-R1's grpo_rec.py.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys of a message part that are not options of its image or video
+# keys of a message part that are not its image's or video's options
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
@@ -50,12 +50,12 @@ class Processor:
 
     tokenizer: "Tokenizer"
     image_processor: ImageProcessor
-    # chat template of the model's folder; None uses Qwen's template in chat_template.py
+    # chat template from the model's folder; None uses Qwen's template in chat_template.py
     template: "ChatTemplate | None" = None
-    # place of the answer within a completion, see find_answer in rewards/text.py
+    # the answer's place within a completion, see find_answer in rewards/text.py
     answer_format: str = "tags"
-    box_space: str = "resized"  # units of the boxes in an answer, see data/boxes.py
-    tools: Sequence[str] = ()  # names of the tools that completions may call, see agents/
+    box_space: str = "resized"  # units of an answer's boxes, see data/boxes.py
+    tools: Sequence[str] = ()  # tools that completions may call, see agents/
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Processor:
         images: Sequence[PIL.Image.Image] = (),
         videos: "Sequence[Video | VideoFile]" = (),
     ) -> Prompt:
-        """Render and tokenize a prompt, and compute the patches of its images and videos.
+        """Render and tokenize a prompt, and compute its images' and videos' patches.
 
         Args:
             messages: see data/messages.py. An image or video part may have options, such as
@@ -84,7 +84,7 @@ class Processor:
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
-        # Qwen3-VL renders each temporal patch of a video as an image that follows its timestamp.
+        # Qwen3-VL renders each temporal patch in a video as an image that follows its timestamp.
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.lay_out(pieces, grids, seconds)
         # torch.cat needs at least one tensor, also if the prompt has no images
@@ -104,9 +104,9 @@ class Processor:
         images: Sequence[PIL.Image.Image],
         videos: "Sequence[Video | VideoFile]",
     ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
-        """Yield the patches, the grid and the time of each image and video; see __call__.
+        """Yield each image's and video's patches, grid and time; see __call__.
 
-        The time is the duration of a temporal patch in seconds, or for Qwen3-VL the list of
+        The time is a temporal patch's duration in seconds, or for Qwen3-VL a list with
         timestamps of all temporal patches. It is 0 for an image.
         """
         for item, options in shown_parts(messages, images, videos):
@@ -116,26 +116,26 @@ class Processor:
                 yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize pieces, and repeat each placeholder once per token of its image or video.
+        """Tokenize pieces, and repeat each placeholder once per token in its image or video.
 
         Args:
             pieces: text and control tokens, as `render` returns them.
-            grids: (t, h, w) of each image and video, in order.
+            grids: (t, h, w) for each image and video, in order.
         Returns:
-            The list of token ids of each piece.
+            Each piece's list of token ids.
         """
         remaining_grids = iter(grids)
         ids = []
         for piece in pieces:
             piece_ids = self.tokenizer.encode(piece)  # a Control has one id
-            # `is` instead of ==, because ordinary text can consist of the same characters
+            # `is` instead of ==, because ordinary text can contain the same characters
             if piece is IMAGE or piece is VIDEO:
                 piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
     def decode(self, ids: Tensor) -> str:
-        """Decode the token ids of a completion, without its stop token."""
+        """Decode a completion's token ids, without its stop token."""
         id_list = ids.tolist()
         if id_list and id_list[-1] in self.stop_token_ids:
             id_list = id_list[:-1]
@@ -180,19 +180,19 @@ def encode_completion(
 ) -> Completion:
     """Tokenize a demonstrated answer, and mark the tokens that the model has to learn to write.
 
-    The tokens are the text followed by <|im_end|>. An answer of several turns also has the tokens
-    between these turns. Completion.policy_mask is True only for tokens of assistant turns. The
+    The tokens are the text followed by <|im_end|>. An answer with several turns also has the tokens
+    between these turns. Completion.policy_mask is True only for tokens in assistant turns. The
     other turns, and images in any turn, are context on which no loss is computed.
 
-    Some templates, such as those of Qwen3.5 and Qwen3.6, drop the thoughts of earlier turns, so an
-    answer of several turns is no single sequence. Then each assistant turn is a Completion in
+    Some templates, such as Qwen3.5's and Qwen3.6's, drop earlier turns' thoughts, so an
+    answer with several turns is no single sequence. Then each assistant turn is a Completion in
     `turns` with its own prompt, as in a trajectory. The first turn follows the given prompt.
 
     Args:
-        processor: processor of the model.
+        processor: the model's processor.
         messages: the prompt, see data/messages.py.
         completion: a text, or turns that begin and end with an assistant turn.
-        images, videos: images and videos of the prompt, for the prompts of later turns.
+        images, videos: the prompt's images and videos, for later turns' prompts.
     """
     (_, first), *later = encode_windows(processor, messages, completion)
     if not later:
@@ -209,7 +209,7 @@ def encode_completion(
 
 
 def encode_answer(processor: Processor, row: Row, answer: str | list[dict]) -> Completion:
-    """Tokenize an answer of a row, see encode_completion."""
+    """Tokenize a row's answer, see encode_completion."""
     completion = encode_completion(processor, row.messages, answer, row.images, row.videos)
     for turn in completion.turns:
         if turn.prompt is not None:
@@ -223,7 +223,7 @@ def encode_windows(
     """Tokenize an answer as one sequence or, if the template rewrites turns, turn by turn.
 
     Returns:
-        For each sequence, the messages of its prompt and the tokens that follow this prompt.
+        For each sequence, its prompt's messages and the tokens that follow this prompt.
     """
     turns = as_turns(completion)
     check_ends(turns)
@@ -264,7 +264,7 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 
 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
-    """Return the images in the parts of turns, in order."""
+    """Return the images in the turns' parts, in order."""
     images = [part.get("image") for part in parts_of(turns)]
     return [image for image in images if isinstance(image, PIL.Image.Image)]
 
@@ -272,11 +272,11 @@ def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:
     """Merge tool results into the assistant turn if the tool was called in tags.
 
-    For example, the result of the call <search>cats</search> is inserted after the call, as
+    For example, the result from the call <search>cats</search> is inserted after the call, as
     <result>...</result> in the same turn. Environments insert tool results in the same way.
     """
     joined = []
-    is_answered = False  # the last joined turn ends with the result of a tool
+    is_answered = False  # the last joined turn ends with a tool's result
     closing_tags = tuple(f"</{name}>" for name in tools)
     for turn in turns:
         parts = content_parts(turn)
@@ -302,13 +302,13 @@ def _as_result(part: dict) -> dict:
 def mark_tool_results(
     pieces: list[tuple[str, bool]], tools: Sequence[str]
 ) -> list[tuple[str, bool]]:
-    """Set the flag of a tool result to False, because the assistant did not write the result.
+    """Set a tool result's flag to False, because the assistant did not write the result.
 
     A tool result is the text <result>...</result> after a tool call in tags.
 
     Args:
-        pieces: pairs of a text and a flag, as render_completion returns them.
-        tools: names of the tools, which are also the names of their tags.
+        pieces: (text, flag) pairs, as render_completion returns them.
+        tools: tool names, which are also the names of their tags.
     """
     tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *tools))])
     answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Find the texts of messages again in the conversation that a chat template has rendered."""
+"""Find messages' texts again in the conversation that a chat template has rendered."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 
-# thoughts at the beginning of a text; the opening tag of the first one may be missing, because a prompt
+# thoughts at a text's beginning; the opening tag of the first one may be missing, because a prompt
 # can open it
 THOUGHT = re.compile(
     r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL
@@ -16,23 +16,23 @@ THOUGHT = re.compile(
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first text of the messages that a rendered conversation lacks.
+    """Describe the first message text that a rendered conversation lacks.
 
     Whitespace is ignored, because many templates strip texts. The texts may be reordered. The values
     of tool calls may be escaped as in JSON.
 
     Args:
-        messages: messages of the conversation.
+        messages: the conversation's messages.
         rendered: text that a chat template rendered from the messages.
         history: number of first messages whose thoughts may be missing, because templates of
-            reasoning models drop the thoughts of earlier assistant turns.
+            reasoning models drop earlier assistant turns' thoughts.
 
     Returns:
         "message 2 completely: the text 'Hi' of the role 'user' is missing or changed", for the end
         of a sentence, or None if no text is missing.
     """
     remaining = _compact(rendered)
-    texts = []  # (text, number of the message, kind of the text)
+    texts = []  # (text, message number, text kind)
     for number, message in enumerate(messages):
         texts += [(text, number, "text") for text in _written_texts(message, number < history)]
     missing = _missing_texts([text for text, _, _ in texts], remaining)
@@ -56,7 +56,7 @@ def _compact(text: str) -> str:
 
 
 def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
-    """Return the indices of the texts that do not have a place of their own in a compact text."""
+    """Return the indices of texts that do not have their own place in a compact text."""
     start = 0
     for text in map(_compact, texts):
         place = compact.find(text, start)
@@ -78,7 +78,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
-    """Yield the texts of a message; of an assistant turn in the history, without its thought."""
+    """Yield a message's texts, without the thought of an assistant turn in the history."""
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
     skipped = 0  # number of first characters that belong to the thought
@@ -93,7 +93,7 @@ def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
 
 
 def _call_texts(calls: Plain) -> Iterator[str]:
-    """Yield the names and the texts in the arguments of tool calls, at any depth."""
+    """Yield the names and the texts in tool call arguments, at any depth."""
     if isinstance(calls, dict):
         for key, value in calls.items():
             if key in ("function", "name", "arguments"):
@@ -106,7 +106,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # the arguments of a call can be JSON text
+            parsed = json.loads(calls)  # a call's arguments can be JSON text
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return

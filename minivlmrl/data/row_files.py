@@ -1,7 +1,7 @@
-"""Read the rows of JSON Lines, JSON, CSV and parquet files, and of Hugging Face dataset folders.
+"""Read rows from JSON Lines, JSON, CSV and parquet files, and from Hugging Face dataset folders.
 
-The text of each row stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each
-time the row is read. Rows of parquet files are read from disk.
+Each row's text stays in memory (200,000 rows of 500 bytes take 100 MB) and is parsed each
+time the row is read. Rows in parquet files are read from disk.
 """
 
 import bisect
@@ -26,7 +26,7 @@ NO_JSON_TYPES = date, time, timedelta, Decimal
 LIST_ITEM = re.compile(r"[^\s,]")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 BOOL_OR_NUMBER = re.compile(r"(?i)true|false|-?\d*\.?\d+")
-# columns of a CSV file whose cells can contain JSON
+# columns in a CSV file whose cells can contain JSON
 JSON_COLUMNS = "messages", "prompt", "conversations", "images", "videos", "objects", "reward_model"
 
 
@@ -35,7 +35,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
     Raises:
         ValueError: the file, folder or split does not exist or cannot be read, or it is not clear
-            which file of the folder contains the rows.
+            which file in the folder contains the rows.
     """
     path = Path(path)
     if isdir(path):  # os.path, because pathlib raises OSError for a name that is too long
@@ -54,7 +54,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
 
 
 def convert_advice(path: Path) -> str:
-    """Return the command that converts a file of rows to a layout that minivlmrl reads."""
+    """Return the command that converts a data file to a layout that minivlmrl reads."""
     new = path.with_name(f"{path.stem}_converted.jsonl")
     return (
         f"convert the file once with `python recipes/convert_rows.py {path} > {new}`, and use the "
@@ -63,7 +63,7 @@ def convert_advice(path: Path) -> str:
 
 
 def _open_folder(folder: Path) -> "Lines | Arrow":
-    """Open a folder that has parquet files, a single file of rows, or a subfolder per class."""
+    """Open a folder that has parquet files, a single data file, or a subfolder per class."""
     if [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise ValueError(
             f"{folder}: folders written by save_to_disk of the datasets library are not supported; "
@@ -95,12 +95,12 @@ def _open_folder(folder: Path) -> "Lines | Arrow":
 
 
 class Lines:
-    """Rows of a JSON Lines file or a JSON list.
+    """Rows from a JSON Lines file or a JSON list.
 
     `texts` contains one pair per row: its line number and its text.
     """
 
-    # True for a data set from the hub, whose rows may only use files inside of its folder
+    # True for a data set from the hub, whose rows may only use files inside its folder
     is_downloaded = False
 
     def __init__(self, path: Path):
@@ -117,14 +117,14 @@ class Lines:
             ) from error
 
     def split(self, content: str) -> list[tuple[int, str]]:
-        """Return the line number and the text of each row."""
+        """Return each row's line number and text."""
         if content.lstrip().startswith("["):
             return self.split_list(content)
         lines = enumerate(content.split("\n"), start=1)
         return [(number, line) for number, line in lines if line.strip()]
 
     def split_list(self, content: str) -> list[tuple[int, str]]:
-        """Return the line number and the text of each item of a JSON list.
+        """Return each item's line number and text in a JSON list.
 
         The list may have line breaks anywhere.
         """
@@ -150,7 +150,7 @@ class Lines:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Return the file and the line number of a row, such as "rows.jsonl:3"."""
+        """Return a row's file and line number, such as "rows.jsonl:3"."""
         return f"{self.path}:{self.texts[index][0]}"
 
     def __getitem__(self, index: int) -> dict:
@@ -170,7 +170,7 @@ class Lines:
 
 
 class Cells(Lines):
-    """Rows of a CSV or TSV file, whose first line contains the names of the columns.
+    """Rows from a CSV or TSV file, whose first line contains the column names.
 
     An empty cell counts as a missing column.
     """
@@ -216,9 +216,9 @@ class Cells(Lines):
 
 
 class Images(Lines):
-    """Rows of a folder that has one subfolder of images per class.
+    """Rows from a folder that has one image subfolder per class.
 
-    Each image is a row, whose solution is the name of the subfolder. For example, the solution of
+    Each image is a row, whose solution is the subfolder's name. For example, the solution for
     train/cat/1.png is "cat".
     """
 
@@ -236,7 +236,7 @@ class Images(Lines):
 
 
 class Arrow:
-    """Rows of one or more parquet files, in order.
+    """Rows from one or more parquet files, in order.
 
     Reading a row loads its whole row group, so the 4 row groups that were used last are cached.
     """
@@ -248,10 +248,10 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # a tuple per row group: path, index of the first row of the file in the dataset, open file,
-        # index of the row group in the file
+        # a tuple per row group: path, dataset index of the file's first row, open file,
+        # row group's index in the file
         self.groups = []
-        self.starts = [0]  # index of the first row of each group, then the total number of rows
+        self.starts = [0]  # each group's first row index, then the total row count
         for path in paths:
             file_start = self.starts[-1]
             try:
@@ -269,7 +269,7 @@ class Arrow:
         return self.starts[-1]
 
     def where(self, index: int) -> str:
-        """Return the file of a row and its index in the file, such as "a.parquet: row 0"."""
+        """Return a row's file and its index in the file, such as "a.parquet: row 0"."""
         path, file_start, *_ = self.groups[bisect.bisect_right(self.starts, index) - 1]
         return f"{path}: row {index - file_start}"
 
@@ -288,7 +288,7 @@ class Arrow:
 
 
 def _next_item(content: str, start: int) -> int:
-    """Skip spaces and commas; return the position of the next item or of the end of a JSON list."""
+    """Skip spaces and commas; return the position of the next item or of a JSON list's end."""
     letter = LIST_ITEM.search(content, start)
     return letter.start() if letter else len(content)
 

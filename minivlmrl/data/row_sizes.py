@@ -1,4 +1,4 @@
-"""Measure rows in tokens, so that the memory of a run can be planned before images are decoded."""
+"""Measure rows in tokens, so that a run's memory can be planned before images are decoded."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,28 +11,28 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import VideoFile
 
 NUM_MEASURED = 64  # number of the largest rows whose tokens are counted exactly
-TOKEN_BYTES = 3  # bytes of text per token, roughly; only the order of rows depends on this number
+TOKEN_BYTES = 3  # text bytes per token, roughly; only the order of rows depends on this number
 
 
 @dataclass(frozen=True)
 class RowSize:
-    """Numbers of tokens and images of a row; the default is a typical row with one image."""
+    """A row's token and image counts; the default is a typical row with one image."""
 
-    text_tokens: int = 200  # number of text tokens of the prompt
-    image_tokens: int = 1000  # number of image tokens of the prompt, after patches are merged
-    # number of images of equal size that image_tokens are divided into; two frames of a video
+    text_tokens: int = 200  # text tokens in the prompt
+    image_tokens: int = 1000  # image tokens in the prompt, after patches are merged
+    # number of equally large images that image_tokens are divided into; two video frames
     # count as one image
     frames: int = 1
-    # number of tokens of the longest given answer; None if the row has no answer
+    # token count of the longest given answer; None if the row has no answer
     answer_tokens: int | None = None
-    where: str = ""  # file and line of the row
-    media: str = ""  # sizes of the images and videos, for messages
+    where: str = ""  # the row's file and line
+    media: str = ""  # image and video sizes, for messages
     has_videos: bool = False
     index: int = 0  # index of the row in its dataset
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the number of tokens of the prompt."""
+        """Return the prompt's token count."""
         return self.text_tokens + self.image_tokens
 
     @property
@@ -45,16 +45,16 @@ class RowSize:
 
 
 def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
-    """Measure the largest rows of a dataset, and return their sizes, the largest first.
+    """Measure a dataset's largest rows, and return their sizes, the largest first.
 
-    Of each file, only the header is read. A row that cannot be read is not measured, because the
+    Only each file's header is read. A row that cannot be read is not measured, because the
     run reports the row when it reads it.
 
     Args:
-        rows: the dataset. Only the first rows of an embedded task are measured, because all are
+        rows: the dataset. Only the first rows from an embedded task are measured, because all are
             similar.
-        processor: processor of the model.
-        answers: fields of Row that contain given answers.
+        processor: the model's processor.
+        answers: Row fields that contain given answers.
     """
     counter = counting_processor(processor)
     numbers = range(min(len(rows), NUM_MEASURED))
@@ -73,7 +73,7 @@ def measure_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = (
 
 
 def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
-    """Estimate RowSize.weight without tokenizing the texts of a row."""
+    """Estimate RowSize.weight without tokenizing a row's texts."""
     media = counter.media_patches(row.messages, row.images, row.videos)
     image_tokens = sum(counter.image_processor.num_tokens(grid) for _, grid, _ in media)
     texts = [row.messages, *(getattr(row, name) for name in answers)]
@@ -81,7 +81,7 @@ def rough_weight(row: Row, counter: Processor, answers: Sequence[str]) -> float:
 
 
 def row_size(row: Row, counter: Processor, answers: Sequence[str]) -> RowSize:
-    """Count the tokens of a row that FileRows.outline has read.
+    """Count the tokens in a row that FileRows.outline has read.
 
     Args:
         counter: processor that counts patches, see counting_processor.

@@ -1,4 +1,4 @@
-"""Count images per row and tokens per prompt of a dataset, without decoding images."""
+"""Count images per row and tokens per prompt in a dataset, without decoding images."""
 
 import math
 import re
@@ -12,13 +12,13 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Row
 
-SAMPLE = 64  # number of rows whose prompt lengths are measured for the summary
-TASK_ROWS = 1000  # number of rows of an embedded task that are inspected, because all are similar
+SAMPLE = 64  # rows whose prompt lengths are measured for the summary
+TASK_ROWS = 1000  # rows from an embedded task that are inspected, because all are similar
 MARKUP = 1000  # maximum number of tokens that a chat template adds to a prompt
 
 
 class PatchCounter(ImageProcessor):
-    """Image processor that counts the patches of an image without computing their values."""
+    """Image processor that counts an image's patches without computing their values."""
 
     def patches(self, frames, height: int, width: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
         depth = math.ceil(len(frames) / self.temporal_patch_size)
@@ -31,8 +31,8 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
 
     Args:
         rows: the dataset.
-        processor: processor of the model, which counts the tokens of a sample of prompts.
-        skip_unreadable: True counts and names unreadable rows of the sample; False raises their
+        processor: the model's processor, which counts the tokens in sampled prompts.
+        skip_unreadable: True counts and names unreadable rows in the sample; False raises their
             ValueError.
     """
     counter = counting_processor(processor)
@@ -42,7 +42,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
     prompt_lengths = sorted(length for length in lengths if length is not None)
     if isinstance(rows, FileRows):
         summary_text = rows.describe()
-    else:  # all rows of an embedded task are similar
+    else:  # an embedded task's rows are all similar
         summary_text = count_words({(len(rows[0].images), 0): len(rows)}, len(rows))
     if prompt_lengths:
         length_bounds = " to ".join(map(str, sorted({prompt_lengths[0], prompt_lengths[-1]})))
@@ -60,9 +60,9 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False) 
 def _prompt_length(
     rows: Dataset, index: int, counter: Processor, unreadable: list[str] | None
 ) -> int | None:
-    """Return the number of tokens of a prompt, or None if the row has videos or is unreadable.
+    """Return a prompt's token count, or None if the row has videos or is unreadable.
 
-    The error of an unreadable row is appended to `unreadable`, or raised if that is None.
+    An unreadable row's error is appended to `unreadable`, or raised if that is None.
     """
     try:
         row = outline(rows, index)
@@ -75,10 +75,10 @@ def _prompt_length(
 
 
 def count_words(media_counts: Mapping[tuple[int, int], int], num_rows: int) -> str:
-    """Describe the number of images and videos: "1204 (1200 with 1 image, 4 with no image)".
+    """Describe the image and video counts: "1204 (1200 with 1 image, 4 with no image)".
 
     Args:
-        media_counts: {(images, videos) of a row: number of such rows}.
+        media_counts: {a row's (images, videos): number of such rows}.
         num_rows: number of all rows.
     """
     media_words = sorted((_media_words(*media), count) for media, count in media_counts.items())
@@ -94,7 +94,7 @@ def outline(rows: Dataset, index: int) -> Row:
 def without_media(rows: Dataset) -> Iterator[Row]:
     """Yield all rows without their images and videos.
 
-    Of an embedded task, only the first TASK_ROWS rows are yielded, with their images.
+    Only an embedded task's first TASK_ROWS rows are yielded, with their images.
     """
     if isinstance(rows, FileRows):
         for row_number in range(len(rows)):
@@ -140,13 +140,13 @@ def find_long_rows(
 
     Args:
         rows: the dataset.
-        processor: processor of the model.
-        limit: maximum number of tokens of a prompt.
+        processor: the model's processor.
+        limit: maximum prompt length in tokens.
         skip_unreadable: True keeps unreadable rows, which the loader skips; False raises their
             ValueError.
 
     Returns:
-        {index of a row: its file and line, and the length of its prompt}.
+        {row index: its file and line, and its prompt length}.
 
     Raises:
         ValueError: all rows are too long, or a row is unreadable.
@@ -178,8 +178,8 @@ def check_lengths(
 
     Args:
         rows: the dataset.
-        processor: processor of the model.
-        limit: maximum number of tokens of a prompt.
+        processor: the model's processor.
+        limit: maximum prompt length in tokens.
         reason: end of the error message, after "the prompt of 2000 tokens".
         skip_unreadable: True ignores unreadable rows; False raises their ValueError.
     """
@@ -191,9 +191,9 @@ def check_lengths(
 def _long_rows(
     rows: Dataset, processor: Processor, limit: int, unreadable: list[str] | None
 ) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, file and line, prompt length) of rows with more than `limit` prompt tokens."""
+    """Yield (index, file and line, prompt length) for rows with more than `limit` prompt tokens."""
     if not isinstance(rows, FileRows):
-        return  # all rows of an embedded task are similar
+        return  # an embedded task's rows are all similar
     counter = counting_processor(processor)
     image_processor = processor.image_processor
     token_side = image_processor.patch_size * image_processor.merge_size
@@ -210,7 +210,7 @@ def _long_rows(
 
 
 def counting_processor(processor: Processor) -> Processor:
-    """Return a processor that counts the patches of images and videos without decoding them."""
+    """Return a processor that counts image and video patches without decoding them."""
     return replace(processor, image_processor=PatchCounter(**vars(processor.image_processor)))
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minivlmrl.data.video import Video, VideoFile
 
 
-# Arguments of rewards that do not come from columns of the row. No column may have these names.
+# Reward arguments that do not come from the row's columns. No column may have these names.
 REWARD_ARGUMENTS = {
     "prompts",
     "images",
@@ -36,24 +36,24 @@ REWARD_ARGUMENTS = {
 
 @dataclass
 class Prompt:
-    """The question of one row, as tensors."""
+    """One row's question, as tensors."""
 
     input_ids: Tensor  # (P,) int64, image placeholders expanded
-    # (patches of all images and videos in order, patch_dim), in the dtype of the ImageProcessor
+    # (all images' and videos' patches in order, patch_dim), in the ImageProcessor's dtype
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
     second_per_grid_ts: Tensor | None = None  # (images and videos,) float32, 0 for images
-    # output of a frozen vision tower for the images; None if the tower has not computed it
+    # a frozen vision tower's output for the images; None if the tower has not computed it
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # The Row of this prompt, for environments; Row.prompt sets it. It is not a dataclass
-        # field, because FSDP2's hooks walk through all fields of a model's arguments.
+        # This prompt's Row, for environments; Row.prompt sets it. It is not a dataclass
+        # field, because FSDP2's hooks walk through all fields in a model's arguments.
         self.row: Row | None = None
 
 
 class Environment(Protocol):
-    """The state of one completion that calls tools.
+    """State for one completion that calls tools.
 
     An environment has the method `reset`. All other public methods are tools, except the optional
     methods `get_reward` and `observe`. An environment may also have an attribute `done`, and
@@ -61,7 +61,7 @@ class Environment(Protocol):
     """
 
     def reset(self, **columns) -> None:
-        """Start an episode from the columns of a row."""
+        """Start an episode from a row's columns."""
 
 
 @dataclass
@@ -73,12 +73,12 @@ class Completion:
     """
 
     ids: Tensor  # (C,) int64, with the stop token
-    # log-probabilities (C,) float32, in nats, at the temperature of sampling, or at temperature 1
+    # log-probabilities (C,) float32, in nats, at the sampling temperature, or at temperature 1
     # if decoding was greedy; None for a demonstrated answer
     logps: Tensor | None = None
     # True if a stop token or a stop string ended the completion, False if max_new_tokens ended it
     stopped: bool = True
-    # (C,) bool: True for tokens that the policy wrote, False for tokens of tools; None sets all
+    # (C,) bool: True for tokens that the policy wrote, False for tool tokens; None sets all
     # tokens to True
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # ids from which top_k, top_p and min_p let each token be sampled, as (number of ids per token
@@ -91,12 +91,12 @@ class Completion:
     # tool calls: (number made, number failed, True if a result was truncated to fit)
     calls: tuple[int, int, bool] = (0, 0, False)
     extra: dict = field(default_factory=dict)  # values that rewards log with TRL's log_extra
-    # `turns` are the completions of a trajectory, each with its own ids and its own prompt. The
-    # attribute `prompt` of a completion outside of a trajectory is None, because its row has the
+    # `turns` are a trajectory's completions, each with its own ids and its own prompt. The
+    # attribute `prompt` of a completion outside a trajectory is None, because its row has the
     # prompt.
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None
-    # (max_new_tokens,) int64: expert choices of each token, see model/families/routes.py
+    # (max_new_tokens,) int64: each token's expert choices, see model/families/routes.py
     routes: Tensor | None = None
 
     def __post_init__(self):
@@ -105,7 +105,7 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Return the log-probabilities (C,) of a sampled completion.
+        """Return a sampled completion's log-probabilities (C,).
 
         Raises:
             AssertionError: the completion is a demonstrated answer, which has no log-probabilities.
@@ -116,32 +116,32 @@ class Completion:
 
 @dataclass
 class Row:
-    """One example of a data file or an embedded task."""
+    """One example from a data file or an embedded task."""
 
     messages: list[dict]  # the prompt, see data/messages.py
-    images: Sequence[PIL.Image.Image]  # one for each image part of the prompt, in order
-    # {column: value}, the arguments of rewards, such as problem and solution
+    images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
+    # {column: value}, the reward arguments, such as problem and solution
     columns: dict = field(default_factory=dict)
     completion: str | list[dict] | None = None  # a demonstrated answer, for SFT
-    chosen: str | list[dict] | None = None  # the better of two answers, for preference training
+    chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
-    # one video for each video part of the prompt, in order
+    # one video for each video part in the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
-    where: str = ""  # file and line of the row, for error messages
-    key: str = ""  # text that seeds all random numbers of this row
-    index: int = -1  # index of the row in its dataset
+    where: str = ""  # the row's file and line, for error messages
+    key: str = ""  # text that seeds all random numbers for this row
+    index: int = -1  # the row's index in its dataset
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Compute the tensors of the question.
+        """Compute the question's tensors.
 
         Args:
-            processor: function of messages, images and videos, such as a Processor of processor.py.
+            processor: function that takes messages, images and videos, such as a Processor.
         Raises:
-            ValueError: the prompt is invalid. The message begins with the file and line of the row.
+            ValueError: the prompt is invalid. The message begins with the row's file and line.
         """
         try:
             prompt = processor(self.messages, self.images, self.videos)
-        except ValueError as error:  # the sizes of images, for example, are only checked here
+        except ValueError as error:  # image sizes, for example, are only checked here
             if not self.where or str(error).startswith(self.where):  # an image names its row
                 raise
             raise ValueError(f"{self.where}: {error}") from error
@@ -153,13 +153,13 @@ Dataset = Sequence[Row]
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
-    """Return random numbers in [0, 1) that depend only on the key of each prompt.
+    """Return random numbers in [0, 1) that depend only on each prompt's key.
 
     The same completions are therefore sampled for every division of prompts among batches and
     ranks.
 
     Returns:
-        (keys * num_generations, max_new_tokens) float64: one number per token of each completion.
+        (keys * num_generations, max_new_tokens) float64: one number per completion token.
     """
     shape = num_generations, max_new_tokens
     numbers = [random_numbers(key).random(shape) for key in keys]
@@ -167,5 +167,5 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
 
 
 def random_numbers(key: str) -> numpy.random.Generator:
-    """Create a NumPy random generator that is seeded with the bytes of a text."""
+    """Create a NumPy random generator that is seeded with a text's bytes."""
     return numpy.random.default_rng(list(key.encode()))

@@ -1,4 +1,4 @@
-"""Load a tokenizer from tokenizer.json, or train a tiny one on the texts of an embedded task."""
+"""Load a tokenizer from tokenizer.json, or train a tiny one on an embedded task's texts."""
 
 import json
 from collections.abc import Collection, Iterable, Sequence
@@ -12,7 +12,7 @@ from minivlmrl.data.chat_template import Control
 from minivlmrl.errors import error_context
 from minivlmrl.json_files import read_json
 
-# Qwen2's control tokens in the order of their ids, which are 151643 to 151656 in published
+# Qwen2's control tokens ordered by their ids, which are 151643 to 151656 in published
 # checkpoints
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -30,7 +30,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-# Control tokens of the structure of a conversation: they begin and end turns and documents, and stand
+# Control tokens of a conversation's structure: they begin and end turns and documents, and stand
 # for images and videos. Only a chat template may write them, so a text with their names stays text.
 STRUCTURE = (
     "<|endoftext|>",
@@ -47,7 +47,7 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Components of tokenizer.json that do not make a text longer, or only once. Others, such as a chain
+# tokenizer.json components that do not make a text longer, or only once. Others, such as a chain
 # of 40 replacements of "a" by "aa", could need more memory than a computer has; the library then
 # aborts the process.
 COMPONENTS = {
@@ -56,10 +56,10 @@ COMPONENTS = {
     "decoder": ("ByteLevel", "Fuse"),
     "post_processor": ("ByteLevel", "TemplateProcessing"),
 }
-LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # lists of a "Sequence"
+LISTS = ("normalizers", "pretokenizers", "decoders", "processors")  # lists in a "Sequence"
 # files that can list tokens besides tokenizer.json
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# keys of the first two files whose value is a token
+# keys in the first two files whose value is a token
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # text that a tokenizer must reproduce after encoding and decoding
@@ -70,7 +70,7 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     `special_tokens` maps each control token of Qwen2 and of the backend to its id. `structure` is
-    the set of those that a text may not write: text with the same characters is encoded as ordinary
+    the subset that a text may not write: text with the same characters is encoded as ordinary
     text. Text with the same characters as another added token, such as <tool_call> or
     <|box_start|>, is encoded as this token, as in transformers.
     """
@@ -78,7 +78,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self.files: dict[str, bytes] = {}  # {name: content} of the tokenizer's files, for saving
-        # tokenizer.json may contain settings of truncation and padding, which would change the ids
+        # tokenizer.json may contain truncation and padding settings, which would change the ids
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens: dict[str, int] = {}
@@ -102,7 +102,7 @@ class Tokenizer:
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, or the single id of a Control.
+        """Return a text's token ids, or a Control's single id.
 
         Raises:
             ValueError: the text is not valid Unicode.
@@ -140,10 +140,10 @@ def with_special_tokens(
 
 
 def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokenizer:
-    """Load a tokenizer.json, and add the tokens that only the other files of its folder list.
+    """Load a tokenizer.json, and add the tokens that only the other files in its folder list.
 
     Args:
-        add_control_tokens: True adds the members of SPECIAL_TOKENS that the file lacks.
+        add_control_tokens: True adds the names in SPECIAL_TOKENS that the file lacks.
     Raises:
         ValueError: the file is missing or unreadable, or decoding does not restore an encoded text.
     """
@@ -193,11 +193,11 @@ def load_tokenizer(path: str | Path, add_control_tokens: bool = False) -> Tokeni
 
 
 def listed_tokens(folder: Path) -> list[tuple[AddedToken, int | None]]:
-    """List the tokens of tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+    """List the tokens in tokenizer_config.json, special_tokens_map.json and added_tokens.json.
 
     A token that is listed with an id is returned with this id.
 
-    transformers adds these tokens to those of tokenizer.json in the order of the list. As there,
+    transformers adds these tokens to tokenizer.json's tokens in list order. As there,
     the last two files count only if the first one has no added_tokens_decoder.
 
     Raises:
@@ -237,7 +237,7 @@ def token_name(token: str | dict) -> str:
 
 
 def list_components(component: Plain) -> list[str]:
-    """Return the types of a component of tokenizer.json and of the components in it."""
+    """Return the types of a tokenizer.json component and the components in it."""
     if component is None:
         return []
     kind = component.get("type") if isinstance(component, dict) else None
@@ -248,7 +248,7 @@ def list_components(component: Plain) -> list[str]:
 
 
 def check_components(part: str, kinds: list[str], allowed: Sequence[str]):
-    """Raise ValueError if a part of tokenizer.json has a component that it may not have."""
+    """Raise ValueError if a tokenizer.json part has a component that it may not have."""
     for kind in kinds:
         if kind not in allowed:
             raise ValueError(
@@ -260,7 +260,7 @@ def check_components(part: str, kinds: list[str], allowed: Sequence[str]):
 
 
 def qwen2_backend(model: models.BPE) -> tokenizers.Tokenizer:
-    """Combine a byte-level BPE model with the normalisation and the splitting of Qwen2."""
+    """Combine a byte-level BPE model with Qwen2's normalisation and splitting."""
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")

@@ -1,4 +1,4 @@
-"""Sample the frames of a video file, or read a list of frames, and compute their patches.
+"""Sample a video file's frames, or read a frame list, and compute their patches.
 
 Frames are selected and resized as in qwen-vl-utils. A model family with other rules defines these
 rules in ImageProcessor.videos, for example in model/families/qwen3_vl.Videos.
@@ -27,24 +27,24 @@ from minivlmrl.data.media import (
 )
 from minivlmrl.errors import error_context, optional_dependency
 
-FPS = 2.0  # default number of sampled frames per second
-FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this factor
-MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds of the number of sampled frames
-# default bounds of the size of a frame, in number of tokens that an image of this size has
+FPS = 2.0  # sampled frames per second by default
+FRAME_FACTOR = 2  # the sampled frame count is a multiple of this factor
+MIN_FRAMES, MAX_FRAMES = 4, 768  # default bounds for the number of sampled frames
+# default bounds for a frame's size, in the tokens that an equally large image has
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
-# default limit of the size of all frames together, counted as for images: 0.9 * 128000
+# default limit for all frames' total size, counted as for images: 0.9 * 128000
 TOTAL_TOKENS = 115_200
-# maximum number of pixels of all sampled frames, before and after resizing, which are 6 GiB as RGB
+# maximum number of pixels in all sampled frames, before and after resizing, which are 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
 
 @dataclass
 class Video:
-    """Sampled frames of a video, and the frame rate after sampling."""
+    """A video's sampled frames, and the frame rate after sampling."""
 
     frames: Sequence[PIL.Image.Image]  # all of the same size
     fps: float  # sampled frames per second
-    # time of each frame in seconds; None computes the times from fps
+    # each frame's time in seconds; None computes the times from fps
     seconds: Sequence[float] | None = None
 
     def __post_init__(self):
@@ -64,18 +64,18 @@ class Video:
     ) -> tuple[Tensor, Grid, float | list[float]]:
         """Resize the frames and cut them into patches.
 
-        With data.resize_backend=torch, the patches are identical, bit for bit, to the patches of
+        With data.resize_backend=torch, the patches are identical, bit for bit, to those from
         transformers' Qwen2VLVideoProcessor. With pil, every frame is resized and normalised exactly
         as transformers' image processor does.
 
         Args:
-            processor: image processor of the model.
+            processor: the model's image processor.
             options: see frame_size.
 
         Returns:
             pixel_values, image_grid_thw (see image.patchify), and the seconds between two temporal
             patches. For model families that write timestamps into the prompt, the third value is
-            instead a list with the time in seconds of each temporal patch.
+            instead a list with each temporal patch's time in seconds.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -106,7 +106,7 @@ class VideoFile:
     load: Callable[..., Video]  # load_video with all arguments except frame_factor
 
     def read(self, processor: ImageProcessor) -> Video:
-        """Load the frames that the model family of the processor samples."""
+        """Load the frames that the processor's model family samples."""
         return self.load(frame_factor=FRAME_FACTOR if processor.videos is None else 1)
 
     def patches(self, processor: ImageProcessor, **options: int) -> tuple:
@@ -115,14 +115,14 @@ class VideoFile:
 
 
 def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **sampling) -> Video:
-    """Load the sampled frames of a video.
+    """Load a video's sampled frames.
 
     Args:
-        source: video file, given as in media.fetch_image, or a list of images. All images of a list
+        source: video file, given as in media.fetch_image, or an image list. All images in a list
             are used.
         folder: folder that relative paths start from.
-        frame_factor: the number of sampled frames is a multiple of this factor.
-        sampling: options, see sample_indices. The only option for a list of images is fps, the rate
+        frame_factor: the sampled frame count is a multiple of this factor.
+        sampling: options, see sample_indices. The only option for an image list is fps, the rate
             at which the images were sampled (default 2; `sample_fps` of qwen-vl-utils 0.0.14).
 
     Raises:
@@ -147,7 +147,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, **
         return _sample(file, sampling | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files can make PyAV raise any exception
         error_text = str(error) or type(error).__name__
-        if hasattr(error, "strerror"):  # an error of the operating system or of FFmpeg
+        if hasattr(error, "strerror"):  # an error from the operating system or FFmpeg
             reason = getattr(error, "strerror", None) or error_text
             error_text = f"the file cannot be read as a video ({reason})"
         raise ValueError(f"{name}: {error_text}") from error
@@ -158,7 +158,7 @@ def outline_video(
 ) -> Video:
     """Return a video as load_video returns it, but with blank frames, and without decoding.
 
-    The number of frames of a file is taken from its header. See load_video for the arguments.
+    A file's frame count is taken from its header. See load_video for the arguments.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
@@ -175,7 +175,7 @@ def outline_video(
 
 
 def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
-    """Sample the frames of a file in two passes: one counts frames, the other decodes frames."""
+    """Sample a file's frames in two passes: one counts frames, the other decodes frames."""
     with _opened(file) as (container, stream):
         video_fps = float(stream.average_rate or stream.guessed_rate or 0)
         total_frames = _count_frames(container, stream)
@@ -185,12 +185,12 @@ def _sample(file: Path | io.BytesIO, sampling: dict) -> Video:
         if len(frames) == len(indices):
             return Video(frames, fps, [index / video_fps for index in indices])
         # The file has fewer frames than packets, because frames before the first key frame cannot
-        # be decoded. Sample again from the number of frames that were decoded.
+        # be decoded. Sample again from the number of decoded frames.
         total_frames = num_decoded
 
 
 def _count_frames(container, stream) -> int:
-    """Count the frames of a video stream, one per packet.
+    """Count a video stream's frames, one per packet.
 
     Raises:
         ValueError: the file is truncated or damaged.
@@ -245,7 +245,7 @@ def _decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.I
     """Decode the frames with the given indices.
 
     Returns:
-        The frames as RGB images, upright, and the number of frames that were decoded in all. There
+        The frames as RGB images, upright, and the number of all decoded frames. There
         are fewer frames than indices if the file ends early.
     """
     frames = []
@@ -287,21 +287,21 @@ def _check_size(nframes: int, width: int, height: int):
 def sample_indices(
     total_frames: int, video_fps: float, frame_factor: int = FRAME_FACTOR, **sampling: float
 ) -> tuple[list[int], float]:
-    """Choose evenly spaced frames of a file, including the first and the last frame.
+    """Choose evenly spaced frames in a file, including the first and the last frame.
 
     Example: the indices of 6 frames out of 100 are 0, 20, 40, 59, 79 and 99.
 
     Args:
-        total_frames: number of frames of the file.
-        video_fps: frames per second of the file.
-        frame_factor: the number of sampled frames is a multiple of this factor.
-        sampling: the options of smart_nframes; also video_start and video_end in seconds, which are
-            clipped to the duration of the video.
+        total_frames: the file's frame count.
+        video_fps: the file's frames per second.
+        frame_factor: the sampled frame count is a multiple of this factor.
+        sampling: smart_nframes' options; also video_start and video_end in seconds, which are
+            clipped to the video's duration.
 
     Returns:
-        Indices of the sampled frames, and the number of sampled frames per second.
+        Indices of the sampled frames, and the sampled frames per second.
 
-    Source: the video readers of qwen-vl-utils, which compute in float32; if frame_factor is 1,
+    Source: qwen-vl-utils' video readers, which compute in float32; if frame_factor is 1,
         transformers' Qwen3VLVideoProcessor, which computes in float64.
     """
     if total_frames <= 0 or not 0 < video_fps < math.inf:
@@ -332,16 +332,16 @@ def sample_indices(
 def smart_nframes(
     total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]
 ) -> int:
-    """Compute the number of frames to sample, a multiple of frame_factor.
+    """Compute how many frames to sample, a multiple of frame_factor.
 
     Example: 100 frames at 30 frames per second last 3.33 seconds. At 2 sampled frames per second
     this gives 6.67, which is rounded down to 6 frames.
 
     Args:
-        total_frames: number of frames of the file.
-        video_fps: frames per second of the file.
+        total_frames: the file's frame count.
+        video_fps: the file's frames per second.
         frame_factor: the result is a multiple of this factor.
-        sampling: either nframes, the number of frames to sample, or fps, the number of sampled
+        sampling: either nframes, the number of frames to sample, or fps, the sampled
             frames per second (default 2). The option fps can be combined with the bounds min_frames
             (default 4) and max_frames (default 768); max_frames has priority over min_frames.
 
@@ -372,14 +372,14 @@ def smart_nframes(
 def frame_size(
     processor: ImageProcessor, nframes: int, height: int, width: int, **options: int
 ) -> tuple[int, int]:
-    """Compute the height and width in pixels that each frame of a video is resized to.
+    """Compute the height and width in pixels that each video frame is resized to.
 
     Args:
-        processor: image processor of the model.
+        processor: the model's image processor.
         nframes: number of sampled frames.
-        height, width: size of the frames in pixels.
-        options: min_pixels and max_pixels, the bounds of the area of a frame in pixels (default:
-            the area of 128 and 768 tokens), and total_pixels, the limit for all frames (default:
+        height, width: frame size in pixels.
+        options: min_pixels and max_pixels, the bounds for a frame's area in pixels (default:
+            the area for 128 and 768 tokens), and total_pixels, the limit for all frames (default:
             the area of 115200 tokens). A frame may use twice its share of total_pixels, because two
             frames form one temporal patch. Instead of these bounds, resized_height and
             resized_width can be given, as for an image.
@@ -387,7 +387,7 @@ def frame_size(
     Returns:
         Height and width.
 
-    Source: fetch_video of qwen-vl-utils, for a video file. Lists of frames are resized in the same
+    Source: fetch_video in qwen-vl-utils, for a video file. Frame lists are resized in the same
         way here, although version 0.0.14 resizes them twice.
     """
     options = check_options("video", options)
