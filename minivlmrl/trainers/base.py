@@ -1,6 +1,6 @@
-"""The base class Trainer, and the dataclasses of its micro-batches, rollouts and optimizer steps.
+"""The base class Trainer, and dataclasses for its micro-batches, rollouts and optimizer steps.
 
-Each stage of a recipe (sft, dpo, grpo, ...) is implemented by a subclass of Trainer.
+Each stage in a recipe (sft, dpo, grpo, ...) is implemented by a Trainer subclass.
 """
 
 import inspect
@@ -32,26 +32,26 @@ from minivlmrl.trainers.reference import Reference
 
 @dataclass
 class MicroBatch:
-    """Completions of one forward and backward pass, packed after their prompts.
+    """Completions in one forward and backward pass, packed after their prompts.
 
-    An optimizer step adds up the gradients of one or more micro-batches.
+    An optimizer step adds up the gradients from one or more micro-batches.
     """
 
     group: GroupBatch
     # (R, T) float32 with one row for each completion, 1 for tokens that are trained on
     loss_mask: Tensor
-    # numbers of sequences and tokens in the whole optimizer step, by which the loss is divided
+    # sequence and token counts in the whole optimizer step, by which the loss is divided
     normalizer: LossNormalizer
-    # (R, T) log-probabilities of the reference in nats; None if there is no reference model
+    # (R, T) reference log-probabilities in nats; None if there is no reference model
     ref_per_token_logps: Tensor | None = None
 
     @property
     def weight(self) -> float:
-        """Weight of this micro-batch in the metrics of its step: the number of trained tokens."""
+        """This micro-batch's weight in its step's metrics: the number of trained tokens."""
         return float(self.loss_mask.sum())
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average a value of each completion token, (M,), over the tokens that are trained on."""
+        """Average a value per completion token, (M,), over the tokens that are trained on."""
         total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
         return total / self.loss_mask.sum().clamp(min=1)
 
@@ -61,7 +61,7 @@ class Sample:
     """A sampled completion with its prompt and its rewards."""
 
     index: int  # index among the n samples of this rank's rollout
-    row: Row  # the row of the dataset from which the prompt was made
+    row: Row  # the dataset row from which the prompt was made
     prompt: Prompt
     completion: Completion
     rewards: Tensor  # (K,) float32 on the CPU; NaN where a reward function returned None
@@ -77,7 +77,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return the index of each sample in the rollout of this rank: (R,)."""
+        """Return each sample's index in this rank's rollout: (R,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -87,10 +87,10 @@ class SampledBatch(MicroBatch):
 
 @dataclass
 class Rollout:
-    """The n = B * G samples of this rank: G completions of each of B prompts."""
+    """This rank's n = B * G samples: G completions for each of B prompts."""
 
-    groups: list[list[Sample]]  # the G samples of each prompt
-    # metrics of the rollout, computed over the completions of all ranks
+    groups: list[list[Sample]]  # each prompt's G samples
+    # the rollout's metrics, computed over all ranks' completions
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -118,20 +118,20 @@ class Rollout:
 
     @property
     def rewards(self) -> Tensor:
-        """Return the K rewards of each sample: (n, K)."""
+        """Return each sample's K rewards: (n, K)."""
         return torch.stack([sample.rewards for sample in self.samples])
 
 
 @dataclass
 class Step:
-    """Micro-batches and metrics of one optimizer step."""
+    """One optimizer step's micro-batches and metrics."""
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # metrics, which are equal on all ranks
     # True for the last step on a rollout; checkpoints are saved only after such a step
     ends_rollout: bool = True
     rollout: Rollout | None = None  # the rollout that this step trains on
-    groups: Sequence[list[Sample]] = ()  # groups of the rollout that this step trains on
+    groups: Sequence[list[Sample]] = ()  # rollout groups that this step trains on
 
 
 def check_loss(name: str, function: Callable, result: Any, needs_gradient: bool = True):
@@ -197,10 +197,10 @@ def describe_value(value: Any) -> str:
 
 
 def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) -> dict[str, Any]:
-    """Select the options of a section that losses have as arguments, for `loss(..., **arguments)`.
+    """Select a section's options that losses have as arguments, for `loss(..., **arguments)`.
 
     Args:
-        config: section of a recipe, for example `grpo`.
+        config: a recipe's section, for example `grpo`.
         losses: functions such as grpo_loss; an option is selected if one of them has an argument of
             its name.
         others: further values, which are selected like the options.
@@ -212,30 +212,30 @@ def loss_arguments(config: TrainingOptions, *losses: Callable, **others: Any) ->
 
 
 class Trainer:
-    """Base class of all training stages, which are run by the training loop in run/loop.py.
+    """Base class for all training stages, which are run by the training loop in run/loop.py.
 
     A subclass defines `steps`, which yields optimizer steps, and `loss`, which returns the loss of
-    one micro-batch, already divided by the totals of the step.
+    one micro-batch, already divided by the step's totals.
 
     Args:
-        run: the whole recipe. The options of the stage are in the section with the stage's name.
+        run: the whole recipe. The stage's options are in the section with the stage's name.
         model: the policy.
-        steps_done: number of optimizer steps that the stage made before the run was resumed; 0 if
+        steps_done: optimizer steps that the stage made before the run was resumed; 0 if
             the stage starts.
     """
 
-    stage: str  # name of the stage, and of its section in a recipe
-    config_type = TrainingOptions  # dataclass with the options of the stage's section
-    needs = "prompts"  # key of NEEDS in run/datasets.py: the columns that each row must have
-    # fields of Row with the answers to train on; empty if the stage samples completions
+    stage: str  # the stage's name, and its section's name in a recipe
+    config_type = TrainingOptions  # dataclass with the stage section's options
+    needs = "prompts"  # key in NEEDS in run/datasets.py: the columns that each row must have
+    # Row fields with the answers to train on; empty if the stage samples completions
     answers: tuple[str, ...] = ()
     samples_completions = False  # True if the stage samples completions and scores them
     # False if the stage trains a separate model and leaves the policy unchanged
     trains_policy = True
-    # number of optimizer steps in one pass over the prompts of a rollout
+    # optimizer steps in one pass over a rollout's prompts
     steps_per_rollout = 1
     trained: nn.Module  # module whose parameters the optimizer updates
-    rows: Sequence[Row] = ()  # rows of the current step, which messages about its memory name
+    rows: Sequence[Row] = ()  # the current step's rows, which messages about its memory name
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class Trainer:
         """Prepare the stage before its first optimizer step.
 
         Args:
-            batches: training rows of the stage.
+            batches: the stage's training rows.
             held_out: held-out rows for evaluation; None if there are none.
             saved_state: values that this method returned before the run was resumed; None if the
                 stage starts.
@@ -298,19 +298,19 @@ class Trainer:
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the metrics of a micro-batch, and its loss divided by the totals of the step."""
+        """Compute a micro-batch's metrics, and its loss divided by the step's totals."""
         raise NotImplementedError
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute the weighted sum of the rewards of each sample: (n,)."""
+        """Compute each sample's weighted reward sum: (n,)."""
         rewards = torch.stack([sample.rewards for sample in samples])  # (n, K)
         return combine(rewards, torch.tensor(list(self.run.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
-        """Return a context manager that enables the dropout of adapters for one micro-batch.
+        """Return a context manager that enables adapter dropout for one micro-batch.
 
-        The seed of the run, the stage, the step, the micro-batch and the rank determine which
-        inputs of the adapters are dropped.
+        The run's seed, the stage, the step, the micro-batch and the rank determine which
+        adapter inputs are dropped.
         """
         if not self.run.adapter.dropout:
             return nullcontext()
@@ -321,9 +321,9 @@ class Trainer:
         return dropout(self.trained, self.run.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of a micro-batch, plus a load-balancing loss if the model has experts.
+        """Compute a micro-batch's loss, plus a load-balancing loss if the model has experts.
 
-        As in transformers, the load-balancing loss uses all tokens of a micro-batch. The loss of an
+        As in transformers, the load-balancing loss uses all tokens in a micro-batch. The loss of an
         optimizer step is the average over its micro-batches, weighted by their numbers of
         completions.
         """
@@ -358,7 +358,7 @@ class Trainer:
         return result
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return a dictionary of the modules whose weights must be saved in a checkpoint."""
+        """Return a dictionary with the modules whose weights must be saved in a checkpoint."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model
@@ -368,21 +368,21 @@ class Trainer:
         """Update the reference model if it follows the policy; called after each optimizer step.
 
         Args:
-            steps: number of optimizer steps that this stage has made.
+            steps: optimizer steps that this stage has made.
         """
         if self.reference is not None:
             self.reference.after_step(steps)
 
     def save(self, folder: Path, merge: bool = True):
-        """Save the trained weights in the folder of the run; all ranks must call this method.
+        """Save the trained weights in the run's folder; all ranks must call this method.
 
         Args:
-            merge: False saves only the adapters of the model, without the weights of the base.
+            merge: False saves only the model's adapters, without the weights of the base.
         """
         base = self.run.model.path
         where = folder / "checkpoint"
         gather_and_save_model(where, self.policy, self.processor, self.world, base, None, merge)
 
     def evaluate(self, rows) -> dict[str, float]:
-        """Compute metrics of held-out rows without sampling, for example their loss."""
+        """Compute metrics on held-out rows without sampling, for example their loss."""
         return {}

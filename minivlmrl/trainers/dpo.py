@@ -18,7 +18,7 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 from minivlmrl.trainers.base import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer, split
 
-# optional columns of a row: the reference's log-probabilities of both answers, summed over their
+# a row's optional columns: the reference's log-probabilities for both answers, summed over their
 # tokens, in nats
 REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
@@ -27,14 +27,14 @@ REF_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 class DPOBatch(AnswerBatch):
     """A micro-batch of pairs, with the reference's log-probability of each whole answer."""
 
-    # (R / 2, 2) log-probabilities of the chosen and the rejected answer of each pair, in nats
+    # (R / 2, 2) log-probabilities of each pair's chosen and rejected answer, in nats
     ref_logps: Tensor
 
 
 class DPOTrainer(PairTrainer):
-    """Trainer of DPO, which trains the policy on pairs of a chosen and a rejected answer.
+    """DPO trainer, which trains the policy on pairs of a chosen and a rejected answer.
 
-    The reference model is a copy of the policy at the start of the stage, unless the section
+    The reference model is a copy of the policy at the stage's start, unless the section
     `reference` names another model.
     """
 
@@ -42,7 +42,7 @@ class DPOTrainer(PairTrainer):
     config_type = DPOOptions
     config: DPOOptions
     # even rows are chosen answers; only their tokens are counted, because only the loss `sft` uses
-    # this number, and it averages over the tokens of chosen answers
+    # this number, and it averages over the tokens in chosen answers
     counted_rows = slice(0, None, 2)
 
     @staticmethod
@@ -52,13 +52,13 @@ class DPOTrainer(PairTrainer):
     def on_stage_begin(
         self, batches: Batches, held_out: Dataset | None, saved_state: dict[str, list[float]] | None
     ) -> dict[str, list[float]]:
-        """Compute the reference's log-probabilities of all pairs if the recipe precomputes them.
+        """Compute the reference's log-probabilities for all pairs if the recipe precomputes them.
 
         The option dpo.precompute_ref_log_probs enables this. If the run is resumed, the
         log-probabilities are taken from its checkpoint.
 
         Returns:
-            A dictionary from the pair_key of each pair to the log-probabilities of its chosen and
+            A dictionary from each pair's pair_key to the log-probabilities of its chosen and
             its rejected answer.
         """
         self.precomputed = saved_state or {}
@@ -70,7 +70,7 @@ class DPOTrainer(PairTrainer):
 
     @torch.no_grad()
     def precompute_ref_logps(self, rows: Dataset, make_row: Callable[[int], Row]):
-        """Compute the reference's log-probabilities of all pairs in a dataset, on all ranks.
+        """Compute the reference's log-probabilities for all pairs in a dataset, on all ranks.
 
         The policy computes them, because it is equal to the reference before its first update. Rows
         that already have values in the columns REF_COLUMNS are skipped.
@@ -122,9 +122,9 @@ class DPOTrainer(PairTrainer):
         return DPOBatch(**vars(batch), ref_logps=ref_logps)
 
     def ref_logps(self, prompt: Prompt, pair: list[Completion]) -> list[float]:
-        """Return the reference's log-probabilities of a pair if they are known without a model.
+        """Return the reference's log-probabilities for a pair if they are known without a model.
 
-        The values are taken from the columns of the row, or from precompute_ref_logps. If the
+        The values are taken from the row's columns, or from precompute_ref_logps. If the
         option precompute_ref_log_probs is off, the method returns zeros, because either the
         reference model computes the log-probabilities in `pack`, or the loss is reference-free.
         """
@@ -142,7 +142,7 @@ class DPOTrainer(PairTrainer):
         return values or [0.0, 0.0]
 
     def sum_logps(self, mask: Tensor, per_token_logps: Tensor) -> Tensor:
-        """Sum log-probabilities (R, T) over the tokens of each answer, and return (R / 2, 2)."""
+        """Sum log-probabilities (R, T) over each answer's tokens, and return (R / 2, 2)."""
         return answer_logps(by_pair(per_token_logps), by_pair(mask), self.config.ld_alpha)
 
     def loss(self, batch: DPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -164,7 +164,7 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the implicit reward margin of each pair, of shape (B,), in nats.
+        """Compute each pair's implicit reward margin, (B,), in nats.
 
         The margin is the log-ratio of policy to reference for the chosen answer, minus the
         log-ratio for the rejected answer.
@@ -181,7 +181,7 @@ def by_pair(rows: Tensor) -> Tensor:
 
 
 def pair_key(prompt: Prompt, answers: list[Completion]) -> str:
-    """Compute a hash of a pair from its token ids, its images and the sizes of these images."""
+    """Hash a pair's token ids, its images and the image sizes."""
     tensors = [prompt.input_ids, prompt.pixel_values, prompt.image_grid_thw]
     tensors += [answer.ids for answer in answers]
     # viewed as bytes, because numpy has no bfloat16

@@ -18,17 +18,17 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass
 class Group:
-    """The completions of one prompt with their rewards, in a picklable form for other ranks."""
+    """One prompt's completions with their rewards, in a picklable form for other ranks."""
 
-    index: int  # index of the row in the dataset
-    key: str  # key of the row, from which the seed for sampling its completions is derived
-    completions: list[Completion]  # the G completions of the prompt
-    rewards: Tensor  # (G, K): K rewards of each completion
-    rewards_differ: bool  # False if all completions of the group have the same reward
+    index: int  # the row's index in the dataset
+    key: str  # the row's key, from which the seed for sampling its completions is derived
+    completions: list[Completion]  # the prompt's G completions
+    rewards: Tensor  # (G, K): K rewards per completion
+    rewards_differ: bool  # False if all completions in the group have the same reward
 
     @property
     def position(self) -> int:
-        """Position of the row in the sampling order; it is the last part of the row's key."""
+        """The row's position in the sampling order, which is the last part of the row's key."""
         return int(self.key.rpartition("/")[2])
 
 
@@ -45,11 +45,11 @@ def sample_until_groups_differ(
 
     Args:
         rows: the first batch.
-        compared_rewards: returns the rewards (n, K) of a rollout. A group differs if the
-            completions of its prompt differ in at least one column.
+        compared_rewards: returns a rollout's rewards (n, K). A group differs if the
+            prompt's completions differ in at least one column.
         max_num_batches: maximum number of batches.
     Returns:
-        The rollout, and the number of batches that were sampled.
+        The rollout, and the number of sampled batches.
     """
     rollout = trainer.sample_rollout(rows)
     count = len(rollout.groups) * trainer.world.size
@@ -65,7 +65,7 @@ def sample_until_groups_differ(
 
 
 def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -> list[Group]:
-    """Gather the groups of a rollout from all ranks, in the order in which they were sampled."""
+    """Gather a rollout's groups from all ranks, in the order in which they were sampled."""
     size = trainer.config.num_generations
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = []
@@ -83,10 +83,10 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
 
 
 def choose_groups(trainer: RolloutTrainer, groups: list[Group], count: int) -> Rollout:
-    """Build a rollout of `count` groups, and prefer groups whose rewards differ."""
+    """Build a rollout with `count` groups, and prefer groups whose rewards differ."""
     chosen = sorted(groups, key=lambda group: not group.rewards_differ)[:count]
     per_step = count // trainer.steps_per_rollout
-    local = []  # groups of this rank, one optimizer step after the other
+    local = []  # this rank's groups, one optimizer step after the other
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
     rows = [trainer.batches.row(group.index, group.key) for group in local]

@@ -5,7 +5,7 @@
 rollout.py samples the completions and explains the shapes. The paper's outer loop, which replaces
 the reference model every few hundred steps, is not implemented.
 
-DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options of the section `grpo`.
+DAPO, Dr. GRPO, GSPO, RLOO, CISPO and other variants are selected by options in the section `grpo`.
 They choose the ratio, the term and the average of the loss (losses/), the advantages
 (losses/advantages.py), and dynamic sampling (dynamic_sampling.py).
 """
@@ -56,7 +56,7 @@ class GRPOBatch(SampledBatch):
     old_per_token_logps: Tensor | None
     # (R, T) or (R, 1) ratio that corrects for differences between the sampler and the trainer
     importance_sampling_ratio: Tensor | None
-    # lowest entropy of the tokens that the optimizer step trains on, over all its micro-batches
+    # lowest entropy among the tokens that the optimizer step trains on, over all its micro-batches
     entropy_threshold: float | None
     # number of tokens in the optimizer step whose entropy reaches entropy_threshold
     num_entropy_tokens: float | None
@@ -66,7 +66,7 @@ class GRPOBatch(SampledBatch):
 
 
 class GRPOTrainer(RolloutTrainer):
-    """Trainer of GRPO and its variants."""
+    """Trainer for GRPO and its variants."""
 
     stage = "grpo"
     config_type = GRPOOptions
@@ -105,7 +105,7 @@ class GRPOTrainer(RolloutTrainer):
     def roll_out(self, rows: Sequence[Row]) -> Rollout:
         """Sample completions for a batch of rows and compute their rewards.
 
-        If dynamic sampling is enabled, completions of further batches of rows may be sampled.
+        If dynamic sampling is enabled, completions for further batches of rows may be sampled.
         """
         most_batches = self.config.max_num_gen_batches
         if most_batches == 1:
@@ -124,7 +124,7 @@ class GRPOTrainer(RolloutTrainer):
         return self.total_rewards(rollout.samples)[:, None]
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute the weighted sum of the rewards of each sample: (n,).
+        """Compute each sample's weighted reward sum: (n,).
 
         If the option soft_punish_cache is set, a penalty for overlong completions is included.
         """
@@ -143,20 +143,20 @@ class GRPOTrainer(RolloutTrainer):
     def prepare(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[list[GRPOBatch]]:
-        """Compute the advantages of a rollout, and pack the micro-batches of its optimizer steps.
+        """Compute a rollout's advantages, and pack the micro-batches of its optimizer steps.
 
         Args:
-            parts: the groups of the rollout that each optimizer step trains on.
+            parts: the rollout groups that each optimizer step trains on.
         """
         config = self.config
-        # 1. Compute the weighted sum of the rewards of each sample, on all ranks.
+        # 1. Compute each sample's weighted reward sum, on all ranks.
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
         in_groups = group_metrics(totals, config.num_generations)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
         if config.max_num_gen_batches > 1:
             rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
-        # 2. Compare each sample with the rest of its group.
+        # 2. Compare each sample with its group's other samples.
         advantages = self.compute_advantages(totals, rewards)  # (n,)
         # 3. Pack the samples, and compute their log-probabilities.
         steps = [self.micro_batches(groups, advantages) for groups in parts]
@@ -179,11 +179,11 @@ class GRPOTrainer(RolloutTrainer):
         return find_advantages(self.config)
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute the advantages of this rank's samples: (n,).
+        """Compute this rank's sample advantages: (n,).
 
         Args:
-            totals: weighted sums of the rewards of all ranks, of shape (n * world.size,).
-            rewards: the K rewards of all ranks, of shape (n * world.size, K).
+            totals: weighted reward sums on all ranks, of shape (n * world.size,).
+            rewards: the K rewards on all ranks, of shape (n * world.size, K).
         """
         function = self.advantage_function
         tensors = {"rewards_per_func": rewards, "reward_weights": self.reward_weights}
@@ -195,21 +195,21 @@ class GRPOTrainer(RolloutTrainer):
         return self.world.local(advantages)
 
     def select(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
-        """Select the advantages (R,) of a micro-batch from those of this rank's samples, (n,)."""
+        """Select a micro-batch's advantages (R,) from those of this rank's samples, (n,)."""
         return advantages[batch.completion_index].to(self.world.device)
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack the micro-batches of one optimizer step.
+        """Pack one optimizer step's micro-batches.
 
         All values that stay fixed while the rollout is trained on are computed here once.
 
         Args:
-            groups: groups of the rollout that the step trains on.
-            advantages: advantages of this rank's samples, of shape (n,).
+            groups: rollout groups that the step trains on.
+            advantages: advantages for this rank's samples, of shape (n,).
         """
         config = self.config
         normalizer = self.count_tokens(groups)
-        # 1. Pack the samples. At least one sample of a micro-batch is kept, because every rank of a
+        # 1. Pack the samples. At least one sample in a micro-batch is kept, because every rank of a
         #    sharded model must run the forward pass.
         packed = []
         for samples in self.split(groups):
@@ -223,7 +223,7 @@ class GRPOTrainer(RolloutTrainer):
             pairs = [(batch.group, self.logps(batch.group)) for batch in packed]
             old_logps = [group.pad(logps) for group, (logps, _) in pairs]
             old_entropies = [group.pad(entropies) for group, (_, entropies) in pairs]
-        # 3. Find the tokens with the highest entropies among the tokens of the step on all ranks.
+        # 3. Find the tokens with the highest entropies among the step's tokens on all ranks.
         threshold = num_entropy_tokens = None
         if config.top_entropy_quantile < 1:
             pairs = zip(packed, old_entropies, strict=True)
@@ -232,7 +232,7 @@ class GRPOTrainer(RolloutTrainer):
             threshold = top_entropy_threshold(entropies, config.top_entropy_quantile)
             num_entropy_tokens = (entropies >= threshold).sum().item()
             threshold = threshold.item()
-        # 4. Put the values of each micro-batch together.
+        # 4. Put each micro-batch's values together.
         batches = []
         for batch, logps in zip(packed, old_logps, strict=True):
             ratio = None
@@ -271,7 +271,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def needs_old_logps(self) -> bool:
-        """Return True if the log-probabilities of the policy before its update are needed.
+        """Return True if the policy's log-probabilities before its update are needed.
 
         They are needed to train on a rollout in several steps, to correct for the sampler, to
         compute the KL in RLOO's reward, or to select tokens by their entropy.
@@ -292,7 +292,7 @@ class GRPOTrainer(RolloutTrainer):
         return sample.completion.stopped or not self.config.mask_truncated_completions
 
     def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate the KL of each sample from the reference with k1, on all ranks.
+        """Estimate each sample's KL from the reference with k1, on all ranks.
 
         Returns:
             A tensor of shape (n * world.size,), in nats per completion.
@@ -302,7 +302,7 @@ class GRPOTrainer(RolloutTrainer):
             assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
             log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
             kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # restore the order of the rollout, because micro-batches may reorder its samples
+        # restore the rollout's order, because micro-batches may reorder its samples
         order = torch.cat([batch.completion_index for batch in batches]).argsort()
         return self.world.all_gather(torch.cat(kl)[order])
 
@@ -314,11 +314,11 @@ class GRPOTrainer(RolloutTrainer):
         return find_loss(self.config)
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the metrics of a micro-batch, and its loss divided by the totals of the step."""
-        # a custom loss gets the options of grpo_loss, and those that it names itself
+        """Compute a micro-batch's metrics, and its loss divided by the step's totals."""
+        # a custom loss gets grpo_loss' options, and those that it names itself
         options = loss_arguments(self.config, grpo_loss, self.loss_function)
         if self.config.loss_type == "rloo":
-            options["beta"] = 0.0  # the KL of RLOO is in the reward
+            options["beta"] = 0.0  # RLOO's KL is in the reward
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
         # a custom loss function is called without token weights and without an entropy bonus
@@ -351,7 +351,7 @@ class GRPOTrainer(RolloutTrainer):
         return kept_tokens(entropies, batch.loss_mask, quantile, batch.entropy_threshold)
 
     def weights(self, batch: GRPOBatch, entropies: Tensor) -> dict[str, Tensor]:
-        """Return the weights of the tokens in the loss, as keyword arguments for grpo_loss."""
+        """Return the token weights in the loss, as keyword arguments for grpo_loss."""
         ratio = batch.importance_sampling_ratio
         weights = {}
         if self.config.top_entropy_quantile < 1:
@@ -371,7 +371,7 @@ def find_loss(config: GRPOOptions) -> Callable:
 
     Raises:
         ValueError: loss_type is not a known loss, the custom function cannot be loaded, or the text
-            in brackets sets an option of the section.
+            in brackets sets an option in the section.
     """
     with error_context(f"grpo.loss_type {config.loss_type}"):
         names = dict.fromkeys(AVERAGES, grpo_loss)
@@ -379,7 +379,7 @@ def find_loss(config: GRPOOptions) -> Callable:
 
 
 def find_advantages(config: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the function that computes advantages: one of ADVANTAGES or a custom function.
+    """Return the function that computes advantages: a function in ADVANTAGES or a custom function.
 
     Raises:
         ValueError: the custom function cannot be loaded, or the text in brackets sets an option of
@@ -393,7 +393,7 @@ def load_function(kind: str, text: str, table: dict[str, Any], config: GRPOOptio
     """Return the function "name" or "file.py:name(option=value)", with its own options bound.
 
     Raises:
-        ValueError: there is no such function, or an option in brackets is one of the section.
+        ValueError: there is no such function, or an option in brackets is in the section.
     """
     function, bound = resolve_object(kind, text, table)
     for name in bound.keys() & vars(config).keys():
@@ -402,7 +402,7 @@ def load_function(kind: str, text: str, table: dict[str, Any], config: GRPOOptio
 
 
 def try_loss(loss: Callable, config: GRPOOptions):
-    """Call a custom loss function on two completions of two tokens, to find its errors early.
+    """Call a custom loss function on two completions with two tokens, to find its errors early.
 
     Raises:
         ValueError: the function failed, or its loss is not a scalar with a finite gradient.
@@ -439,13 +439,13 @@ def call_loss(
     """Call a custom loss function, and check the loss, its metrics and, later, its gradient.
 
     Args:
-        logps: (B, T) log-probabilities, the first argument of the function.
-        arguments, options: the other arguments of the function.
+        logps: (B, T) log-probabilities, the function's first argument.
+        arguments, options: the function's other arguments.
     Raises:
         ValueError: the function failed, or returned values that cannot be trained on.
     """
     name = f"grpo.loss_type {config.loss_type}"
-    # a view, so that the hook below gets the gradient of this loss only
+    # a view, so that the hook below gets only this loss's gradient
     logps = logps.view_as(logps)
     result = call_user_code(name, loss, logps, *arguments, **options)
     check_loss(name, loss, result)

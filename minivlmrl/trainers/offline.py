@@ -1,6 +1,6 @@
-"""Base classes of trainers on given answers, such as SFT, DPO, KTO and the reward model.
+"""Base classes for trainers on given answers, such as SFT, DPO, KTO and the reward model.
 
-All answers of a row form a group, so their common prompt and its images are computed only once.
+All answers in a row form a group, so their common prompt and its images are computed only once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,23 +28,23 @@ class AnswerBatch(MicroBatch):
 
     @property
     def weight(self) -> float:
-        """Weight of this micro-batch in the metrics of its step: the number of answers."""
+        """This micro-batch's weight in its step's metrics: the number of answers."""
         return len(self.loss_mask)
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average a value of each token, (M,), over the tokens of an answer, then over answers."""
+        """Average a value per token, (M,), over an answer's tokens, then over answers."""
         return row_mean(self.group.pad(per_token.detach()), self.loss_mask).mean()
 
 
 class OfflineTrainer(Trainer):
-    """Base class of stages that train on given answers, with one optimizer step per batch of rows.
+    """Base class for stages that train on given answers, with one optimizer step per batch.
 
-    Subclasses implement `loss`, and set `answers` to the fields of Row that contain the answers.
+    Subclasses implement `loss`, and set `answers` to the Row fields that contain the answers.
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
-    answers = ("completion",)  # fields of Row that contain the answers
-    # answers of a micro-batch whose tokens are counted in LossNormalizer.tokens; by default all
+    answers = ("completion",)  # Row fields that contain the answers
+    # answers in a micro-batch whose tokens are counted in LossNormalizer.tokens; by default all
     counted_rows = slice(None)
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -60,10 +60,10 @@ class OfflineTrainer(Trainer):
         return self.pack(*self.encode(rows))
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Tokenize the prompts and the answers of rows.
+        """Tokenize rows' prompts and answers.
 
         Returns:
-            The prompts, and a list of the tokenized answers for each prompt.
+            The prompts, and a list with the tokenized answers for each prompt.
         """
         answers = []
         for row in rows:
@@ -83,7 +83,7 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return the indices of the rows that have all answers; all ranks return the same list."""
+        """Return the indices of rows that have all answers; all ranks return the same list."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -98,14 +98,14 @@ class OfflineTrainer(Trainer):
         often. Therefore some rows may be repeated at the end of a rank's list.
 
         Returns:
-            The indices of this rank's rows, which are empty if no row has all answers, and the
-            number of indices at the start of the list that are not repeats.
+            This rank's row indices, which are empty if no row has all answers, and the
+            number of indices at the list's start that are not repeats.
         """
         indices = self.rows_with_answers(rows)
         return self.world.shard_evenly(indices) if indices else ([], 0)
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step whose loss is divided by the numbers of answers or tokens.
+        """Build an optimizer step whose loss is divided by the number of answers or tokens.
 
         These numbers are summed over all micro-batches and ranks.
         """
@@ -117,13 +117,13 @@ class OfflineTrainer(Trainer):
 
 
 class PairTrainer(OfflineTrainer):
-    """Base class of stages that train on pairs of a chosen and a rejected answer."""
+    """Base class for stages that train on pairs with a chosen and a rejected answer."""
 
     needs = "pairs"
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute the score of the chosen answer minus the score of the rejected answer: (B,)."""
+        """Compute the chosen answer's score minus the rejected answer's: (B,)."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -142,5 +142,5 @@ class PairTrainer(OfflineTrainer):
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Split a sequence into parts of `size` items each; the last part may be shorter."""
+    """Split a sequence into parts with `size` items each; the last part may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

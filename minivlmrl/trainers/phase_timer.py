@@ -1,4 +1,4 @@
-"""Measure how many seconds of an optimizer step each of its phases takes."""
+"""Measure how many seconds each phase takes in an optimizer step."""
 
 import time
 from itertools import pairwise
@@ -9,12 +9,12 @@ import torch
 class PhaseTimer:
     """Measure consecutive phases, without waiting for the GPU when a phase ends.
 
-    On a GPU, which runs behind the host, the beginning of a phase is marked by a CUDA event.
+    On a GPU, which runs behind the host, a phase's beginning is marked by a CUDA event.
     """
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"
-        self.marks = []  # name and beginning of each phase since the last call of `take`
+        self.marks = []  # each phase's name and beginning since the last `take` call
 
     def start(self, phase: str):
         """End the current phase, and start another one."""
@@ -26,7 +26,7 @@ class PhaseTimer:
         self.marks.append((phase, begin))
 
     def take(self) -> dict[str, float]:
-        """End the current phase, and return the seconds of each phase since the last call.
+        """End the current phase, and return each phase's seconds since the last call.
 
         On a GPU, this waits until all work is done.
         """

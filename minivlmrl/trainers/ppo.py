@@ -1,6 +1,6 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-Before each token, the critic predicts the sum of the future rewards. It is either a value head on
+Before each token, the critic predicts the sum of future rewards. It is either a value head on
 the policy's backbone or a separate model. An adaptive KL weight and an entropy bonus are not
 implemented.
 """
@@ -30,25 +30,25 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """A micro-batch of completions, with the values and returns of their tokens.
+    """A micro-batch of completions, with their tokens' values and returns.
 
     Values and log-probabilities are computed before the first update on the rollout.
     """
 
     advantages: Tensor  # (R, T)
     returns: Tensor  # (R, T) targets that the critic is trained to predict
-    # (R, T) log-probabilities of the policy before the first update, in nats
+    # (R, T) policy log-probabilities before the first update, in nats
     old_per_token_logps: Tensor
-    old_values: Tensor  # (R, T) predictions of the critic before the first update
+    old_values: Tensor  # (R, T) critic predictions before the first update
 
     def completion_advantages(self) -> list[float]:
-        """Average the advantages of each completion over its trained tokens."""
+        """Average each completion's advantages over its trained tokens."""
         mask = self.loss_mask
         return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
 
 
 class PPOTrainer(RolloutTrainer):
-    """Trainer of PPO, with token-level advantages from a critic."""
+    """PPO trainer, with token-level advantages from a critic."""
 
     stage = "ppo"
     config_type = PPOOptions
@@ -110,15 +110,15 @@ class PPOTrainer(RolloutTrainer):
     def prepare(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[list[PPOBatch]]:
-        """Pack the micro-batches of each optimizer step, with advantages and returns (R, T).
+        """Pack each optimizer step's micro-batches, with advantages and returns (R, T).
 
         Args:
-            parts: the groups of the rollout that each optimizer step trains on.
+            parts: the rollout groups that each optimizer step trains on.
         """
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
-        # (n,): weighted sum of the rewards of each sample of this rank
+        # (n,): weighted reward sum for each sample on this rank
         scores = self.world.local(totals).nan_to_num(0.0)
         if self.config.missing_eos_penalty is not None:
             is_truncated = [not sample.completion.stopped for sample in rollout.samples]
@@ -131,11 +131,11 @@ class PPOTrainer(RolloutTrainer):
         return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack the micro-batches of one optimizer step, with advantages and returns from GAE.
+        """Pack one optimizer step's micro-batches, with advantages and returns from GAE.
 
         Args:
-            groups: groups of the rollout that the step trains on.
-            scores: weighted sums of the rewards of this rank's samples, of shape (n,).
+            groups: rollout groups that the step trains on.
+            scores: weighted reward sums for this rank's samples, of shape (n,).
         """
         config = self.config
         normalizer = self.count_tokens(groups)
@@ -169,7 +169,7 @@ class PPOTrainer(RolloutTrainer):
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the log-probability, entropy and value of each completion token, each (M,)."""
+        """Compute each completion token's log-probability, entropy and value, each (M,)."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         if isinstance(self.critic, ValueModel):

@@ -1,4 +1,4 @@
-"""The reference model of the KL penalty, by default a copy of the policy at the stage's start."""
+"""The reference model for the KL penalty, by default a copy of the policy at the stage's start."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.model.trainable import trained_parameters
 
-# fields of ModelConfig that must be equal in the policy and the reference, because both models get
+# ModelConfig fields that must be equal in the policy and the reference, because both models get
 # the same patches, positions and token ids
 MATCHING_FIELDS = [
     "model_type",
@@ -37,9 +37,9 @@ class Reference:
 
     If the policy has adapters or num_shared_layers is set, only its trained parameters are copied.
     If sync_ref_model is set, the reference moves towards the policy (TR-DPO, arXiv 2404.09656). The
-    matrices A and B of adapters are then averaged separately.
+    adapters' matrices A and B are then averaged separately.
 
-    Source: create_reference_model and SyncRefModelCallback of TRL 1.16.
+    Source: create_reference_model and SyncRefModelCallback in TRL 1.16.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Reference:
         self.policy = policy
         self.config = config
         freeze_shared_layers(policy, config)
-        # a reference that is updated must have the precision of the policy's parameters
+        # a reference that is updated must have the policy parameters' precision
         in_compute_dtype = not config.sync_ref_model
         if config.path is not None:
             check_compatible(policy, config.path)
@@ -74,7 +74,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the reference's log-probabilities (R, T) of completion tokens, in nats."""
+        """Compute the reference's log-probabilities (R, T) for completion tokens, in nats."""
         with phase("reference"), swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
@@ -85,7 +85,7 @@ class Reference:
         """Move the reference towards the policy once every ref_model_sync_steps optimizer steps.
 
         Args:
-            steps: number of optimizer steps that the stage has made.
+            steps: optimizer steps that the stage has made.
         """
         config = self.config
         if not config.sync_ref_model or steps % config.ref_model_sync_steps:
@@ -105,7 +105,7 @@ class SwappedParameters(nn.Module):
     All other parameters are shared with the model, so a reference model needs little memory.
 
     Args:
-        names: names of the parameters to copy, for example the parameters of all adapters.
+        names: names of the parameters to copy, for example all adapters' parameters.
     """
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
@@ -117,7 +117,7 @@ class SwappedParameters(nn.Module):
         self.copies = nn.ParameterList(copies).requires_grad_(False)
 
     def originals(self) -> list[nn.Parameter]:
-        """Return the parameters of the model that were copied.
+        """Return the model parameters that were copied.
 
         If the model is sharded, it must be resharded before this method is called.
         """
@@ -138,10 +138,10 @@ class SwappedParameters(nn.Module):
 
     def _exchange(self):
         # Autograd does not notice that .data changes. This is safe, because the original values are
-        # restored before the backward pass of a graph that uses them.
+        # restored before the backward pass through a graph that uses them.
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # Nothing is allocated, so memory cannot run out after a part of the exchange.
+                # Nothing is allocated, so memory cannot run out after a partial exchange.
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -188,7 +188,7 @@ def freeze_shared_layers(policy: VisionLanguageModel, config: ReferenceOptions):
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return a dictionary from the names of a model's parameters to their shapes."""
+    """Return a dictionary from a model's parameter names to their shapes."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -213,9 +213,9 @@ def load_frozen(
 
     Args:
         in_compute_dtype: True loads the weights in the dtype in which a sharded policy computes;
-            False loads them in the dtype of the policy's parameters.
+            False loads them in the policy parameters' dtype.
     Raises:
-        ValueError: the tokenizer of the model differs from the policy's tokenizer.
+        ValueError: the model's tokenizer differs from the policy's tokenizer.
     """
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()

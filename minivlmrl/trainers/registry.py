@@ -1,11 +1,11 @@
-"""Registry of the training stages that a recipe can name, and their trainer classes."""
+"""Registry for the training stages that a recipe can name, and their trainer classes."""
 
 from minivlmrl.config.import_utils import defined_in, find_stage
 from minivlmrl.config.validation import check_dtypes, check_effects
 from minivlmrl.errors import check_field, error_context
 from minivlmrl.trainers.base import Trainer
 
-# trainer class of each stage, which is imported only if the recipe's `stages` names the stage
+# each stage's trainer class, which is imported only if the recipe's `stages` names the stage
 TRAINERS = {
     "sft": "minivlmrl.trainers.sft:SFTTrainer",
     "dpo": "minivlmrl.trainers.dpo:DPOTrainer",
@@ -16,12 +16,12 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer class of an item of `stages`.
+    """Import the trainer class that an item of `stages` names.
 
     Args:
-        stage: the item, which is a key of TRAINERS, or "file.py:Class" for a custom trainer.
+        stage: the item, which is a key in TRAINERS, or "file.py:Class" for a custom trainer.
     Raises:
-        ValueError: there is no such class, or it is not a subclass of Trainer with a stage name.
+        ValueError: there is no such class, or it is not a Trainer subclass with a stage name.
     """
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
@@ -39,7 +39,7 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return the trainer class of a stage, given the name of the stage's section in the recipe.
+    """Return a stage's trainer class, given the stage's section name in the recipe.
 
     Raises:
         ValueError: there is no stage with this name.
@@ -49,7 +49,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Check a recipe, and return the trainer class of each of its stages.
+    """Check a recipe, and return each stage's trainer class.
 
     Raises:
         ValueError: a stage does not exist, or it cannot run the recipe.

@@ -30,23 +30,23 @@ from minivlmrl.model.value_head import (
 from minivlmrl.trainers.base import loss_arguments
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 
-# folder of the reward model in the run's folder; the stage and the reward have the same name
+# the reward model's folder in the run's folder; the stage and the reward have the same name
 FOLDER = "reward_model"
-BATCH_SIZE = 16  # number of prompts in each forward pass that scores completions
+BATCH_SIZE = 16  # prompts in each forward pass that scores completions
 
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    """A micro-batch of pairs that includes the last token of each answer, which is scored."""
+    """A micro-batch of pairs with each answer's last token, which is scored."""
 
-    # (R / 2,) for each pair, by how much the score of the chosen answer should be higher
+    # (R / 2,) for each pair, by how much the chosen answer's score should be higher
     margin: Tensor
 
 
 class RewardTrainer(PairTrainer):
-    """Trainer of a reward model on pairs of answers; the policy is not changed.
+    """Trainer for a reward model on answer pairs; the policy is not changed.
 
-    The optional column `margin` of a row is the amount by which the score of its chosen answer
+    A row's optional column `margin` is the amount by which its chosen answer's score
     should be higher.
     """
 
@@ -83,7 +83,7 @@ class RewardTrainer(PairTrainer):
         return RewardBatch(group, mask, batch_normalizer(mask), margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
-        """Compute the scores of the chosen and of the rejected answers, each of shape (B,)."""
+        """Compute the chosen and the rejected answers' scores, each of shape (B,)."""
         chosen, rejected = self.trained.score_last_token(batch.group).view(-1, 2).unbind(1)
         return chosen, rejected
 
@@ -103,7 +103,7 @@ def last_windows(
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
     """Replace each answer that has several windows by its last turn after its own prompt.
 
-    The score is computed at the last token of an answer, and this prompt has all earlier turns.
+    The score is computed at an answer's last token, and this prompt has all earlier turns.
     """
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
@@ -120,9 +120,9 @@ def last_windows(
 class RewardModelScores:
     """Callable that scores completions with a reward model.
 
-    The model is loaded from reward_model.path, which defaults to the folder of this run. If its
+    The model is loaded from reward_model.path, which defaults to this run's folder. If its
     tokenizer or its model family differs from the policy's, it cannot use the policy's token ids.
-    The messages, the images and the text of the completion are then encoded again with the
+    The messages, the images and the completion's text are then encoded again with the
     processor and the chat template of the reward model.
     """
 
@@ -151,7 +151,7 @@ class RewardModelScores:
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> list[float]:
-        """Compute one score for each completion, in the order of the completions.
+        """Compute one score for each completion, in the completions' order.
 
         All ranks must call this method with the same number of prompts.
         """
@@ -171,7 +171,7 @@ class RewardModelScores:
     def encode_texts(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> tuple[list[Prompt], list[list[Completion]]]:
-        """Encode prompts and completions of the policy with the reward model's processor."""
+        """Encode the policy's prompts and completions with the reward model's processor."""
         own_prompts = []
         answers = []
         for prompt, group in zip(prompts, completions, strict=True):
@@ -181,7 +181,7 @@ class RewardModelScores:
         return own_prompts, answers
 
     def encode(self, row: Row, completion: Completion) -> Completion:
-        """Encode a completion of the policy like the answers that the reward model was trained on.
+        """Encode a policy completion like the answers that the reward model was trained on.
 
         If the completion is truncated, no end token is added. Control tokens of the structure that
         the policy sampled are encoded as text. If the chat template cannot render the text,
@@ -201,7 +201,7 @@ class RewardModelScores:
 def reward_model(
     completions: list[str], reward_model_scores: list[float], **columns
 ) -> list[float]:
-    """Return the scores of the reward model, which are unbounded and have no unit.
+    """Return the reward model's scores, which are unbounded and have no unit.
 
     This is the reward function `reward_model`. RewardModelScores computes its argument
     `reward_model_scores`.
@@ -210,10 +210,10 @@ def reward_model(
 
 
 def check_stage_order(run: RunConfig, stage: str):
-    """Raise ValueError if the reward model of a recipe will not exist when a stage starts.
+    """Raise ValueError if a recipe's reward model will not exist when a stage starts.
 
     Args:
-        stage: name of the stage, which uses the reward `reward_model`.
+        stage: the stage's name, which uses the reward `reward_model`.
     """
     if run.reward_model.path is not None:
         check_value_model_folder(run.reward_model.path)

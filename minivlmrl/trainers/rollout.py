@@ -1,14 +1,14 @@
-"""The base class of trainers that sample completions and learn from their rewards.
+"""The base class for trainers that sample completions and learn from their rewards.
 
     rows -> prompts -> G completions per prompt -> rewards (n, K)     sample_rollout
-         -> micro-batches of samples                                  split
+         -> micro-batches of samples                                split
          -> packed micro-batches                                      pack
 
 In shapes, B is the number of prompts on this rank, n = B * G is the number of samples, which are
 ordered by prompt, and K is the number of reward functions. A micro-batch has R samples of at most T
 tokens each, and M completion tokens in total.
 
-A subclass implements `prepare`, which packs the micro-batches of each optimizer step with the
+A subclass implements `prepare`, which packs each optimizer step's micro-batches with the
 tensors that its loss needs, and `loss`. See GRPOTrainer, PPOTrainer and recipes/distill.py.
 """
 
@@ -49,18 +49,18 @@ REWARD_MODEL = "reward_model"  # name of the reward that a trained reward model 
 
 
 class RolloutTrainer(Trainer):
-    """Base class of trainers that sample completions and learn from their rewards.
+    """Base class for trainers that sample completions and learn from their rewards.
 
-    The section of a subclass has the options num_generations, micro_batch_size and
+    A subclass's section has the options num_generations, micro_batch_size and
     max_tokens_per_micro_batch.
     """
 
     samples_completions = True
-    passes_per_rollout = 1  # number of passes over each rollout
+    passes_per_rollout = 1  # passes over each rollout
 
     @classmethod
     def check(cls, run: RunConfig):
-        """Raise ValueError if the stage cannot use the sampling options or rewards of a recipe."""
+        """Raise ValueError if the stage cannot use a recipe's sampling options or rewards."""
         if run.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0, so all completions of a group would be equal; "
@@ -135,10 +135,10 @@ class RolloutTrainer(Trainer):
     def prepare(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[Sequence[MicroBatch]]:
-        """Set the metrics of a rollout, and pack the micro-batches of each optimizer step.
+        """Set a rollout's metrics, and pack each optimizer step's micro-batches.
 
         Args:
-            parts: the groups of the rollout that each optimizer step trains on.
+            parts: the rollout groups that each optimizer step trains on.
         """
         raise NotImplementedError
 
@@ -146,7 +146,7 @@ class RolloutTrainer(Trainer):
         """Sample a rollout for each batch of rows, and yield its optimizer steps.
 
         A rollout is trained on in passes_per_rollout passes. Each pass has steps_per_rollout
-        optimizer steps, and each step trains on an equal part of the prompts.
+        optimizer steps, and each step trains on an equal share of the prompts.
         """
         self.batches = batches
         for rows in batches:
@@ -219,11 +219,11 @@ class RolloutTrainer(Trainer):
     def rollout_metrics(
         self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float
     ) -> dict[str, float]:
-        """Compute the metrics of a rollout over the completions of all ranks.
+        """Compute a rollout's metrics over all ranks' completions.
 
         Args:
-            rewards: rewards of all ranks, of shape (n * world.size, K).
-            totals: weighted sums of these rewards, of shape (n * world.size,).
+            rewards: rewards on all ranks, of shape (n * world.size, K).
+            totals: these rewards' weighted sums, of shape (n * world.size,).
             others: metrics that the trainer itself has computed.
         """
         metrics = reward_metrics(rewards, totals, list(self.run.rewards))
@@ -236,9 +236,9 @@ class RolloutTrainer(Trainer):
     # ------------------------------------------------------------------------------- split and pack
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
-        """Split the samples of an optimizer step into micro-batches.
+        """Split an optimizer step's samples into micro-batches.
 
-        If max_tokens_per_micro_batch is set, it limits the number of tokens in a micro-batch.
+        If max_tokens_per_micro_batch is set, it limits the tokens in a micro-batch.
         Otherwise, a micro-batch has the groups of micro_batch_size prompts.
         """
         size = self.config.micro_batch_size
@@ -260,7 +260,7 @@ class RolloutTrainer(Trainer):
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
-        """Count the samples and the trained tokens of an optimizer step on all ranks."""
+        """Count the samples and the trained tokens in an optimizer step on all ranks."""
         samples = list(chain(*groups))
         trained = [sample.completion.policy_mask for sample in samples if self.is_trained(sample)]
         tokens = sum(int(mask.sum()) for mask in trained)
@@ -271,8 +271,8 @@ class RolloutTrainer(Trainer):
         """Pack samples, each after its prompt, with the reference's log-probabilities.
 
         Args:
-            samples: the samples of a micro-batch; samples of a prompt are next to each other.
-            normalizer: totals of the optimizer step.
+            samples: a micro-batch's samples; a prompt's samples are next to each other.
+            normalizer: the optimizer step's totals.
         """
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
@@ -298,7 +298,7 @@ class RolloutTrainer(Trainer):
         return None if self.reference is None else self.reference.logps(group, self.temperature)
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute the log-probability and the entropy of each completion token: two (M,) tensors.
+        """Compute each completion token's log-probability and entropy: two (M,) tensors.
 
         The policy's logits are divided by the sampling temperature.
         """
@@ -315,7 +315,7 @@ class RolloutTrainer(Trainer):
         Args:
             old_logps: log-probabilities (R, T) of the policy that sampled, as the trainer computes
                 them.
-            entropies: entropy of each token under the current policy, of shape (M,).
+            entropies: each token's entropy under the current policy, of shape (M,).
         """
         mask = batch.loss_mask
         mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()

@@ -1,4 +1,4 @@
-"""Metrics of rollouts, computed over the completions of all ranks and named as in TRL."""
+"""Rollout metrics, computed over all ranks' completions and named as in TRL."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,13 +12,13 @@ from minivlmrl.rewards.registry import RewardLog
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the mean and the standard deviation of each reward, and the mean weighted sum.
+    """Compute each reward's mean and standard deviation, and the mean weighted sum.
 
     Args:
-        rewards: rewards of the completions of all ranks, of shape (n, K); NaN where a reward
+        rewards: rewards for all ranks' completions, of shape (n, K); NaN where a reward
             function returned None.
-        total: weighted sum of the rewards of each completion, of shape (n,).
-        names: names of the K rewards.
+        total: each completion's weighted reward sum, of shape (n,).
+        names: the K rewards' names.
     Raises:
         ValueError: all reward functions returned None for all completions.
     """
@@ -28,7 +28,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
             "rollout; check that the rows have values in the columns that these rewards use, for "
             "example in the column solution"
         )
-    # computed in float64, because the result must not depend on the order of the ranks
+    # computed in float64, because the result must not depend on the rank order
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()
@@ -39,7 +39,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 def completion_metrics(
     completions: Sequence[Completion], has_tools: bool, world: World
 ) -> dict[str, float]:
-    """Compute the metrics of completion lengths, tool calls and turns over all ranks."""
+    """Compute metrics for completion lengths, tool calls and turns over all ranks."""
     local = [(int(c.policy_mask.sum()), c.stopped, c.calls, len(c.turns)) for c in completions]
     sampled = list(chain(*world.gather_objects(local)))
     lengths = [length for length, *_ in sampled]
@@ -55,10 +55,10 @@ def completion_metrics(
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Compute how much the rewards differ within groups of completions of the same prompt.
+    """Compute how much the rewards differ among completions for the same prompt.
 
     Args:
-        total: weighted sum of the rewards of each completion on all ranks, of shape (n,).
+        total: each completion's weighted reward sum on all ranks, of shape (n,).
     Returns:
         The metrics `reward_std`, which is the mean standard deviation within a group, and
         `frac_reward_zero_std`, which is the fraction of groups whose rewards are all equal.
@@ -76,7 +76,7 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
     The average is taken over all values that were logged on all ranks.
 
     Args:
-        metrics: metrics of the rollout that the trainer itself has computed.
+        metrics: rollout metrics that the trainer itself has computed.
     Raises:
         ValueError: a reward function logged a metric whose name is already in `metrics`.
     """
@@ -95,13 +95,13 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
 
 
 def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
-    """Compute the mean, minimum and maximum length of all and of terminated completions.
+    """Compute the mean, minimum and maximum length for all and for terminated completions.
 
     A completion is terminated if it was not truncated.
 
     Args:
-        lengths: number of tokens of each completion.
-        terminated: number of tokens of each terminated completion.
+        lengths: each completion's token count.
+        terminated: each terminated completion's token count.
     """
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
@@ -113,7 +113,7 @@ def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    """Compute how often tools are called, calls fail, and results of calls are truncated.
+    """Compute how often tools are called, calls fail, and call results are truncated.
 
     Args:
         calls: a tuple for each completion: the number of tool calls, the number of failed calls,

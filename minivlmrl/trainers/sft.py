@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (InstructGPT, step 1), which raises the probability of demonstrations."""
+"""Supervised fine-tuning (InstructGPT, step 1), which raises the demonstrations' probability."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trainer of supervised fine-tuning on one demonstration for each prompt.
+    """Trainer for supervised fine-tuning on one demonstration for each prompt.
 
     If the demonstration is a conversation, the loss includes only the assistant's turns.
     """
@@ -35,12 +35,12 @@ class SFTTrainer(OfflineTrainer):
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the loss of held-out demonstrations, averaged over all tokens in float64."""
+        """Compute the loss on held-out demonstrations, averaged over all tokens in float64."""
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
         size = self.config.micro_batch_size
-        sums = torch.zeros(2).double()  # sum of the loss over all tokens, and number of tokens
+        sums = torch.zeros(2).double()  # sum of the loss over all tokens, and token count
         for start in range(0, len(local_indices), size):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             mask = batch.loss_mask
