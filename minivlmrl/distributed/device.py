@@ -1,4 +1,4 @@
-"""Select the device of a rank, and describe the GPU and how PyTorch's wheel fits it."""
+"""Select a rank's device, and describe the GPU and how PyTorch's wheel fits it."""
 
 import os
 import re
@@ -16,7 +16,7 @@ OLDER_CUDA, NEWER_CUDA = "cu126", "cu130"
 
 
 def find_device(local_rank: int = 0) -> torch.device:
-    """Return the GPU of a rank, or the CPU if the machine has no GPU.
+    """Return a rank's GPU, or the CPU if the machine has no GPU.
 
     Raises:
         ValueError: there are fewer GPUs than ranks, CUDA cannot use the GPU, or PyTorch was built
@@ -113,9 +113,9 @@ def describe_device(device: torch.device) -> str:
 
 
 def unused_gpu() -> str | None:
-    """Name a GPU of this machine that is not used, and what to do; None if there is none.
+    """Name a GPU in this machine that is not used, and what to do; None if there is none.
 
-    The driver of NVIDIA installs nvidia-smi, also on Windows and in WSL.
+    NVIDIA's driver installs nvidia-smi, also on Windows and in WSL.
     """
     if torch.backends.mps.is_available():
         return (
@@ -134,7 +134,7 @@ def unused_gpu() -> str | None:
 
 def bfloat16_cost(device: torch.device) -> str | None:
     """Describe the price of bfloat16 on a CPU or an NVIDIA GPU that is slow in it, or return None."""
-    # Measured on a Zen 3: products of 600 rows took 8 times as long in bfloat16 as in float32.
+    # Measured on a Zen 3: products with 600 rows took 8 times as long in bfloat16 as in float32.
     if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2":
         return (
             "this processor has no AVX-512, so it computes several times slower in bfloat16 than "

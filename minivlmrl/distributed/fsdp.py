@@ -1,11 +1,11 @@
 """Shard weights, gradients and optimizer state over the ranks with FSDP2.
 
-The code of the models does not know about sharding. Each vision block and each decoder layer is an
+The models' code does not know about sharding. Each vision block and each decoder layer is an
 FSDP unit, whose weights are gathered when it runs and freed afterwards. If embeddings and output head
 are two tensors, each of them is a unit, too. All other weights form one more unit, the root.
 
 All ranks must run the same units in the same order, otherwise they deadlock. Therefore ranks have
-equal numbers of prompts and of micro-batches. DummyVisionForward runs the vision tower on ranks
+equal numbers of prompts and micro-batches. DummyVisionForward runs the vision tower on ranks
 without images, and in_lockstep runs equally many decode steps on all ranks.
 """
 
@@ -53,7 +53,7 @@ class Sharding:
         dtype: dtype of the weights that the optimizer updates. Gradients are reduced in this dtype,
             at least in float32.
         recompute: recompute activations in the backward pass (activation checkpointing).
-        compute_dtype: dtype of gathered weights and activations; None takes dtype.
+        compute_dtype: dtype for gathered weights and activations; None takes dtype.
             It is used even if sharding.enabled is false.
     """
 
@@ -97,7 +97,7 @@ class Sharding:
             self.make_unit(model.model.embed_tokens, self.precision)
             self.make_unit(model.lm_head, self.precision)
         root = self.shard_alone(model, self.precision)
-        # The backward pass of a unit prefetches the previous unit. FSDP's default order follows the
+        # A unit's backward pass prefetches the previous unit. FSDP's default order follows the
         # forward passes since the last backward pass. A rank may have run more of them than
         # another rank, so that both would gather different layers in the same collective call.
         root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
@@ -118,14 +118,14 @@ class Sharding:
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head; it computes in the dtype of its weights, not in compute_dtype."""
+        """Shard a value head; it computes in its weights' dtype, not in compute_dtype."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
         """Shard all parameters of a module that are not in a unit yet, as one more unit."""
         root = self.make_unit(module, precision)
         for unit in units(module):
-            # sum the gradients, because each loss is already divided by the counts of all ranks
+            # sum the gradients, because each loss is already divided by all ranks' counts
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             vars(unit)["communication"] = Communication(self.once_per_step)
@@ -137,7 +137,7 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor into a DTensor with the layout of a parameter.
+        """Copy this rank's rows from a full tensor into a DTensor with a parameter's layout.
 
         Args:
             like: the parameter, whose dtype and sharding the result has.
@@ -150,7 +150,7 @@ class Sharding:
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather the full weights of a model, and return an unsharded model that uses them.
+        """Gather a model's full weights, and return an unsharded model that uses them.
 
         The returned model has no FSDP hooks, so that each rank can run it independently and a CUDA
         graph can capture it. It is valid until the sharded model is resharded.
@@ -166,7 +166,7 @@ class Sharding:
         """Copy a sharded model. Each rank copies its own part.
 
         Args:
-            in_compute_dtype: copy into compute_dtype; False keeps the dtype of the parameters.
+            in_compute_dtype: copy into compute_dtype; False keeps the parameters' dtype.
         """
         reshard(model)
         duplicate = clone_architecture(
@@ -185,8 +185,8 @@ class Sharding:
 def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     """Arrange the ranks as (replicate, shard), or as (shard,) if there is only one replica.
 
-    The groups of a mesh with replicas are made here, because init_device_mesh gives them torch's
-    default timeouts instead of that of the run.
+    Groups for a mesh with replicas are made here, because init_device_mesh gives them torch's
+    default timeouts instead of the run's timeout.
     """
     device = world.device.type
     if num_shards == world.size:
@@ -201,7 +201,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
 
 
 def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
-    """Return the modules of a vision tower or decoder that FSDP2 shards as separate units."""
+    """Return the modules in a vision tower or decoder that FSDP2 shards as separate units."""
     return [block for block in tower if isinstance(block, FSDPModule)]
 
 
@@ -219,7 +219,7 @@ def layers_without_experts(model: VisionLanguageModel) -> list[FSDPModule]:
 def gather_embedding_and_head(model: VisionLanguageModel):
     """Gather the units of an untied embedding and head in each forward pass of a model.
 
-    Their weights are used without a call of their modules, so that FSDP's hooks do not run. As the
+    Their weights are used without calling their modules, so that FSDP's hooks do not run. As the
     weights of the root, they stay gathered until the end of the backward pass, in which FSDP
     reduces their gradients, or until `reshard`. One unit for both would need a buffer for the
     gradients of both in float32, which is 4.4 GB for a 7B model.
@@ -234,9 +234,9 @@ def gather_embedding_and_head(model: VisionLanguageModel):
         head.unshard()
 
     for unit in (embedding, head):
-        unit.set_reshard_after_forward(False)  # a decode step calls the module of the embedding
+        unit.set_reshard_after_forward(False)  # a decode step calls the embedding's module
         communication_of(unit).all_reduces_once = True
-    # these hooks run after FSDP's pre-forward hook of the root
+    # these hooks run after FSDP's pre-forward hook on the root
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
@@ -251,7 +251,7 @@ def sum_counts(counts: list[int]) -> list[int]:
 class DummyVisionForward:
     """Forward hooks that run the vision tower on a black image if only other ranks have images.
 
-    The output of the black image is multiplied by 0. If no rank has images, no rank runs the tower,
+    The black image's output is multiplied by 0. If no rank has images, no rank runs the tower,
     and AdamW skips its parameters.
     """
 
@@ -273,22 +273,22 @@ class DummyVisionForward:
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add the output for the black image, which is 0, to the embeddings.
 
-        The input of the decoder then has a gradient on all ranks or on none. Otherwise, with frozen
-        embeddings, FSDP would reduce the gradients of the first layer and of the root in another
+        The decoder's input then has a gradient on all ranks or on none. Otherwise, with frozen
+        embeddings, FSDP would reduce the first layer's and the root's gradients in another
         order on ranks with images than on ranks without.
         """
         if self.zero is None:
             return None
         x, *others = arguments
         x = x + self.zero
-        self.zero = None  # frees the autograd graph of the black image after the backward pass
+        self.zero = None  # frees the black image's autograd graph after the backward pass
         return (x, *others)
 
 
 def forward_black_image(tower: nn.Module, config: VisionConfig, device: torch.device) -> Tensor:
     """Run a vision tower on one black image token, and return the sum of its output times 0.
 
-    The result is 0, but depends on all weights of the tower, so that the backward pass runs too.
+    The result is 0, but depends on all tower weights, so that the backward pass runs too.
     """
     merge_size = config.spatial_merge_size
     black_patches = torch.zeros(merge_size**2, config.patch_dim, device=device)
@@ -311,7 +311,7 @@ def in_lockstep(
         if not all_end:
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # not the device of the weights, which may be offloaded
+        device = world.device  # not the weights' device, which may be offloaded
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(GroupLayout([1], [[]], device))

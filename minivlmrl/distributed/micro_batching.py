@@ -1,7 +1,7 @@
-"""Split rollouts into micro-batches with a token budget, which bounds the memory of a forward pass.
+"""Split rollouts into micro-batches with a token budget, which bounds a forward pass's memory.
 
 The split changes no completion, because each row has its own random seed. It changes gradients only
-in the order of floating-point additions, because losses are divided by the counts of the whole
+in the floating-point addition order, because losses are divided by the counts of the whole
 step.
 """
 
@@ -32,13 +32,13 @@ def split_into_micro_batches(
         a completion is never divided.
 
     Args:
-        lengths: for each prompt (its number of tokens, numbers of tokens of its completions).
+        lengths: for each prompt (its token count, its completions' token counts).
         max_prompts: largest number of prompts in a micro-batch.
         max_tokens: largest number of tokens in a micro-batch, in which each prompt counts once;
             None for no limit.
         world: processes that all call this function; None for a single process.
     Returns:
-        micro-batches, each a list of (index of the prompt, index of the completion).
+        micro-batches, each a list of (prompt index, completion index).
     """
     order = list(range(len(lengths)))
     if max_tokens is not None:
@@ -46,7 +46,7 @@ def split_into_micro_batches(
     limit = max_tokens or float("inf")
     micro_batches = []
     current = []  # the micro-batch that is being filled
-    tokens = 0  # number of tokens in `current`
+    tokens = 0  # token count in `current`
     for i in order:
         prompt_length, completion_lengths = lengths[i]
         rows = list(enumerate(completion_lengths))
@@ -87,7 +87,7 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Call sample(prompts, num_generations, keys) on micro-batches, and join the results.
 
-    sampling.max_batch_tokens limits the tokens of a micro-batch, with completions of full length. A
+    sampling.max_batch_tokens limits the tokens in a micro-batch, with completions of full length. A
     micro-batch has at least one prompt with all its completions. Prompts that fit into one
     micro-batch keep their order.
     """

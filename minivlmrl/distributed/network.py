@@ -1,4 +1,4 @@
-"""Connect the ranks of a run before slow work begins, so that a wrong network fails early."""
+"""Connect a run's ranks before slow work begins, so that a wrong network fails early."""
 
 import os
 import socket
@@ -17,14 +17,14 @@ CONNECT_SECONDS = 60.0
 
 
 def attempt_store(limit: timedelta) -> Store:
-    """Create the store of rank addresses, separately for each restart of torchrun --max-restarts.
+    """Create the store of rank addresses, separately for each restart by torchrun --max-restarts.
 
     torchrun (2.13) uses one store for all attempts, in which a restarted rank would find the
-    address of a dead rank (pytorch issue 135712). With several hosts one store is used, because not
-    all hosts know the number of the attempt, see docs/many_gpus.md.
+    dead rank's address (pytorch issue 135712). With several hosts one store is used, because not
+    all hosts know the attempt number, see docs/many_gpus.md.
 
     Raises:
-        ValueError: the store of rank 0 cannot be reached.
+        ValueError: rank 0's store cannot be reached.
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
@@ -41,14 +41,14 @@ def attempt_store(limit: timedelta) -> Store:
 
 
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
-    """Create the process group, and add up a number over all ranks on each of its networks.
+    """Create the process group, and add up a number over all ranks on each network.
 
     Gloo connects the CPUs of all ranks. On GPUs, NCCL connects the GPUs too; without the sum, NCCL
     would connect them only in the first step, after all weights have been loaded.
 
     Args:
         store: the store of rank addresses.
-        device: device of this rank.
+        device: this rank's device.
         limit: time that a rank waits for other ranks to start, and later in collective operations.
 
     Raises:
@@ -83,7 +83,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
 
 
 def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list[str]:
-    """Wait until all ranks have started, and return the host name of each rank.
+    """Wait until all ranks have started, and return each rank's host name.
 
     Raises:
         ValueError: ranks did not start within the limit.
@@ -119,6 +119,6 @@ def describe(problem: str, hosts: list[str], rank: int, has_gpu: bool) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error message, without the place in gloo's source code."""
+    """Return an error message's first line, without the place in gloo's source code."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2].rstrip(".")

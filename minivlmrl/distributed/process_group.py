@@ -1,4 +1,4 @@
-"""The process group of a run: rank, device, and collective operations over all ranks."""
+"""A run's process group: rank, device, and collective operations over all ranks."""
 
 import math
 import os
@@ -39,7 +39,7 @@ class World:
     timeout: float = 600.0  # seconds that a collective operation waits for other ranks
     # the thread with which ranks wait for each other; None in a single process
     pulse: Pulse | None = None
-    # seconds for which this rank has waited for other ranks since the last call of take_wait
+    # seconds for which this rank has waited for other ranks since the last take_wait call
     seconds_waited: float = 0.0
     # False if an inference engine has joined the process group and destroys it itself
     ends_group: bool = True
@@ -49,7 +49,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """Return this rank's contiguous part of a sequence; parts have nearly equal lengths."""
+        """Return this rank's contiguous part from a sequence; parts have nearly equal lengths."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
@@ -60,7 +60,7 @@ class World:
         Sharded models need equally many items, because all ranks must run them in step.
 
         Returns:
-            the items of this rank, and the number of leading items that are not repeats.
+            this rank's items, and the number of leading items that are not repeats.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
@@ -77,7 +77,7 @@ class World:
         return total.tolist()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the (n, ...) tensors of all ranks in rank order, to (n * size, ...)."""
+        """Concatenate all ranks' (n, ...) tensors in rank order, to (n * size, ...)."""
         if self.size == 1:
             return tensor
         joined = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
@@ -85,11 +85,11 @@ class World:
         return joined
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's (n, ...) rows of a (n * size, ...) tensor, as before all_gather."""
+        """Return this rank's (n, ...) rows from a (n * size, ...) tensor, as before all_gather."""
         return tensor.unflatten(0, (self.size, -1))[self.rank]
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Collect one small picklable value of every rank, in rank order."""
+        """Collect one small picklable value from every rank, in rank order."""
         if self.size == 1:
             return [value]
         values = [value] * self.size  # placeholders, which all_gather_object replaces
@@ -120,16 +120,16 @@ class World:
         """Return the seconds that a rank waited since the last call, averaged over all ranks."""
         waited, self.seconds_waited = self.seconds_waited, 0.0
         mean = self.sum(waited)[0] / self.size
-        self.seconds_waited = 0.0  # without the time of this sum
+        self.seconds_waited = 0.0  # without this sum's time
         return mean
 
     def run_on_all_ranks(self, work: Callable[[], Value], name: str = "work on all ranks") -> Value:
-        """Call work on every rank, and raise the first error of any rank on all ranks.
+        """Call work on every rank, and raise the first error from any rank on all ranks.
 
-        The work may take longer than the timeout of the process group.
+        The work may take longer than the process group's timeout.
 
         Args:
-            name: name of the work, for the message about late ranks.
+            name: the work's name, for the message about late ranks.
 
         Returns:
             the value that `work` returned on this rank.
@@ -151,7 +151,7 @@ class World:
     ) -> Value | None:
         """Call work on rank 0 only, and return None on other ranks.
 
-        All ranks must call this method; an error of rank 0 is raised on all of them.
+        All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
         return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
@@ -160,7 +160,7 @@ class World:
     ) -> Value:
         """Call work on rank 0 only, and return its picklable result on all ranks.
 
-        All ranks must call this method; an error of rank 0 is raised on all of them.
+        All ranks must call this method; an error on rank 0 is raised on all ranks.
         """
         results = [self.run_on_rank_zero(work, name)]
         if self.size > 1:
@@ -172,9 +172,9 @@ class World:
         self.sum(0)  # dist.barrier would wait for the GPU, because the group has a device
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
-        """Add up the gradients of all ranks, in place.
+        """Add up all ranks' gradients, in place.
 
-        Gradients are summed, not averaged, because losses are divided by the counts of all ranks.
+        Gradients are summed, not averaged, because losses are divided by all ranks' counts.
         """
         if self.size == 1:
             return
@@ -199,7 +199,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     The function also sets the number of CPU threads and disables cuDNN's attention.
 
     Args:
-        num_threads: CPU threads of this process; None is default_num_threads.
+        num_threads: this process's CPU threads; None is default_num_threads.
         timeout: seconds that a rank waits for another rank in a collective operation before the
             run ends with an error. World.wait has no such limit.
         sharded: True if weights are sharded; then a single process needs a process group too.
@@ -220,7 +220,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool) -> World:
     pulse = None
     if size > 1 or sharded:
         # Gloo transfers CPU tensors, Python objects and offloaded shards. Unless it is given a
-        # network interface, it resolves the name of the host, which can fail in a container.
+        # network interface, it resolves the host's name, which can fail in a container.
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)

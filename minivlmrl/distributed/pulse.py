@@ -1,6 +1,6 @@
 """Let ranks wait for each other for any time, and notice at once when a rank ends.
 
-A collective operation fails if a rank is late by more than the timeout of the process group. This is
+A collective operation fails if a rank is late by more than the process group's timeout. This is
 right for training, in which all ranks do the same, but not for sampling, tools, rewards and saving,
 which may take much longer on one rank than on another.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 INTERVAL = 0.5  # seconds between two exchanges while this rank computes
 NOTICE = 60.0  # seconds of waiting after which the ranks that are waited for are printed
-ENDED = 2**62  # number of waits that a rank reports at the end of a run
+ENDED = 2**62  # number of waits that a rank reports at a run's end
 
 
 class Pulse:
@@ -34,15 +34,15 @@ class Pulse:
         self.rank = rank
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.on_lost = on_lost
-        self.num_waits = 0  # number of waits of this rank
-        self.num_waits_of_ranks = [0] * size  # numbers of all ranks at the last exchange
-        self.error: RuntimeError | None = None  # error of the exchange after a rank was lost
+        self.num_waits = 0  # number of waits on this rank
+        self.num_waits_of_ranks = [0] * size  # all ranks' counts at the last exchange
+        self.error: RuntimeError | None = None  # the exchange's error after a rank was lost
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def run(self):
-        """Exchange the numbers of waits until all ranks have ended, or a rank is lost."""
+        """Exchange the wait counts until all ranks have ended, or a rank is lost."""
         try:
             while min(self.num_waits_of_ranks) < ENDED:
                 sent = self.num_waits

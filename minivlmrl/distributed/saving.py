@@ -27,10 +27,10 @@ def gather_and_save_model(
 ):
     """Save a model with its processor as model.checkpoint.save_model does. All ranks must call it.
 
-    Rank 0 writes the files, and an error of rank 0 is raised on all ranks.
+    Rank 0 writes the files, and an error on rank 0 is raised on all ranks.
 
     Args:
-        merge: False saves only the adapters of a model, see model.checkpoint.save_adapter.
+        merge: False saves only a model's adapters, see model.checkpoint.save_adapter.
     """
     with phase("save"):
         if not merge:
@@ -59,13 +59,13 @@ def save_sharded(
     """Save a sharded model as a checkpoint folder, see gather_and_save_model.
 
     The ranks gather the tensors of one file after the other, because the full model may not fit
-    into the memory of rank 0.
+    into rank 0's memory.
     """
     reshard(model)
     weights = checkpoint.file_weights(model)
     write_adapter = checkpoint.adapter_writer(model, base)
     unread = world.run_on_rank_zero(lambda: checkpoint.unused_tensors(model)) or {}
-    # all ranks use the split into files of rank 0, because only rank 0 has the unread tensors
+    # all ranks use rank 0's split into files, because only rank 0 has the unread tensors
     split = checkpoint.split_weights(model, weights, unread, max_shard_size)
     files = world.gather_objects(split)[0]
     with ExitStack() as saving:

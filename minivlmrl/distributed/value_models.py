@@ -33,12 +33,12 @@ def save_value_model(
     base: str | None = None,
     merge: bool = True,
 ):
-    """Save a value model in the format of load_value_model: a checkpoint plus score.safetensors.
+    """Save a value model in load_value_model's format: a checkpoint plus score.safetensors.
 
     All ranks must call this.
 
     Args:
-        base: folder of the base model, which an adapter refers to.
+        base: the base model's folder, which an adapter refers to.
         merge: False saves only the adapters and the head.
     """
     reshard(model.score)
@@ -53,7 +53,7 @@ def save_value_model(
 def load_scorer(
     policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool
 ) -> ValueModel:
-    """Load a value model that scores the completions of a policy.
+    """Load a value model that scores a policy's completions.
 
     Args:
         same_base: True if the value model consists of adapters on the policy's base weights. Both
@@ -75,7 +75,7 @@ def load_critic(
     run: RunConfig,
     device: torch.device,
 ) -> ValueModel:
-    """Load a value model to train as a critic, with the adapter and freeze options of the recipe.
+    """Load a value model to train as a critic, with the recipe's adapter and freeze options.
 
     Raises:
         ValueError: the model has another tokenizer or family than the policy.

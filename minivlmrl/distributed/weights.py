@@ -1,4 +1,4 @@
-"""Functions for weights of a model that work for both sharded and unsharded models.
+"""Functions for a model's weights that work for both sharded and unsharded models.
 
 A sharded model has a distributed.fsdp.Sharding as its attribute `sharding`. This file does not
 import FSDP, so that runs without sharding do not load it.
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# activation checkpointing: store only the inputs of a function, and recompute it in the backward
+# activation checkpointing: store only a function's inputs, and recompute it in the backward
 compute_again = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=checkpoint_contexts
 )
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return the number of ranks that share the weights of one model.
+    """Return the number of ranks that share one model's weights.
 
     Raises:
         ValueError: the number of ranks is not a multiple of sharding.replicas.
@@ -63,14 +63,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True if a tensor is a DTensor, which stores only the rows of this rank."""
+    """Return True if a tensor is a DTensor, which stores only this rank's rows."""
     return hasattr(tensor, "device_mesh")
 
 
 def reshard(module: nn.Module):
-    """Free the gathered weights of a sharded module.
+    """Free a sharded module's gathered weights.
 
-    This is needed before its parameters are changed, because the weights of the root unit stay
+    This is needed before its parameters are changed, because the root unit's weights stay
     gathered after a forward pass.
     """
     for unit in units(module):
@@ -78,7 +78,7 @@ def reshard(module: nn.Module):
 
 
 def reshard_interrupted(module: nn.Module):
-    """Free the gathered weights of a sharded module after an error within its forward pass.
+    """Free a sharded module's gathered weights after an error within its forward pass.
 
     FSDP ignores `reshard` while a unit that stays gathered is in a forward pass, which an error
     does not end. Afterwards the weights can be saved, but the module must not be used any more.
@@ -102,12 +102,12 @@ class Communication:
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
-    """Return the Communication of a unit, which distributed.fsdp.Sharding has set."""
+    """Return a unit's Communication, which distributed.fsdp.Sharding has set."""
     return vars(unit)["communication"]
 
 
 def begin_micro_batch(module: nn.Module, is_last: bool):
-    """Postpone communication of a sharded module to the last micro-batch of an optimizer step.
+    """Postpone a sharded module's communication to the last micro-batch of an optimizer step.
 
     With sharding.once_per_step, gathered weights are kept, and gradients are added up on each rank.
     In the last micro-batch, they are reduced, also for a unit that does not run in it, such as
@@ -136,7 +136,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return the rows of a sharded tensor that this rank stores.
+    """Return a sharded tensor's rows that this rank stores.
 
     The last ranks may have fewer rows than the first, or none.
     """
@@ -156,7 +156,7 @@ def rollout_weights(
     time.
 
     Args:
-        gather_weights: True gathers the full weights of a sharded model on every rank first, so
+        gather_weights: True gathers a sharded model's full weights on every rank first, so
             that each rank can run any number of forward passes. False gathers one layer at a time,
             which saves memory; all ranks must then run equally many passes, see fsdp.in_lockstep.
     """
@@ -178,7 +178,7 @@ def rollout_weights(
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model. Each rank copies its own part of a sharded model.
+    """Copy a model. Each rank copies its own part.
 
     An unsharded model with adapters shares its base weights with the copy.
 
@@ -191,6 +191,6 @@ def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> Vi
 
 
 def recompute_blocks(model: VisionLanguageModel):
-    """Enable activation checkpointing for each vision block and decoder layer of a model."""
+    """Enable activation checkpointing for each vision block and decoder layer in a model."""
     for block in family_of(model).blocks(model):
         block.forward = partial(compute_again, block.forward)
