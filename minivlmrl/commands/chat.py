@@ -62,7 +62,7 @@ def main(arguments: list[str]):
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Load the prompt settings of the run that trained a model, or the defaults for other models.
+    """Load the prompt settings from the run that trained a model, or the defaults for other models.
 
     The sampling options are taken only from the command line.
     """
@@ -90,7 +90,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
-    """Build a row from the prompt, the images and the videos of the command line."""
+    """Build a row from the prompt, the images and the videos on the command line."""
     images = [fetch_image(source) for source in options.image]
     videos = [VideoFile(partial(load_video, source)) for source in options.video]
     media_counts = {"image": len(images), "video": len(videos)}
@@ -101,15 +101,15 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Prints the tokens of one answer as text while they are sampled.
+    """Prints one answer's tokens as text while they are sampled.
 
-    The tokens in `hidden` are not printed. A character of several bytes is printed together with
+    The tokens in `hidden` are not printed. A character with several bytes is printed together with
     its last byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
         self.tokenizer, self.hidden = tokenizer, hidden
-        # The decoder buffers the first bytes of an incomplete character.
+        # The decoder buffers an incomplete character's first bytes.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
@@ -142,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="random seed of the answer; defaults to 0")
     group = parser.add_argument_group("sampling", SamplingOptions.__doc__)
     for option in options_of(SamplingOptions):
-        # Options of sampling engines are left out, because chat always uses the native engine.
+        # Sampling engine options are left out, because chat always uses the native engine.
         if option.name not in ("engine", *ENGINES):
             help_text = option.comment.replace("%", "%%")
             group.add_argument(f"--{option.name}", dest=f"sampling.{option.name}", help=help_text)

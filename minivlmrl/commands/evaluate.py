@@ -1,16 +1,16 @@
-"""Answer the rows of a file, compute rewards, and write a line for each row and a summary.
+"""Answer a file's rows, compute rewards, and write a line for each row and a summary.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
 python -m minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --nproc-per-node 8 -m minivlmrl evaluate ...                  # on several GPUs
 
-The recipe sets the prompt template, the size of images, the stopping rules, data.answer_format and
+The recipe sets the prompt template, the image size, the stopping rules, data.answer_format and
 the rewards of evaluations; --section.name=value changes any of its options. By default the recipe is
-config.yaml of the run that trained the model. If there is none, it is minivlmrl.yaml beside the
+config.yaml from the run that trained the model. If there is none, it is minivlmrl.yaml beside the
 weights, or else recipes/own_data.yaml with {problem} as the prompt template. The recipe's adapter
-is not loaded, because the checkpoint of a run already contains its adapter. --model may also be the
-folder of an adapter, which is loaded together with the base model that the folder names.
+is not loaded, because a run's checkpoint already contains its adapter. --model may also be the
+an adapter's folder, which is loaded together with the base model that the folder names.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from minivlmrl.run.setup import build_model
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """Build the parser; unknown arguments are options of the recipe."""
+    """Build the parser; unknown arguments are recipe options."""
     parser = argparse.ArgumentParser(
         f"python -m minivlmrl {name}",
         description=str(__doc__).partition("\n\n")[0],
@@ -117,7 +117,7 @@ generate_main = partial(answer_file, "generate")
 def evaluation_config(
     options: argparse.Namespace, overrides: list[str], with_rewards: bool
 ) -> RunConfig:
-    """Load the recipe, with the model and the rows of the command line.
+    """Load the recipe, with the model and the rows on the command line.
 
     Raises:
         ValueError: if the recipe was found beside the model and names code. Such code only runs if
@@ -125,7 +125,7 @@ def evaluation_config(
     """
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # Without a recipe, the model was not trained with the prompt template of own_data.yaml.
+    # Without a recipe, the model was not trained with own_data.yaml's prompt template.
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -144,7 +144,7 @@ def evaluation_config(
         fields["data.eval_rewards"] = ["accuracy", "format"]
     overridden = ["--adapter={}", *overrides, *as_overrides(fields)]
     asked_for = None if options.recipe else overrides
-    # first without the rewards of the recipe, whose code must not be named if it does not run
+    # first without the recipe's rewards, whose code must not be named if it does not run
     config = load_config(recipe, ["--rewards={}", *overridden], asked_for)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -164,7 +164,7 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    """Find config.yaml of the run that trained a model, or minivlmrl.yaml beside its weights."""
+    """Find config.yaml from the run that trained a model, or minivlmrl.yaml beside its weights."""
     run_folders = Path(model).absolute().parents[:3]  # RUN is a parent of RUN/best/checkpoint
     recipe_paths = [folder / "config.yaml" for folder in run_folders]
     recipe_paths.append(find_folder(model) / INFERENCE_CONFIG)
@@ -174,7 +174,7 @@ def find_recipe(model: str | Path) -> Path | None:
 def result_line(
     processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list
 ) -> dict:
-    """Return the line of a row in the results file."""
+    """Return a row's line in the results file."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
@@ -198,9 +198,9 @@ def result_line(
 
 
 def summarise(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers (`cut`) and the mean of each reward.
+    """Compute the fraction of truncated answers (`cut`) and each reward's mean.
 
-    A row counts for the mean of a reward if the reward could score at least one of its answers.
+    A row counts for a reward's mean if the reward could score at least one of its answers.
     """
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}

@@ -1,4 +1,4 @@
-"""Print the options of a recipe with their defaults, types and comments, for `train --help`.
+"""Print a recipe's options with their defaults, types and comments, for `train --help`.
 
 python -m minivlmrl train --help                      # all sections
 python -m minivlmrl train --help grpo                 # one section
@@ -20,8 +20,8 @@ from minivlmrl.errors import did_you_mean
 def print_options(*names: str):
     """Print the options of the named sections, or of all sections if no name is given.
 
-    The section "run" contains the options outside of sections. The first name may be a recipe; then
-    the sections of stages that the recipe loads from files are listed, too.
+    The section "run" contains the options outside sections. The first name may be a recipe; then
+    sections for stages that the recipe loads from files are listed, too.
     """
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
@@ -45,7 +45,7 @@ def print_options(*names: str):
 
 
 def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """Return the options of each section; "run" contains the options outside of sections."""
+    """Return each section's options; "run" contains the options outside sections."""
     sections = {}
     for option in options_of(config_class):
         section = option.path.removesuffix(option.name).rstrip(".") or "run"

@@ -3,9 +3,9 @@
 python -m minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 python -m minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
-The weights of the model are not read. The rows of the recipe are measured if they exist; otherwise,
+The model's weights are not read. The recipe's rows are measured if they exist; otherwise,
 or with --text_tokens or --image_tokens, all prompts are assumed to be equal. With
---gpu_memory auto, the size is the free memory of the GPU of this machine. diagnostics/memory.py
+--gpu_memory auto, the size is the free memory of this machine's GPU. diagnostics/memory.py
 explains the estimate.
 """
 
@@ -38,7 +38,7 @@ from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import adapt_processor, fit_rows
 from minivlmrl.trainers.registry import find_trainers
 
-CARDS = (12, 16, 24, 32, 48, 80)  # sizes of common GPUs in GB
+CARDS = (12, 16, 24, 32, 48, 80)  # common GPU sizes in GB
 # meaning of the phases (columns) and items (rows) whose name in the table does not explain them
 LEGEND = {
     "evaluation": "answers to held-out rows; given answers are scored",
@@ -111,7 +111,7 @@ def row_text(row: RowSize) -> str:
 
 
 def gpu_size(text: str) -> float:
-    """Return the memory of a GPU in bytes: a number of GB, or "auto" for the free memory here."""
+    """Return a GPU's memory in bytes: a number of GB, or "auto" for the free memory here."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise ValueError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its GB")
@@ -123,16 +123,16 @@ def gpu_size(text: str) -> float:
 
 
 def assumed_row(options: argparse.Namespace) -> RowSize:
-    """Return the size of all rows that the command line gives; the default is RowSize()."""
+    """Return the size for all rows that the command line gives; the default is RowSize()."""
     given = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
     return RowSize(**{name: value for name, value in given.items() if value is not None})
 
 
 def open_rows(run: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
-    """Open the rows of a recipe, and the processor that measures them.
+    """Open a recipe's rows, and the processor that measures them.
 
     Args:
-        folder: folder of the model.
+        folder: the model's folder.
 
     Returns:
         None if the recipe names no rows, its files do not exist, or the folder has no tokenizer.
@@ -164,7 +164,7 @@ def faster_sharding(
 
     Args:
         rows, held_out: see `estimate_phases`.
-        gpu_bytes: memory of each GPU in bytes.
+        gpu_bytes: each GPU's memory in bytes.
     """
     for section, advice in less_communication(run, gpus):
         changed = copy(run)
@@ -217,7 +217,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def model_config(name: str | Path) -> ModelConfig:
-    """Read config.json of a model, see find_settings."""
+    """Read a model's config.json, see find_settings."""
     path = Path(name)
     return config_json.from_dict(
         read_json(path if path.is_file() else find_settings(name) / "config.json")
@@ -225,7 +225,7 @@ def model_config(name: str | Path) -> ModelConfig:
 
 
 def card_table(phases: dict[str, dict]) -> str:
-    """Format which sizes of GPUs are large enough, as a Markdown table."""
+    """Format which GPU sizes are large enough, as a Markdown table."""
     needed = peak_bytes(phases)
     cells = ["fits" if needed <= size * GB else "too small" for size in CARDS]
     lines = [table_row("GPU", [f"{size} GB" for size in CARDS]), "|---" * (len(CARDS) + 1) + "|"]

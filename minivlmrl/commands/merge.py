@@ -11,7 +11,7 @@ from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
 def main(arguments: list[str]):
-    """Run the command `merge`. The merged weights have the dtype of the base model."""
+    """Run the command `merge`. The merged weights have the base model's dtype."""
     parser = argparse.ArgumentParser(prog="python -m minivlmrl merge", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="base model: a folder, or a repository id on the Hub")

@@ -14,7 +14,7 @@ from minivlmrl.json_files import json_text, read_json
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run.loop import run_training
 
-# Relative paths in the values of these keys are made absolute.
+# Relative paths under these keys are made absolute.
 MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url")
 Rows = Sequence[dict]
 Rewards = dict[str | Callable, float]
@@ -27,15 +27,15 @@ def train(
     rewards: Rewards | None = None,
     **options,
 ) -> dict:
-    """Train a recipe, and return the summary of the run, or {} if a signal ended the run.
+    """Train a recipe, and return the run's summary, or {} if a signal ended the run.
 
     Args:
-        recipe: path of a recipe, or the name of a file in recipes/.
-        rows: training rows with the columns of docs/data.md. An image is a path or a PIL image.
-            The rows are saved in the folder rows/ of the run.
+        recipe: a recipe's path, or a file name in recipes/.
+        rows: training rows with the columns in docs/data.md. An image is a path or a PIL image.
+            The rows are saved in the run's folder rows/.
         eval_rows: held-out rows in the same form, or None for a run without evaluations.
         rewards: name of a reward or reward function -> weight. None uses the recipe's rewards.
-        options: options or sections of the recipe, for example output_dir="runs/cats" or
+        options: options or recipe sections, for example output_dir="runs/cats" or
             grpo={"max_steps": 9}.
     """
     fields: dict[str, Plain] = {"data.task": None}
@@ -87,7 +87,7 @@ def as_json(value, folder: Path, is_path: bool = False):
     if isinstance(value, list | tuple):
         return [as_json(item, folder, is_path) for item in value]
     if isinstance(value, PIL.Image.Image):
-        image = load_image(value)  # upright and in RGB, as images of files are loaded
+        image = load_image(value)  # upright and in RGB, as images from files are loaded
         path = folder / f"{digest([str(image.size), image.tobytes()])[:32]}.png"
         image.save(path)
         return str(path.resolve())

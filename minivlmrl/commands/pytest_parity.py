@@ -1,4 +1,4 @@
-"""Run the recorded cases of losses/parity.py as tests of pytest, see docs/numerical_parity.md.
+"""Run the recorded cases of losses/parity.py as pytest tests, see docs/numerical_parity.md.
 
 minivlmrl_pytest.py loads this plugin for `pytest --pyargs minivlmrl.losses.parity`.
 """
@@ -18,7 +18,7 @@ from minivlmrl.losses import parity
 
 TOLERANCE = 1e-6  # as in parity.check
 PROPERTY = "recorded case"  # property of a test report: name of its case
-# options in the name of a test, if the case has them
+# options in a test's name, if the case has them
 NAMED_OPTIONS = ("loss_type", "importance_sampling_level", "beta", "label_smoothing", "whole_step")
 
 
@@ -28,7 +28,7 @@ class CheckedLoss:
 
     target: str
     function: Callable[[dict, dict], Tensor]
-    cases: dict[str, tuple]  # {name of the case: (options, batch, value, gradient) of TRL}
+    cases: dict[str, tuple]  # {case name: (options, batch, value, gradient) from TRL}
 
     def compare(self, name: str) -> parity.Comparison:
         """Compare the function with a case. It gets copies, because it may change its arguments.
@@ -81,7 +81,7 @@ def pytest_configure(config):
 def load_loss(target: str | None) -> tuple[str, Callable]:
     """Return the text of --loss and the function that it names.
 
-    The folder of a file is added to sys.path, so that the file can import modules beside it.
+    A file's folder is added to sys.path, so that the file can import modules beside it.
 
     Raises:
         ValueError: --loss is missing, or names no function with two arguments.
@@ -105,7 +105,7 @@ def load_loss(target: str | None) -> tuple[str, Callable]:
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions of C have no signature
+    except ValueError:  # some C functions have no signature
         return target, function
     try:
         signature.bind({}, {})
@@ -133,7 +133,7 @@ def parse_option(text: str) -> tuple[str, object]:
 
 
 def describe(options: dict) -> str:
-    """Return "name=value, name=value"; the list loss_type of dpo has only one value."""
+    """Return "name=value, name=value"; the list loss_type in dpo has only one value."""
     values = {key: x[0] if isinstance(x, list) else x for key, x in options.items()}
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
@@ -151,7 +151,7 @@ class RecordedCases(pytest.File):
     """Collector of one test for each selected case."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Yield the tests; their names contain the name and the options of the case."""
+        """Yield the tests; their names contain the case's name and options."""
         for name, (options, *_) in self.config.stash[CHECKED_LOSS].cases.items():
             named = {key: options[key] for key in NAMED_OPTIONS if key in options}
             text = describe(named).replace(" ", "")
@@ -175,11 +175,11 @@ class RecordedCase(pytest.Item):
             raise AssertionError(f"{found}\noptions: {describe(options)}")
 
     def repr_failure(self, excinfo) -> str:
-        """Return only the message, because the traceback contains no code of the user."""
+        """Return only the message, because the traceback contains no user code."""
         return str(excinfo.value)
 
     def reportinfo(self):
-        """Return the place and the name for the head line of a failure."""
+        """Return the place and the name for a failure's head line."""
         return self.path, None, self.name
 
 

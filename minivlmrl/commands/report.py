@@ -1,4 +1,4 @@
-"""Write an HTML report of one run, or of two runs side by side: curves and completions.
+"""Write an HTML report on one run, or on two runs side by side: curves and completions.
 
 python -m minivlmrl report runs/shapes                  # writes runs/shapes/report.html
 python -m minivlmrl report runs/a runs/b --out ab.html  # compares two runs

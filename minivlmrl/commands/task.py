@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    # the held-out rows and the first training rows of the default run with seed 0
+    # the held-out rows and the first training rows in the default run with seed 0
     write_split(partial, "train", shapes.Shapes(NUM_TRAIN, "0/grpo"))
     write_split(partial, "eval", shapes.Shapes(NUM_EVAL, "eval"))
     exit_code = train_model(partial / "model")
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def write_split(folder: Path, split: str, rows: shapes.Shapes):
-    """Write the images of a split, and its rows in the formats of three trainers."""
+    """Write a split's images, and its rows in three trainers' formats."""
     (folder / split).mkdir()
     lines: dict[str, list[dict]] = {
         f"{split}.jsonl": [],
@@ -105,7 +105,7 @@ def data_uri(file: Path) -> str:
 
 
 def train_model(folder: Path) -> int:
-    """Train the model of the default run with its SFT stage, and save the model.
+    """Train the default run's model with its SFT stage, and save the model.
 
     Returns:
         0, or the exit code of a run that a signal ended; then there is no model.

@@ -6,7 +6,7 @@ python train.py RECIPE --resume=auto         # continue from the newest checkpoi
 python train.py --help [SECTION]             # every option with its default
 torchrun --nproc_per_node=8 train.py RECIPE  # on eight GPUs
 
-`python -m minivlmrl train` does the same without a clone of the repository.
+`python -m minivlmrl train` does the same without cloning the repository.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Train as one rank, and exit the process; with --help, only print the options of a recipe."""
+    """Train as one rank, and exit the process; with --help, only print a recipe's options."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 
@@ -29,7 +29,7 @@ def main(arguments: list[str]):
 
 
 def train_recipe(arguments: list[str]) -> int:
-    """Train the recipe of a command line, and return the exit code of run_training."""
+    """Train a command line's recipe, and return run_training's exit code."""
     return run_training(parse_arguments(arguments))
 
 
