@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(config: RunConfig) -> Iterator[str]:
-    """Check the options, the rows, the rewards and the model of a recipe.
+    """Check a recipe's options, rows, rewards and model.
 
     Yields:
         A message for each problem, with its cause and a fix.
@@ -94,7 +94,7 @@ def check(config: RunConfig) -> Iterator[str]:
         trial = make_trial(config, rows_of["prompts"], processor)
         yield from check_trial(config, trial, rows_of["prompts"], online[0])
         # If the first stage does not sample (for example SFT), it changes the model before a later
-        # stage samples from it. The completions of the untrained model are not checked then.
+        # stage samples from it. The untrained model's completions are not checked then.
         if config.model.path and config.stage_names[0] in online:
             sampling = replace(config.sampling, engine="native")
             sampler = make_sampler(model, processor, sampling, world, config.rollout.gather_weights)
@@ -109,7 +109,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def check_trial(config: RunConfig, trial: Trial, rows: Dataset, stage: str) -> Iterator[str]:
-    """Check the rewards of a stage that samples completions for some rows."""
+    """Check the rewards for a stage that samples completions for some rows."""
     yield from check_duplicates(trial.rewards)
     if (trial.weights > 0).any():
         solutions = solutions_of(without_media(rows))
@@ -121,7 +121,7 @@ def check_trial(config: RunConfig, trial: Trial, rows: Dataset, stage: str) -> I
 def readable_rows(rows: Dataset, processor: Processor) -> Dataset:
     """Return the rows that training uses with data.skip_unreadable."""
     if not isinstance(rows, FileRows):
-        return rows  # all images of an embedded task are readable
+        return rows  # an embedded task's images are all readable
     return ReadableRows(rows, lambda row: row.prompt(processor))
 
 

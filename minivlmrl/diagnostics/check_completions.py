@@ -1,4 +1,4 @@
-"""Check completions of the untrained model and their rewards.
+"""Check the untrained model's completions and their rewards.
 
 The checks find truncated completions, groups whose rewards are all equal, completions without an
 answer, and rewards that do not depend on the image.
@@ -23,7 +23,7 @@ from minivlmrl.rewards.registry import Reward, recipe_columns
 from minivlmrl.rewards.text import find_answer, normalize
 from minivlmrl.run.evaluate import IMAGE_ABLATIONS, generate_and_score
 
-# arguments of reward functions that depend only on the completion
+# reward function arguments that depend only on the completion
 COMPLETION_ARGUMENTS = {
     "completions",
     "completion_ids",
@@ -37,12 +37,12 @@ ROUNDING = 1e-5  # means of float32 rewards of equal size differ by less
 
 
 def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> Iterator[str]:
-    """Sample completions of the untrained model, and check the completions and their rewards.
+    """Sample the untrained model's completions, and check the completions and their rewards.
 
     Args:
         trial: rewards to check, and rows from which the completions are sampled.
-        sample: sampler of the model.
-        num_generations: number of completions per prompt.
+        sample: the model's sampler.
+        num_generations: completions per prompt.
 
     Yields:
         A message for each problem: truncated completions, groups with equal rewards, completions
@@ -61,7 +61,7 @@ def check_completions(trial: Trial, sample: Sampler, num_generations: int) -> It
             f"sampling.max_new_tokens ({sample.sampling.max_new_tokens}). {RAISE_LIMIT_ADVICE}"
         )
     totals = combine(values, trial.weights)
-    stds = group_std(totals.double(), num_generations)  # NaN for a group of one completion
+    stds = group_std(totals.double(), num_generations)  # NaN for a group with one completion
     equal_groups = (stds < 1e-8).double().mean().item()
     if equal_groups > 0.9:
         yield (
@@ -102,7 +102,7 @@ def reads_only_completion(reward: Reward) -> bool:
 
 
 def check_answers_found(texts: Sequence[str], answer_format: str) -> Iterator[str]:
-    """Check that at least half of the completions have an answer in the format data.answer_format.
+    """Check that at least half the completions have an answer in the format data.answer_format.
 
     Args:
         texts: decoded completions.
@@ -122,8 +122,8 @@ def check_grey(totals: Tensor, grey_totals: Tensor) -> Iterator[str]:
     """Check that the rewards are lower if the real images are replaced by gray images.
 
     Args:
-        totals: (n,) weighted rewards of completions that were sampled with the real images.
-        grey_totals: (n,) weighted rewards of completions that were sampled with gray images.
+        totals: (n,) weighted rewards for completions that were sampled with the real images.
+        grey_totals: (n,) weighted rewards for completions that were sampled with gray images.
     """
     real_mean = totals.nanmean()
     grey_mean = grey_totals.nanmean()
@@ -142,9 +142,9 @@ def check_labels(
 
     Args:
         rewards: rewards to check.
-        columns: {column name: one value per completion}, the arguments of the rewards.
-        num_generations: number of completions per prompt. The columns are rotated by multiples of
-            this number, so that each completion is scored with the solution of another row.
+        columns: {column name: one value per completion}, the reward arguments.
+        num_generations: completions per prompt. The columns are rotated by multiples of
+            this number, so that each completion is scored with another row's solution.
     """
     for reward in rewards:
         if "solution" not in reward.columns:
@@ -171,11 +171,11 @@ def check_agreement(
 ) -> Iterator[str]:
     """Check for rows to which a model that answers most rows rightly gives one wrong answer.
 
-    At least three quarters of the completions of such a row have the same answer, and all of these
-    completions score less than half of the highest reward. The solution may then be wrong.
+    At least three quarters of such a row's completions have the same answer, and all of these
+    completions score less than half the highest reward. The solution may then be wrong.
 
     Args:
-        columns: {column name: one value per completion}, the arguments of the rewards.
+        columns: {column name: one value per completion}, the reward arguments.
     """
     answers = [None if text is None else normalize(text) for text in columns["answer_texts"]]
     for reward in rewards if num_generations > 1 else ():

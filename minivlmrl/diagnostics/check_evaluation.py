@@ -1,4 +1,4 @@
-"""Check the held-out rows of a recipe: their number, their solutions and their images."""
+"""Check a recipe's held-out rows: their number, their solutions and their images."""
 
 import hashlib
 import random
@@ -17,7 +17,7 @@ from minivlmrl.diagnostics.check_rows import sample_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.run.preflight import count_trained_on
 
-NUM_DECODED = 1000  # largest number of rows of a dataset whose images are decoded and compared
+NUM_DECODED = 1000  # largest number of dataset rows whose images are decoded and compared
 
 
 def check_evaluation(
@@ -30,7 +30,7 @@ def check_evaluation(
 
     Yields:
         A message for each problem: a single row, empty solutions, solutions that are nearly all
-        equal, and images of training rows.
+        equal, and images in training rows.
     """
     held_out = datasets.get("eval")
     if held_out is None:
@@ -57,7 +57,7 @@ def check_evaluation(
 def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
     """Check for evaluation images that equal training images pixel by pixel.
 
-    Only files of rows are checked. Rows that have the prompt in common too are reported by
+    Only data files are checked. Rows that have the prompt in common too are reported by
     preflight.find_mistakes.
     """
     if not isinstance(held_out, FileRows) or not isinstance(rows, FileRows):
@@ -75,7 +75,7 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
 
 
 def pixel_hashes(rows: Dataset) -> set[bytes]:
-    """Return a hash of the pixels of each image, for at most NUM_DECODED rows without videos."""
+    """Return a hash of each image's pixels, for at most NUM_DECODED rows without videos."""
     hashes = set()
     numbers = random.Random(0).sample(range(len(rows)), min(NUM_DECODED, len(rows)))
     for number in numbers:

@@ -31,10 +31,10 @@ def check_sampling_options(sampling: SamplingOptions) -> Iterator[str]:
 def check_training(
     config: RunConfig, stage: str, model: VisionLanguageModel, num_rows: int
 ) -> Iterator[str]:
-    """Check the learning rate, warmup, KL weight and batch size of a stage.
+    """Check a stage's learning rate, warmup, KL weight and batch size.
 
     Args:
-        num_rows: number of rows in the dataset of the stage.
+        num_rows: number of rows in the stage's dataset.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     keeps_language = {"language", "embeddings"} <= {*config.model.freeze}
@@ -90,7 +90,7 @@ def check_template(processor: Processor) -> Iterator[str]:
 
 
 def check_tools(environment_name: str | None) -> Iterator[str]:
-    """Check that the tools of an environment have docstrings, which describe them to the model."""
+    """Check that an environment's tools have docstrings, which describe them to the model."""
     if environment_name is None:
         return
     from minivlmrl.agents.environment import get_environment, settings_of, tools_of
@@ -106,7 +106,7 @@ def check_tools(environment_name: str | None) -> Iterator[str]:
 
 def check_duplicates(rewards: list[Reward]) -> Iterator[str]:
     """Check that the recipe does not list a reward function twice with the same options."""
-    names = {}  # (function, options) -> name of the first reward
+    names = {}  # (function, options) -> the first reward's name
     for reward in rewards:
         function = getattr(reward.function, "func", reward.function)
         options = getattr(reward.function, "keywords", {})

@@ -38,9 +38,9 @@ REWARD_HACK_PROBES = {
 
 
 SLOW_SECONDS = 10  # time of one reward for all completions of a step that is reported
-NOISE = 1e-6  # values of a reward for the same completion are random if they differ by more
-NUM_ANSWERS = 64  # number of rows whose answers are compared with their solutions
-MAX_FORMS = 8  # maximum number of elements of a solution that are tried as answers
+NOISE = 1e-6  # a reward's values for the same completion are random if they differ by more
+NUM_ANSWERS = 64  # rows whose answers are compared with their solutions
+MAX_FORMS = 8  # maximum number of elements in a solution that are tried as answers
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Trial:
     weights: Tensor
     rows: Sequence[Row]
     processor: Processor
-    max_new_tokens: int = 64  # number of tokens of the longest text that the model may write
+    max_new_tokens: int = 64  # token count of the longest text that the model may write
 
     def reward_arguments(self, texts: Iterable[str]) -> dict[str, list]:
-        """Collect the arguments of the rewards for one text per row, as if the model wrote it."""
+        """Collect the reward arguments for one text per row, as if the model wrote it."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -63,15 +63,15 @@ class Trial:
         return recipe_columns(self.rows, prompts, groups, self.processor)
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) of one text per row, as if the model had generated it."""
+        """Compute the rewards (n, K) for one text per row, as if the model had generated it."""
         return call_rewards(self.rewards, self.reward_arguments(texts))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Compute the rewards (n, K) of one answer per row, in the format of data.answer_format."""
+        """Compute the rewards (n, K) for one answer per row, in data.answer_format's format."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return the answer to each row that scores highest, of all forms of its solution.
+        """Return the answer to each row that scores highest, among all forms of its solution.
 
         Only a solution that is not a text has several forms, see answer_forms.
         """
@@ -84,14 +84,14 @@ class Trial:
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Compute the rewards (number of texts, K) of several answers to each row."""
+        """Compute the rewards (number of texts, K) for several answers to each row."""
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
         return values.split([len(texts) for texts in forms])
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Return a Trial of at most 16 rows and all rewards of a recipe except the reward model."""
+    """Return a Trial with at most 16 rows and all recipe rewards except the reward model."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -99,7 +99,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that the rewards of a later stage are high for the demonstrations of SFT."""
+    """Check that a later stage's rewards are high for SFT's demonstrations."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     has_tags = any("<answer>" in text for text in texts)
@@ -123,14 +123,14 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
 def check_contradictions(
     rewards: Sequence[Reward], all_rows: Dataset, trainer: type, processor: Processor
 ) -> Iterator[str]:
-    """Check that the answers on which a stage trains agree with the solutions of their rows.
+    """Check that the answers on which a stage trains agree with their rows' solutions.
 
-    An answer contradicts a solution if a reward that reads the solution gives less than half of
+    An answer contradicts a solution if a reward that reads the solution gives less than half
     its highest value. The same holds for a rejected answer with more than its chosen one, and for
-    an answer with the label false that gets more than half of the highest value.
+    an answer with the label false that gets more than half the highest value.
 
     Args:
-        trainer: class of the stage, which names the fields with answers.
+        trainer: the stage's class, which names the fields with answers.
     """
     names = trainer.answers
     # embedded tasks may teach only a format, with wrong answers
@@ -163,7 +163,7 @@ def check_contradictions(
 
 
 def answer_text(row: Row, name: str) -> str:
-    """Return the text of the last turn of an answer, for example of the field completion."""
+    """Return the text of an answer's last turn, for example of the field completion."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 
@@ -195,7 +195,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
 
     Args:
         trial: rewards and rows to test.
-        solutions: right answers to each row of the whole dataset.
+        solutions: right answers to each row in the whole dataset.
     """
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
@@ -206,7 +206,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
         yield from check_constant(trial, solutions, right_values)
         yield from check_forms(trial)
     probes = REWARD_HACK_PROBES | {"a word that is repeated": longest_text(trial)}
-    text_lists = []  # n texts of each probe, then the right answers
+    text_lists = []  # n texts per probe, then the right answers
     for text in probes.values():
         text_lists.append([text.replace("{question}", text_of(row.messages[-1])) for row in rows])
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
@@ -216,7 +216,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     if required_columns(trial.rewards):
         yield from check_totals([*probes], totals, has_solutions)
     yield from check_random(trial, text_lists, values)
-    reward_means = values.nanmean(1).T.tolist()  # for each of the K rewards, its mean for each text
+    reward_means = values.nanmean(1).T.tolist()  # for each reward, its mean for each text
     for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
         if not reward.columns:
             yield from check_same(reward, means)
@@ -237,7 +237,7 @@ def check_totals(
 
     Args:
         names: name of each text without an answer, of which the first is the empty text.
-        totals: mean total reward of each of these texts, then of the right answers.
+        totals: mean total reward for each of these texts, then for the right answers.
         has_solutions: whether the rows have solutions. If not, the right answers are unknown, so
             they are compared only with the empty text.
     """
@@ -261,8 +261,8 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
     """Check that each reward gives the same values when it is called again.
 
     Args:
-        text_lists: lists of n texts.
-        values: (number of lists, n, K) rewards of these texts.
+        text_lists: lists with n texts.
+        values: (number of lists, n, K) rewards for these texts.
     """
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
@@ -310,8 +310,8 @@ def check_empty(
     Box rewards do score an empty solution, because an image may contain no object.
 
     Args:
-        solutions: right answers to each row of the whole dataset.
-        rows_name: name of the rows for the message.
+        solutions: right answers to each row in the whole dataset.
+        rows_name: the rows' name in the message.
     """
     num_empty = sum(not any(text.strip() for text in texts) for texts in solutions)
     if not num_empty:
@@ -334,7 +334,7 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
     Names with digits are skipped, because 1-5 and 15 are different answers.
 
     Args:
-        solutions: right answers to each row of the whole dataset.
+        solutions: right answers to each row in the whole dataset.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # letters of a label -> solutions with these letters, frequent first
@@ -361,13 +361,13 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 
 
 def check_speed(trial: Trial, stage: str, options: TrainingOptions) -> Iterator[str]:
-    """Check that each reward takes less than SLOW_SECONDS for the completions of a step.
+    """Check that each reward takes less than SLOW_SECONDS for a step's completions.
 
-    The time of one call is measured, after the calls of the other checks have loaded what the
+    The time of one call is measured, after the other checks' calls have loaded what the
     function needs. A reward that works in parallel may be faster than the estimate.
 
     Args:
-        stage, options: name and options of the stage that samples.
+        stage, options: the sampling stage's name and options.
     """
     num_completions = options.prompts_per_step * getattr(options, "num_generations", 1)
     answers = [answers[0] for answers in solutions_of(trial.rows)]
@@ -391,13 +391,13 @@ def check_constant(
 ) -> Iterator[str]:
     """Check whether the most frequent solution, given for every row, scores like right answers.
 
-    Only rewards that read a column of the dataset are considered. The expected reward of the
+    Only rewards that read a column of the dataset are considered. The expected reward for the
     constant answer is the average of its mean rewards on those rows of the trial where it is right
-    and where it is wrong, weighted by the frequency of this solution in the whole dataset.
+    and where it is wrong, weighted by this solution's frequency in the whole dataset.
 
     Args:
-        solutions: right answers to each row of the whole dataset.
-        right_values: (n, K) rewards of the right answers.
+        solutions: right answers to each row in the whole dataset.
+        right_values: (n, K) rewards for the right answers.
         of_rows: words for the message that name the rows.
     """
     reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
@@ -407,7 +407,7 @@ def check_constant(
 
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
     right_mean = totals(right_values).nanmean().item()
-    # (n,): total reward of the constant answer on each row of the trial
+    # (n,): the constant answer's total reward on each row in the trial
     constant = totals(trial.score_answers([solution] * len(trial.rows)))
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
@@ -427,7 +427,7 @@ def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
     """Check whether a reward that reads no column gives every text the same score other than 0.
 
     Args:
-        means: mean reward of each text of REWARD_HACK_PROBES, followed by that of right answers.
+        means: mean reward for each text in REWARD_HACK_PROBES, then for right answers.
     """
     if means[0] != 0 and len(set(means)) == 1:
         yield (
@@ -440,7 +440,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
     """Check whether a reward that reads a column scores a text without an answer highly.
 
     Args:
-        means: mean reward of each text of REWARD_HACK_PROBES, followed by that of right answers.
+        means: mean reward for each text in REWARD_HACK_PROBES, then for right answers.
     """
     for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
         if mean > 0.3:
@@ -452,7 +452,7 @@ def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor) -> str:
-    """Return a completion with the answer in the format of data.answer_format, such as tags."""
+    """Return a completion with the answer in data.answer_format's format, such as tags."""
     answer = find_answer(answer) or answer
     if processor.answer_format == "tags":
         return ROLLOUT.format("hm", answer)

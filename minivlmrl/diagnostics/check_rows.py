@@ -1,4 +1,4 @@
-"""Check the rows of a dataset: conversations, images, questions, boxes and answers."""
+"""Check a dataset's rows: conversations, images, questions, boxes and answers."""
 
 import random
 import re
@@ -17,7 +17,7 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
-NUM_ROWS = 16  # number of rows that are checked in detail
+NUM_ROWS = 16  # rows that are checked in detail
 MAX_MARKUP_TOKENS = 64  # maximum number of tokens that a chat template adds to an answer
 
 
@@ -27,8 +27,8 @@ def check_rows(
     """Check the rows on which one stage trains.
 
     Args:
-        all_rows: dataset of the stage.
-        names: fields of a row that hold answers to train on, for example "chosen" and "rejected".
+        all_rows: the stage's dataset.
+        names: row fields that hold answers to train on, for example "chosen" and "rejected".
 
     Yields:
         A message for each problem, with its cause and a fix.
@@ -43,7 +43,7 @@ def check_rows(
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check for rows with several system messages, and for different orders of image and text."""
+    """Check for rows with several system messages, and for different image and text orders."""
     num_two_systems = 0
     # {whether the text comes first: number of rows}, for rows with an image at exactly one end
     image_orders = Counter()
@@ -98,7 +98,7 @@ def is_enlarged(image: PIL.Image.Image) -> bool:
     if image.getcolors(64) is not None:
         return False
     pixels = np.array(image.convert("RGB"))  # (height, width, 3)
-    # (width - 1,): whether a column of pixels differs from the column to its left
+    # (width - 1,): whether a pixel column differs from the column to its left
     differs = (pixels[:, 1:] != pixels[:, :-1]).any((0, 2))
     return not (differs[1:] & differs[:-1]).any()
 
@@ -166,7 +166,7 @@ def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
 
 
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return the right answers to each row: the texts of a solution that is a list, or its text."""
+    """Return the right answers to each row: the texts in a solution that is a list, or its text."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")
@@ -178,7 +178,7 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Return only the letters and digits of a text, in lower case.
+    """Return only a text's letters and digits, in lower case.
 
     For example, "Green_Square.png" becomes "greensquarepng", which contains "greensquare".
     """
@@ -232,7 +232,7 @@ def check_answers(
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the number of tokens of each answer that has no images and may exceed `limit`.
+    """Yield the token count for each answer that has no images and may exceed `limit`.
 
     An answer has at most one token per byte, so short answers are skipped without being tokenized.
     """
@@ -245,7 +245,7 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
-    """Sample at most `count` rows with a fixed seed; return them in the order of the dataset.
+    """Sample at most `count` rows with a fixed seed; return them in the dataset's order.
 
     A random sample is used instead of every k-th row, because every k-th row may be of one kind.
     """

@@ -1,4 +1,4 @@
-"""Check at the first step of a stage that every image and every text of its rows reaches the loss."""
+"""Check at a stage's first step that every image and every text in its rows reaches the loss."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,14 +27,12 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
-# largest relative difference of cached embeddings of images and those that the tower computes now
+# largest relative difference between cached image embeddings and those that the tower computes now
 CACHE_TOLERANCE = 0.05
-# The numbers of rows of a micro-batch are limited, so that the check takes less than 1 % of the time
+# The row counts in a micro-batch are limited, so that the check takes less than 1 % of the time
 # of 100 steps also for a tiny model.
-NUM_GRAY = 2  # number of prompts that are compared with gray images
-NUM_ROWS = (
-    16  # number of prompts that are encoded again, half of them the longest, half the shortest
-)
+NUM_GRAY = 2  # prompts that are compared with gray images
+NUM_ROWS = 16  # prompts that are encoded again, half of them the longest, half the shortest
 ADVICE = (
     "The run continues, but it does not learn from all inputs. Check the trainer, the collator and "
     "the model, if they are yours, and otherwise report this warning."
@@ -42,7 +40,7 @@ ADVICE = (
 
 
 class InputCheck(Callback):
-    """Warns if an image or a text of the first optimizer step of a stage does not reach the loss.
+    """Warns if an image or a text in a stage's first optimizer step does not reach the loss.
 
     The check costs less than one optimizer step, and changes neither weights nor random numbers.
     """
@@ -68,12 +66,12 @@ class InputCheck(Callback):
 
 
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
-    """Return a warning for each kind of input of an optimizer step that does not reach the loss.
+    """Return a warning for each kind of input in an optimizer step that does not reach the loss.
 
-    The loss must have a gradient at the text and at each image of every row that is trained on.
-    The hidden states of the first prompts must change if their images are gray. The tokens of the
-    longest and shortest prompts and their answers must contain the texts of their rows, and must be
-    those of the tokenizer. Their patches must be those of the images. Under FSDP, the model is not
+    The loss must have a gradient at the text and at each image in every row that is trained on.
+    The first prompts' hidden states must change if their images are gray. The tokens of the
+    longest and shortest prompts and their answers must contain their rows' texts, and must be
+    the tokenizer's tokens. Their patches must be those of the images. Under FSDP, the model is not
     run.
     """
     found: dict[str, list[str]] = {}  # {problem: its rows}
@@ -93,14 +91,14 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
 
 def place(prompt: Prompt) -> str:
-    """Return the file and line of the row of a prompt, for warnings."""
+    """Return the file and line of a prompt's row, for warnings."""
     return (prompt.row.where or f"row {prompt.row.index}") if prompt.row else "a prompt"
 
 
 def check_contents(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[str, str]]:
-    """Yield (place, problem) of each row whose texts, tokens or patches are not in a micro-batch.
+    """Yield (place, problem) for each row whose texts, tokens or patches are not in a micro-batch.
 
-    Only the longest and the shortest prompts are checked, because a limit of tokens cuts long
+    Only the longest and the shortest prompts are checked, because a token limit cuts long
     prompts, and prompts without their images are short.
     """
     group = batch.group
@@ -112,7 +110,7 @@ def check_contents(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[str, s
     windows: dict[int, list[Window]] = {}  # {id of a row: its windows that were not found yet}
     for number, prompt in enumerate(group.prompts):
         if number not in numbers or prompt.row is None or not prompt.row.messages:
-            continue  # a turn of a trajectory, whose prompt an environment has written
+            continue  # a trajectory's turn, whose prompt an environment has written
         own_segment = next(part for part in segments if part.prompt == number)
         own_images = [image for image in images if image.segment is own_segment]
         no_patches = group.pixel_values[:0]
@@ -139,13 +137,13 @@ def check_contents(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[str, s
 class Window:
     """A prompt that a row defines, with the answers that follow this prompt."""
 
-    messages: list[dict]  # messages of the prompt
-    answers: list[list[dict]]  # turns of each given answer
+    messages: list[dict]  # the prompt's messages
+    answers: list[list[dict]]  # each given answer's turns
     prompt: Prompt
 
 
 def windows_of(trainer: Trainer, row: Row) -> list[Window]:
-    """Return the prompt of a row, and the prompts of later turns that need prompts of their own.
+    """Return a row's prompt, and the prompts of later turns that need prompts of their own.
 
     Only if the chat template rewrites earlier turns, later turns have prompts of their own, see
     data.processor.encode_completion.
@@ -166,7 +164,7 @@ def windows_of(trainer: Trainer, row: Row) -> list[Window]:
 
 
 def take_window(windows: list[Window], prompt: Prompt) -> Window:
-    """Remove and return the window with the token ids of a prompt, or the first window.
+    """Remove and return the window with a prompt's token ids, or the first window.
 
     The last window stays in the list, because a reward model scores each answer after a copy.
     """
@@ -180,12 +178,12 @@ def take_window(windows: list[Window], prompt: Prompt) -> Window:
 def check_prompt(
     trainer: Trainer, window: Window, prompt: Prompt, answers: list[Tensor]
 ) -> Iterator[str]:
-    """Yield the problems of a prompt and its answers, as a micro-batch contains them.
+    """Yield problems in a prompt and its answers, as a micro-batch contains them.
 
     Args:
         window: the prompt and the answers as the row defines them.
         prompt: ids, patches and grids in the micro-batch.
-        answers: token ids of each completion.
+        answers: each completion's token ids.
     """
     decode = trainer.processor.tokenizer.decode
     prompt_text = decode(prompt.input_ids.tolist())
@@ -212,7 +210,7 @@ def check_prompt(
 
 
 def slice_of(positions: range) -> slice:
-    """Convert a range of positions to a slice."""
+    """Convert a position range to a slice."""
     return slice(positions.start, positions.stop)
 
 
@@ -246,11 +244,11 @@ def _is_canonical(trainer: Trainer, ids: list[int]) -> bool:
 
 @dataclass
 class Segment:
-    """A prompt, or a completion after its prompt, in a packed sequence of N positions."""
+    """A prompt, or a completion after its prompt, in a packed sequence with N positions."""
 
-    prompt: int  # index of the prompt in the micro-batch
-    positions: range  # positions of the segment in the sequence
-    text: Tensor  # positions that are not those of image tokens
+    prompt: int  # prompt index in the micro-batch
+    positions: range  # segment positions in the sequence
+    text: Tensor  # positions that are not image tokens
     tokens: slice  # indices of the completion tokens that see the segment
     is_prompt: bool
 
@@ -259,7 +257,7 @@ class Segment:
 class ShownImage:
     """An image, or a video, in a packed sequence."""
 
-    number: int  # index of the image in the micro-batch
+    number: int  # image index in the micro-batch
     segment: Segment
     patches: slice  # its rows in pixel_values
     tokens: slice  # its rows in the embeddings that the vision tower computes
@@ -268,14 +266,14 @@ class ShownImage:
 
 @dataclass
 class Slopes:
-    """Absolute gradients of a loss, summed over features."""
+    """Absolute loss gradients, summed over features."""
 
     shown: Tensor  # (patches,) at each patch, or at each cached embedding
     inputs: Tensor  # (N,) at each embedding that the decoder gets
 
 
 def segments_of(group: GroupBatch) -> list[Segment]:
-    """Return the prompts and completions of a packed sequence in the order of their positions."""
+    """Return a packed sequence's prompts and completions in position order."""
     segments = []
     layout = group.layout
     is_image = torch.zeros(layout.num_tokens, dtype=torch.bool)
@@ -285,7 +283,7 @@ def segments_of(group: GroupBatch) -> list[Segment]:
         text = torch.arange(span.start, span.stop)[~is_image[span.start : span.stop]]
         segments.append(Segment(prompt, span, text, tokens, is_prompt))
 
-    first = 0  # index of the first completion token of the segment
+    first = 0  # index of the segment's first completion token
     for number, spans in enumerate(layout.completion_spans):
         end = first + sum(len(span) + 1 for span in spans)
         add(number, layout.prompt_spans[number], slice(first, end), is_prompt=True)
@@ -296,7 +294,7 @@ def segments_of(group: GroupBatch) -> list[Segment]:
 
 
 def images_of(trainer: Trainer, batch: MicroBatch, segments: list[Segment]) -> Iterator[ShownImage]:
-    """Yield the images of a micro-batch in order."""
+    """Yield a micro-batch's images in order."""
     group = batch.group
     merged = trainer.policy.config.vision_config.spatial_merge_size**2
     is_trained = (batch.loss_mask.flatten()[group.layout.row_index] > 0).cpu()  # (M,)
@@ -314,7 +312,7 @@ def images_of(trainer: Trainer, batch: MicroBatch, segments: list[Segment]) -> I
 
 
 def check_loss(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[str, str]]:
-    """Yield (place, problem) of each text and image of a micro-batch that the loss ignores.
+    """Yield (place, problem) for each text and image in a micro-batch that the loss ignores.
 
     A row without any gradient is reported only if it has a given answer, because completions with
     an advantage of 0 have none.
@@ -339,7 +337,7 @@ def check_loss(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[str, str]]
 
 
 def check_gray(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[str, str]]:
-    """Yield (place, problem) of each prompt with images whose last hidden state ignores them.
+    """Yield (place, problem) for each prompt with images whose last hidden state ignores them.
 
     Only the first prompts with images are checked.
     """
@@ -362,7 +360,7 @@ def check_gray(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[str, str]]
 
 
 def images_field(group: GroupBatch) -> tuple[str, Tensor]:
-    """Return the name and the value of the field with patches, or with cached embeddings."""
+    """Return the name and value of the field with patches, or with cached embeddings."""
     name = "pixel_values" if group.vision_embeds is None else "vision_embeds"
     return name, getattr(group, name)
 
@@ -377,7 +375,7 @@ def _ignored(slopes: Tensor, name: str) -> Iterator[str]:
 
 
 def _is_current(trainer: Trainer, group: GroupBatch) -> bool:
-    """Return True if the cached embeddings of images are those that the vision tower computes."""
+    """Return True if the cached image embeddings are those that the vision tower computes."""
     with torch.no_grad():
         fresh = trainer.policy.visual(group.pixel_values, group.image_grid_thw)
     difference = (fresh - group.vision_embeds).norm()
@@ -385,7 +383,7 @@ def _is_current(trainer: Trainer, group: GroupBatch) -> bool:
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> Slopes:
-    """Compute the gradients of the loss at the patches or cached embeddings, and at all tokens."""
+    """Compute the loss's gradients at the patches or cached embeddings, and at all tokens."""
     name, shown = images_field(batch.group)
     leaf = shown.detach().clone().requires_grad_()
     inputs: list[Tensor] = []
@@ -404,7 +402,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> Slopes:
     with ExitStack() as stack:
         for module in dict.fromkeys([*trainer.trained.modules(), *trainer.policy.modules()]):
             for weight in module.parameters(recurse=False):
-                # no gradient of a weight is needed, which saves a third of the time
+                # no weight gradient is needed, which saves a third of the time
                 stack.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(False)
             hooks = []

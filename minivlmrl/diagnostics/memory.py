@@ -1,9 +1,9 @@
 """Estimate the memory that a run needs on each GPU, phase by phase, before its weights are read.
 
 To count the activations, a forward and a backward pass run on the meta device, where tensors have a
-shape but no values. The sizes of weights, gradients and optimizer state follow from the number of
+shape but no values. Weight, gradient and optimizer state sizes follow from the number of
 parameters and their dtypes, and are divided by the number of shards. RESERVE stands
-for the CUDA context, the buffers of NCCL and the gaps between allocations.
+for the CUDA context, NCCL's buffers and the gaps between allocations.
 """
 
 import copy
@@ -54,27 +54,27 @@ RESERVE = 3 * GB
 # probability in float32, the probability as int64, and two copies of the cumulative sum. Filters
 # such as top_p need a sixth more.
 DRAW_BYTES = 32
-TYPICAL_ROWS = (RowSize(),)  # sizes of the rows, if the rows are unknown
+TYPICAL_ROWS = (RowSize(),)  # row sizes, if the rows are unknown
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Numbers of prompts, completions and tokens in a micro-batch or in a sampling batch."""
+    """Prompt, completion and token counts in a micro-batch or in a sampling batch."""
 
     prompts: int
     num_generations: int  # completions per prompt
-    text_tokens: int  # number of text tokens per prompt
-    image_tokens: int  # number of image tokens per prompt, after patches are merged
-    completion_tokens: int  # number of tokens per completion
-    frames: int = 1  # number of images of equal size that image_tokens are divided into
+    text_tokens: int  # text tokens per prompt
+    image_tokens: int  # image tokens per prompt, after patches are merged
+    completion_tokens: int  # tokens per completion
+    frames: int = 1  # number of equally large images that image_tokens are divided into
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of the tensors that were created in this context, now and at their peak."""
+    """Counts the bytes in the tensors that were created in this context, now and at their peak."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # storages that are not counted again: those of `uncounted`, and all that were counted
+        # storages that are not counted again: those in `uncounted`, and all that were counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -101,9 +101,9 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a batch of the given shape on the meta device.
+    """Build a batch with the given shape on the meta device.
 
-    Only the ids and the image grids have values, because they decide the shapes of other tensors.
+    Only the ids and the image grids have values, because they decide other tensors' shapes.
     """
     merge = config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
@@ -123,7 +123,7 @@ def meta_batch(config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) 
 
 
 class TrainedModels(nn.Module):
-    """The trained models of a stage: the policy, and the critic of PPO if it is separate."""
+    """A stage's trained models: the policy, and the critic of PPO if it is separate."""
 
     def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
         super().__init__()
@@ -136,21 +136,21 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Counts the parameters of a model, and estimates the memory that its computations need."""
+    """Counts a model's parameters, and estimates the memory that its computations need."""
 
     def __init__(self, config: ModelConfig):
         with torch.device("meta"):
             self.config = config
             self.model = FAMILIES[config.model_type].model(config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.active_parameters = self.parameters  # number of parameters used for one token
+        self.active_parameters = self.parameters  # parameters used for one token
         if config.experts is not None:
             idle_share = 1 - config.experts.num_experts_per_tok / config.experts.num_experts
             routed = [p for name, p in self.model.named_parameters() if ".mlp.experts." in name]
             self.active_parameters -= round(idle_share * sum(p.numel() for p in routed))
 
     def build(self, run: RunConfig, stage: str) -> VisionLanguageModel:
-        """Build the policy of a stage on the meta device."""
+        """Build a stage's policy on the meta device."""
         model = copy.deepcopy(self.model).to(DTYPES[run.model.dtype])
         inject_adapters(model, run.adapter)
         select_trained(model, run.model.freeze)
@@ -159,7 +159,7 @@ class MemoryEstimator:
         return model
 
     def build_trained(self, run: RunConfig, stage: str) -> TrainedModels:
-        """Build all trained models of a stage on the meta device."""
+        """Build a stage's trained models on the meta device."""
         model = self.build(run, stage)
         section = getattr(run, stage)
         if getattr(section, "critic", "shared") == "shared":
@@ -177,10 +177,10 @@ class MemoryEstimator:
     def activations(
         self, run: RunConfig, models: TrainedModels, work: BatchShape, train: bool
     ) -> int:
-        """Return the peak memory of a forward pass in bytes, without weights and gradients.
+        """Return a forward pass's peak memory in bytes, without weights and gradients.
 
         Args:
-            work: shape of the batch.
+            work: the batch's shape.
             train: True to include the backward pass.
         """
         batch = meta_batch(self.config, work, patch_dtype(run))
@@ -195,9 +195,9 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, run: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return the peak memory in bytes until the first token of a rollout can be sampled.
+        """Return the peak memory in bytes until a rollout's first token can be sampled.
 
-        It includes the keys and values of the rollout, but not the weights.
+        It includes the rollout's keys and values, but not the weights.
         """
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(run))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
@@ -209,7 +209,7 @@ class MemoryEstimator:
     def tracked(
         self, run: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
-        """Count the memory of a computation in the `with` block, with the options of a recipe.
+        """Count a computation's memory in the `with` block, with a recipe's options.
 
         Yields:
             Copies of the models that compute as in a run, and the tracker.
@@ -224,7 +224,7 @@ class MemoryEstimator:
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         dropout_on = dropout(models, run.adapter.dropout if train else 0.0, "memory")
-        # The layout of an image grid is cached; without clearing the cache, it would not be counted
+        # An image grid's layout is cached; without clearing the cache, it would not be counted
         # if an earlier forward pass had the same grids.
         lay_out.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
@@ -232,9 +232,9 @@ class MemoryEstimator:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return the size of the KV cache of a rollout in bytes.
+        """Return the size in bytes of a rollout's KV cache.
 
-        The tokens of a prompt are cached once for all of its completions. Instead of keys and
+        A prompt's tokens are cached once for all its completions. Instead of keys and
         values, a recurrent layer caches a state of fixed size for each prompt and each completion.
         """
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
@@ -272,10 +272,10 @@ def drop_gradient(parameter: nn.Parameter):
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options
 ) -> Tensor:
-    """Call the fused attention kernel of the CPU.
+    """Call the CPU's fused attention kernel.
 
     On the meta device, scaled_dot_product_attention would use the unfused formula, which needs more
-    memory than the kernels of a GPU. In float32, the mask is kept for the backward pass. In 16
+    memory than a GPU's kernels. In float32, the mask is kept for the backward pass. In 16
     bits, a GPU uses no mask, see dense_attention.
     """
     mask = attn_mask if q.dtype == torch.float32 else None
@@ -296,13 +296,13 @@ def estimate_phases(
     held_out: Sequence[RowSize] = TYPICAL_ROWS,
     only: str | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Estimate the memory on one GPU in bytes, for each phase of a stage and each item in it.
+    """Estimate the memory on one GPU in bytes, for each phase in a stage and each item in it.
 
     Args:
-        rows: sizes of the largest training rows, the largest first. If a batch has more prompts,
+        rows: the largest training rows' sizes, the largest first. If a batch has more prompts,
             the others are counted like the last one.
-        held_out: sizes of the largest held-out rows; empty if the run has no evaluations.
-        only: name of the only phase to estimate; None estimates all phases.
+        held_out: the largest held-out rows' sizes; empty if the run has no evaluations.
+        only: the only phase to estimate; None estimates all phases.
 
     Returns:
         {phase: {item: bytes}}, for example {"train": {"weights": 1e9, "gradients": 1e9}}.
@@ -336,7 +336,7 @@ def micro_batch_prompts(run: RunConfig, stage: str, gpus: int) -> int:
 
 
 def training_batch(run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize]) -> BatchShape:
-    """Return the shape of the largest micro-batch of a stage on one GPU."""
+    """Return the shape of a stage's largest micro-batch on one GPU."""
     config = getattr(run, stage)
     trainer = find_trainer(stage, run)
     prompts = micro_batch_prompts(run, stage, gpus)
@@ -358,7 +358,7 @@ def answers_batch(run: RunConfig, stage: str, rows: Sequence[RowSize], prompts: 
 
 
 def sampling_batch(run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize]) -> BatchShape:
-    """Return the shape of the largest sampling batch of a rollout on one GPU."""
+    """Return the shape of a rollout's largest sampling batch on one GPU."""
     config = getattr(run, stage)
     steps = getattr(config, "steps_per_generation", 1)
     prompts = math.ceil(config.prompts_per_step * steps / gpus)
@@ -373,16 +373,16 @@ def largest_batch(
     max_tokens: int | None,
     whole: bool = False,
 ) -> BatchShape:
-    """Return the shape of the largest of the batches that the largest rows are divided into.
+    """Return the shape of the largest batch among those that the largest rows are divided into.
 
-    The prompts of the shape are equal; their sizes are the means over the rows of the batch.
+    The shape's prompts are equal; their sizes are the means over the batch's rows.
 
     Args:
-        rows: sizes of rows, the largest first.
+        rows: row sizes, the largest first.
         prompts: number of prompts to divide.
-        completions: numbers of tokens of the completions of each prompt.
+        completions: token counts of each prompt's completions.
         max_tokens: largest number of tokens in a batch; None for no limit.
-        whole: whether all completions of a prompt are in the same batch.
+        whole: whether all a prompt's completions are in the same batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
@@ -427,13 +427,13 @@ def gathered_bytes(run: RunConfig, model: VisionLanguageModel) -> int:
 
 
 def once_per_step_bytes(run: RunConfig, models: TrainedModels, gathered: int) -> tuple[int, int]:
-    """Return the bytes of gathered tensors and of full gradients with sharding.once_per_step.
+    """Return the bytes in gathered tensors and full gradients with sharding.once_per_step.
 
     All weights stay gathered, and the gradients are added up in float32 or wider. In addition, the
-    gradients of the current blocks exist in the dtype of the layers.
+    gradients of the current blocks exist in the layers' dtype.
 
     Args:
-        gathered: bytes of weights and gradients that are gathered without the option.
+        gathered: bytes in weights and gradients that are gathered without the option.
     """
     weights = sum(computed_bytes(backbone, compute_dtype(run)) for backbone in models.backbones)
     accumulated = 0
@@ -448,11 +448,11 @@ def rollout_items(
 ) -> dict[str, float]:
     """Return the size in bytes of each item that is in memory only while completions are sampled.
 
-    The activations of the prompts are freed before the first token is sampled, so that only the
-    larger of the two items counts.
+    The prompts' activations are freed before the first token is sampled, so that only the
+    larger item counts.
 
     Args:
-        work: shape of the sampling batch.
+        work: the sampling batch's shape.
     """
     dtype = compute_dtype(run)
     by_layer = run.uses_fsdp and not run.rollout.gather_weights
@@ -477,7 +477,7 @@ def rollout_items(
     is_captured = run.sampling.engine == "native" and can_capture(policy, run.sampling, by_layer)
     if is_captured and joined_bytes(policy, dtype):
         items["joined weights"] = joined_bytes(policy, dtype)
-    # An engine of vLLM uses memory only in this phase, because it sleeps in the other phases.
+    # A vLLM engine uses memory only in this phase, because it sleeps in the other phases.
     return items | find_engine(run.sampling).engine_bytes(run.sampling, estimator.parameters, dtype)
 
 
@@ -491,7 +491,7 @@ def evaluation_items(
     """Return the size in bytes of each item that is in memory only during an evaluation.
 
     The answers to held-out rows are sampled first. A stage that trains on given answers then
-    computes their log-probabilities, and the larger of the two computations counts.
+    computes their log-probabilities, and the larger computation counts.
     """
     sampling = evaluation_sampling(run.sampling)
     answering = copy.copy(run)
@@ -549,7 +549,7 @@ def train_items(
 
 
 def logits_bytes(run: RunConfig, estimator: MemoryEstimator, work: BatchShape) -> int:
-    """Return the size of the logits of the trainer in bytes, which it computes piece by piece."""
+    """Return the size in bytes of the trainer's logits, which it computes piece by piece."""
     rows = work.prompts * work.num_generations * work.completion_tokens
     return piece_bytes(rows, estimator.config.vocab_size, compute_dtype(run))
 
@@ -561,7 +561,7 @@ def persistent_items(
     trainer = find_trainer(stage, run)
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    # With adapters, a second model shares the base weights and needs only adapters of its own.
+    # With adapters, a second model shares the base weights and needs only its own adapters.
     adapters = bytes_of(adapter_parameters(policy))
     items = {"weights": weights, "optimizer": optimizer_bytes(run, stage, models)}
     if models.critic is not None:
@@ -582,7 +582,7 @@ def has_reference(run: RunConfig, stage: str) -> bool:
 
 
 def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
-    """Return the size of a reference model in bytes, before sharding.
+    """Return a reference model's size in bytes, before sharding.
 
     Weights that the reference model shares with the policy are not counted.
     """
@@ -597,7 +597,7 @@ def reference_bytes(run: RunConfig, policy: nn.Module) -> int:
 
 
 def optimizer_bytes(run: RunConfig, stage: str, model: nn.Module) -> int:
-    """Return the size of the optimizer state in bytes, before sharding."""
+    """Return the optimizer state's size in bytes, before sharding."""
     optimizer = build_optimizer(model, getattr(run, stage), run.optimizer)
     begin_state(optimizer, trained_parameters(model))
     return sum(bytes_of(state.values()) for state in optimizer.state.values())
@@ -618,7 +618,7 @@ def largest_phase(phases: dict[str, dict]) -> str:
 
 
 def state_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> int:
-    """Return the size of one saved training state on disk in bytes."""
+    """Return one saved training state's size on disk in bytes."""
     models = estimator.build_trained(run, stage)
     items = persistent_items(run, stage, models, estimator)
     items["weights"] = bytes_of(adapter_parameters(models.policy)) or items["weights"]
@@ -635,10 +635,10 @@ def best_cure(
     rows: Sequence[RowSize] = TYPICAL_ROWS,
     held_out: Sequence[RowSize] = TYPICAL_ROWS,
 ) -> dict[str, Plain]:
-    """Return the option that lowers the memory of a phase most, for example {"adapter.r": 16}.
+    """Return the option that lowers a phase's memory most, for example {"adapter.r": 16}.
 
     Args:
-        phase: name of the phase, a key of `estimate_phases`.
+        phase: phase name, a key of `estimate_phases`.
         rows, held_out: see `estimate_phases`.
 
     Returns:
@@ -673,7 +673,7 @@ def with_options(run: RunConfig, options: Mapping[str, Plain]) -> RunConfig:
 def cures(
     run: RunConfig, stage: str, gpus: int, rows: Sequence[RowSize], held_out: Sequence[RowSize]
 ) -> Iterator[dict[str, Plain]]:
-    """Yield the options that can lower the memory of a stage, those with the same results first.
+    """Yield the options that can lower a stage's memory, those with the same results first.
 
     Each dictionary has the options that must be set together. sharding.cpu_offload is not among
     them, because it makes every step several times slower.

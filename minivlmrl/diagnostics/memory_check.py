@@ -87,7 +87,7 @@ class MemoryCheck(Callback):
             try_largest_batch(trainer, optimizer, rows, int(items["optimizer"]))
 
     def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
-        # The memory of a CPU is not checked, so typical rows are estimated when memory runs out.
+        # A CPU's memory is not checked, so typical rows are estimated when memory runs out.
         if stage not in self.plans and self.estimator is not None:
             self.plans[stage] = estimate_phases(self.config, stage, self.estimator, self.gpus)
         return self.plans.get(stage)
@@ -96,7 +96,7 @@ class MemoryCheck(Callback):
 def measure_datasets(
     stage: str, config: RunConfig, datasets: dict[str, Dataset], processor: Processor
 ) -> tuple[list[RowSize], list[RowSize]]:
-    """Measure the largest training rows of a stage, and the largest held-out rows."""
+    """Measure a stage's largest training rows, and the largest held-out rows."""
     answers = find_trainer(stage, config).answers
     rows = measure_rows(datasets[stage], processor, answers)
     return rows, measure_rows(datasets.get("eval", ()), processor, answers)
@@ -116,8 +116,8 @@ def refusal(
 
     Args:
         rows, held_out: see `estimate_phases`.
-        images: image processor of the model.
-        available: free memory of a GPU in bytes.
+        images: the model's image processor.
+        available: a GPU's free memory in bytes.
     """
     arguments = stage, estimator, gpus, rows, held_out
     phases = estimate_phases(run, *arguments)
@@ -187,7 +187,7 @@ def fitting_max_pixels(
     images: ImageProcessor,
     available: float,
 ) -> dict[str, Plain]:
-    """Return the largest max_pixels of images and of frames with which a stage fits, or {}.
+    """Return the largest max_pixels for images and for frames with which a stage fits, or {}.
 
     The memory grows about linearly with the number of image tokens, so the limit is interpolated
     between the smallest and the present images, and then lowered until the stage fits.
@@ -223,7 +223,7 @@ def fitting_max_pixels(
 
 
 def bounded_row(row: RowSize, limit: int) -> RowSize:
-    """Return the size of a row if each of its images has at most `limit` tokens."""
+    """Return a row's size if each of its images has at most `limit` tokens."""
     return replace(row, image_tokens=min(row.image_tokens, row.frames * limit))
 
 
@@ -249,7 +249,7 @@ def written_bytes(run: RunConfig, stage: str, estimator: MemoryEstimator) -> dic
 
 
 def check_disk(run: RunConfig, stage: str, estimator: MemoryEstimator):
-    """Raise ValueError if the training states and the weights of a run do not fit on the disk.
+    """Raise ValueError if a run's training states and weights do not fit on the disk.
 
     Training states and checkpoints that the output folder already contains count as free space,
     because the run deletes them.

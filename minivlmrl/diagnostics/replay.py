@@ -1,8 +1,8 @@
 """Replay one optimizer step of a run: `python -m minivlmrl replay RUN --step 73 --prompt 4`.
 
-RUN is the folder of a run, or a recipe. Training resumes from the last checkpoint of the run before
+RUN is a run's folder, or a recipe. Training resumes from the last checkpoint of the run before
 the step, or starts from step 0, and continues up to the step. Nothing is written to RUN. The random
-numbers of a completion depend only on the key of its prompt, so a replayed step must agree with
+numbers for a completion depend only on its prompt's key, so a replayed step must agree with
 completions.jsonl and metrics.jsonl to the last bit.
 """
 
@@ -42,7 +42,7 @@ from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line; unknown arguments are options of the recipe."""
+    """Build the parser of the command line; unknown arguments are recipe options."""
     p = argparse.ArgumentParser(
         "python -m minivlmrl replay", description=__doc__, allow_abbrev=False
     )
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
     finally:
         if tracer and tracer.calls:  # the page is written even if the step fails
             tracer.write(Path(page), f"{options.run}, {stage} step {number}")
-    # a run logs the completions of all ranks if num_logged_prompts is null
+    # a run logs all ranks' completions if num_logged_prompts is null
     parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]
@@ -111,10 +111,10 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    """Load the options of a run from its config.yaml or from a recipe.
+    """Load a run's options from its config.yaml or from a recipe.
 
     Args:
-        folder: folder of the run, or a recipe.
+        folder: the run's folder, or a recipe.
         recipe: recipe to use instead of the run's config.yaml.
         overrides: command-line options, such as --seed=1.
 
@@ -133,7 +133,7 @@ class Reached(Exception):
 
 
 class StopBefore(Callback):
-    """Raises Reached before the optimizer update of a given step."""
+    """Raises Reached before a given step's optimizer update."""
 
     def __init__(self, stage: str, number: int, tracer: StepTracer | None = None):
         self.wanted = stage, number
@@ -159,9 +159,9 @@ def go_to(
     The training command resumes a copy of the run from its last checkpoint before the step.
 
     Args:
-        config: options of the run.
-        stage: name of the step's stage.
-        number: number of the step in its stage, from 0.
+        config: the run's options.
+        stage: the step's stage.
+        number: step number in its stage, from 0.
         tracer: tracer that records the step.
 
     Raises:
@@ -222,11 +222,11 @@ def train_again(
     """Train a copy of a run from a checkpoint or from step 0, and return the exit code.
 
     Args:
-        config: options of the run.
-        state: folder of the checkpoint; None starts from step 0.
-        folder: folder of the copy, which is created.
+        config: the run's options.
+        state: the checkpoint's folder; None starts from step 0.
+        folder: the copy's folder, which is created.
         callback: callback that is called after the default callbacks.
-        options: values of RunConfig that replace the values of `config`.
+        options: RunConfig values that replace the values of `config`.
 
     Raises:
         ValueError: `folder` exists.
@@ -279,7 +279,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
         temperature = trainer.run.sampling.temperature
         logged_group = list(groups(trainer, step))[index]
         table = []
-        explanations = []  # lines about the answer and the rewards of each completion
+        explanations = []  # lines about each completion's answer and rewards
         for line in logged_group["completions"]:
             totals = {"reward": line["reward"], "advantage": line["advantage"]}
             table.append(line["rewards"] | totals)
@@ -307,7 +307,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
 def logps_now(
     trainer: Trainer, row: Row, completions: list[Completion], temperature: float
 ) -> list[torch.Tensor]:
-    """Return the log-probabilities (T,) of the T tokens of each completion before the step."""
+    """Return the log-probabilities (T,) of each completion's T tokens before the step."""
     policy = trainer.policy
     prompt = row.prompt(trainer.processor)
     group = pack_turns([prompt], [completions], policy.config, trainer.world.device)
@@ -317,10 +317,10 @@ def logps_now(
 
 
 def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
-    """Compare the log-probabilities of the generated tokens that training and sampling computed."""
+    """Compare the generated tokens' log-probabilities that training and sampling computed."""
     trained_logps = logps[completion.policy_mask]
     line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
-    if completion.logps is not None:  # None for an answer of the dataset, which was not sampled
+    if completion.logps is not None:  # None for an answer from the dataset, which was not sampled
         sampled_logps = completion.logps[completion.policy_mask]
         line["sampled"] = sampled_logps.sum().item()
         line["differ by"] = (trained_logps - sampled_logps).abs().max().item()
@@ -330,17 +330,17 @@ def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, floa
 def compare(
     folder: Path, stage: str, number: int, completions: list[dict], metrics: dict
 ) -> dict[str, bool]:
-    """Compare the lines that a run logged about a step with the lines of the replayed step.
+    """Compare the lines that a run logged about a step with the replayed step's lines.
 
     Args:
-        folder: folder of the run.
-        stage: name of the step's stage.
-        number: number of the step in its stage, from 0.
-        completions: lines about the prompts of all ranks in the replayed step, see `groups`.
-        metrics: metrics of the replayed step.
+        folder: the run's folder.
+        stage: the step's stage.
+        number: step number in its stage, from 0.
+        completions: lines about all ranks' prompts in the replayed step, see `groups`.
+        metrics: the replayed step's metrics.
 
     Returns:
-        {log file: True if all of its lines about the step are equal}. A file without lines about
+        {log file: True if all its lines about the step are equal}. A file without lines about
         the step is left out.
     """
     same = {}
@@ -354,7 +354,7 @@ def compare(
 
 
 def log_end(path: Path) -> str:
-    """Describe the last line of the metrics of a run."""
+    """Describe the last line in a run's metrics."""
     lines = read_lines(path, LogLine)
     if not lines:
         return f"{path.parent} contains no metrics"

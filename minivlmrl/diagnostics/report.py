@@ -1,4 +1,4 @@
-"""Write report.html, a page with the curves and the completions of one or several runs."""
+"""Write report.html, a page with one or several runs' curves and completions."""
 
 import base64
 import math
@@ -28,7 +28,7 @@ PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 # number of steps at the end of a run for which the page shows how many tokens each expert received
 EXPERT_STEPS = 10
-POINTS = 500  # maximum number of points of a curve in a stage; each is the mean of some steps
+POINTS = 500  # maximum number of curve points in a stage; each is the mean of some steps
 # maximum number of steps whose completions are shown, and of prompts per step, so that the page
 # stays small
 STEPS = 60
@@ -58,13 +58,13 @@ class ReportLogLine(LogLine):
 
 
 class ReportPage(Callback):
-    """Writes report.html every report_minutes during a run, and at the end of the run."""
+    """Writes report.html every report_minutes during a run, and at the run's end."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
         self.is_main = log.world.is_main
         self.seconds = 60 * config.report_minutes
-        self.next_time = 0.0  # time of the next update in seconds, by time.monotonic
+        self.next_time = 0.0  # next update time in seconds, by time.monotonic
         self.refresh()
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
@@ -80,7 +80,7 @@ class ReportPage(Callback):
     def refresh(self):
         """Update the page if an update is due.
 
-        The interval grows with the duration of an update, so that updates take at most about 1 % of
+        The interval grows with an update's duration, so that updates take at most about 1 % of
         the training time.
         """
         begin = clock()
@@ -93,8 +93,8 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write one page about one or several runs.
 
     Args:
-        folders: folders of the runs.
-        out: path of the page.
+        folders: the runs' folders.
+        out: the page's path.
         seconds: interval at which a browser reloads the page. With 0, for example for a finished
             run, the page is not reloaded.
     """
@@ -114,7 +114,7 @@ def fill_template(template: Path, text: str, out: Path):
 
 
 def collect_run(folder: Path) -> dict:
-    """Collect the data of a run for the page. Steps are counted from 1, as in the terminal."""
+    """Collect a run's data for the page. Steps are counted from 1, as in the terminal."""
     summary_file = folder / "summary.json"
     config_file = folder / "config.yaml"
     metrics = read_lines(folder / METRICS, LogLine)
@@ -153,8 +153,8 @@ def thin_out(metrics: list[dict]) -> dict:
     """Replace steps by means over several steps, so that a stage has at most POINTS lines.
 
     Returns:
-        `metrics`, the lines, each with the number of its last step; and `steps_per_point`, the
-        number of steps per line, by the name of the stage.
+        `metrics`, the lines, each with its last step's number; and `steps_per_point`, the
+        number of steps per line, by the stage's name.
     """
     lines_of_stage = {}
     for line in metrics:
@@ -186,7 +186,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
     """Read evaluations.jsonl, and count the steps over all stages instead of within each stage."""
-    first_steps = {}  # {stage: total number of steps of all earlier stages}
+    first_steps = {}  # {stage: total number of steps in all earlier stages}
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []
@@ -197,7 +197,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Read the first PROMPTS prompts of about STEPS logged steps at most, and of the last step."""
+    """Read the first PROMPTS prompts from at most about STEPS logged steps and the last step."""
     lines_of_step = {}  # {(stage, step): lines}
     for line in read_lines(folder / COMPLETIONS, ReportLogLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
@@ -208,7 +208,7 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
-    """Return {path: data URI} for all images of prompts and tool results."""
+    """Return {path: data URI} for all images in prompts and tool results."""
     paths = set()
     for line in completions:
         paths.update(line["images"])
@@ -221,8 +221,8 @@ def data_uri(folder: Path, path: str) -> str:
     """Encode an image that completions.jsonl names as a data URI.
 
     Raises:
-        ValueError: the path is not a file in the images folder of the run. Without this check,
-            completions.jsonl could name any file of the computer, and the page would contain it.
+        ValueError: the path is not a file in the run's images folder. Without this check,
+            completions.jsonl could name any file on the computer, and the page would contain it.
     """
     file = (folder / path).resolve()
     if file.parent != folder.resolve() / IMAGES or not file.is_file():

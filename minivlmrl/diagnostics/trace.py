@@ -1,6 +1,6 @@
 """Record the executed lines of one optimizer step, for `replay RUN --step 73 --trace step.html`.
 
-`StepTracer` uses sys.settrace to trace the files in the reading list of the README, and other files
+`StepTracer` uses sys.settrace to trace the files in the README's reading list, and other files
 that the command names. It records the values that each line assigned. Within a call, only the first
 MAX_REPEATS executions of a line and calls of a function are recorded; later ones are only counted.
 This module has no effect on a run without --trace.
@@ -39,7 +39,7 @@ from minivlmrl.run.rollout_log import groups
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 
 PACKAGE = Path(loop.__file__).parents[1]
-# files in the reading list of the README, in the same order; the page shows their lines
+# files in the README's reading list, in the same order; the page shows their lines
 READING_LIST = (
     *("data/image", "data/messages", "data/chat_template", "data/rows", "data/processor"),
     *(
@@ -65,14 +65,14 @@ MAX_ITEMS = (1000, 12, 4, 0)
 # activations; only the means of TILES_PER_SIDE x TILES_PER_SIDE tiles are recorded for them.
 MAX_SHOWN_VALUES = 2600
 TILES_PER_SIDE = 24
-NUM_PROMPTS = 4  # number of prompts of the step that the page shows
+NUM_PROMPTS = 4  # prompts of the step that the page shows
 
 
 @dataclass
 class Call:
     number: int
     line: int  # line that is being executed
-    times: Counter  # {line: number of executions} and {code object: number of calls from here}
+    times: Counter  # {line: execution count} and {code object: number of calls from here}
     last_values: dict  # {variable: (value, version_of(value))} at the last event
     changed: dict  # {variable: line that assigned it}, for variables assigned since the last event
 
@@ -90,15 +90,15 @@ class StepTracer:
 
         Args:
             extra_files: files and folders to trace in addition to READING_LIST.
-            stage: stage of the step.
-            number: number of the step in its stage, from 0.
+            stage: the step's stage.
+            number: step number in its stage, from 0.
         """
         self.step = stage, number
         self.description = {"prompts": []}
         self.norms = {}
         self.events = []
         self.calls = []
-        self.more = Counter()  # numbers of calls and executed lines that are not recorded
+        self.more = Counter()  # counts of calls and executed lines that are not recorded
         self.values = {}
         self.frames = {}  # {frame: Call, or None for a call that is not recorded}
         self.root = None  # the Call of train_stage
@@ -116,7 +116,7 @@ class StepTracer:
         threading.settrace(None)
 
     def __call__(self, frame, event, arg):
-        """Decide whether to trace a call. Python invokes this method at the start of every call."""
+        """Decide whether to trace a call. Python invokes this method when every call starts."""
         code = frame.f_code
         if not self.root:  # the requested step has not begun
             return self.line if code is loop.train_stage.__code__ else None
@@ -125,7 +125,7 @@ class StepTracer:
         caller_frame = frame.f_back
         while caller_frame and caller_frame not in self.frames:
             if caller_frame.f_code.co_name == "on_step_begin":
-                return None  # callbacks, such as InputCheck, are not a part of the step
+                return None  # callbacks, such as InputCheck, are not part of the step
             caller_frame = caller_frame.f_back
         caller = self.frames.get(caller_frame, self.root)
         is_lambda = code.co_name[0] == "<"
@@ -180,7 +180,7 @@ class StepTracer:
     def record_changes(self, frame, call: Call):
         """Find the local variables and fields of `self` that have changed since the last event.
 
-        In optimizer_step, the gradient norms of all parameters are recorded as one more variable.
+        In optimizer_step, all parameters' gradient norms are recorded as one more variable.
         """
         values = dict(frame.f_locals)
         for name, x in getattr(values.get("self"), "__dict__", {}).items():
@@ -217,10 +217,10 @@ class StepTracer:
         self.events.append([kind, call.number, frame.f_lineno, assigned, *returned])
 
     def value(self, name: str, x, frame_locals: dict) -> int:
-        """Store the description of a value, and return its index. Equal descriptions share one."""
+        """Store a value's description, and return its index. Equal descriptions share one."""
         value_json = to_json(x)
-        # The image grids of a Prompt or GroupBatch are its attribute. The grids of a tensor of
-        # patches are a local variable of the same function.
+        # The image grids in a Prompt or GroupBatch are its attribute. The grids of a tensor of
+        # patches are a local variable in the same function.
         grids = getattr(
             x, "image_grid_thw", frame_locals.get("image_grid_thw", frame_locals.get("grid"))
         )
@@ -237,14 +237,14 @@ class StepTracer:
         return self.value_index(value_json)
 
     def value_index(self, value_json) -> int:
-        """Store a description and return its index. Items of containers are stored separately."""
+        """Store a description and return its index. Container items are stored separately."""
         if isinstance(value_json, dict) and "items" in value_json:
             for item in value_json["items"]:
                 item[1] = self.value_index(item[1])
         return self.values.setdefault(json_text(value_json), len(self.values))
 
     def first_frame(self, frames: Tensor) -> str:
-        """Encode the first of the normalised frames (frames, 3, height, width) as a data URL."""
+        """Encode the first normalised frame from (frames, 3, height, width) as a data URL."""
         mean = torch.tensor(self.image_processor.image_mean)
         std = torch.tensor(self.image_processor.image_std)
         rgb = (frames[0].permute(1, 2, 0).cpu() * std + mean).clamp(0, 1) * 255
@@ -253,7 +253,7 @@ class StepTracer:
     def pause(self, trainer: Trainer, step: Step):
         """Stop tracing before the optimizer update, and record what the page shows below the code.
 
-        The page shows the packed sequences of the step, and the first prompts with their completions.
+        The page shows the step's packed sequences, and the first prompts with their completions.
         """
         self.__exit__()
         runs = [describe_packed_run(batch) for batch in step.micro_batches]
@@ -263,14 +263,14 @@ class StepTracer:
                 words[token_id] = trainer.processor.tokenizer.decode([token_id])
         self.description = {
             "prompts": describe_prompts(trainer, step),
-            # index of each prompt of the step among the prompts of the rollout
+            # each step prompt's index among the rollout's prompts
             "numbers": [group[0].index // len(group) for group in step.groups],
             "runs": runs,
             "words": words,
         }
 
     def write(self, path: Path, title: str):
-        """Write the page of the recorded step."""
+        """Write the recorded step's page."""
         data = self.description | {
             "title": title,
             "files": {name: Path(file).read_text("utf-8") for file, name in self.files.items()},
@@ -288,10 +288,10 @@ def python_files(name: str) -> list[Path]:
     """Return the Python files that a name on the command line stands for.
 
     Args:
-        name: a Python file, or a folder of minivlmrl.
+        name: a Python file, or a folder in minivlmrl.
 
     Raises:
-        ValueError: the name is neither a Python file nor a folder of minivlmrl.
+        ValueError: the name is neither a Python file nor a folder in minivlmrl.
     """
     path = Path(name)
     paths = [path, path.absolute()] if path.is_file() else []
@@ -306,7 +306,7 @@ def python_files(name: str) -> list[Path]:
 
 @cache
 def lines_without_values(file: str) -> set[int]:
-    """Return the lines of a file that assign the memory of torch.empty or a similar function.
+    """Return a file's lines that assign the memory of torch.empty or a similar function.
 
     This memory contains arbitrary numbers, which the page must not show as values.
     """
@@ -328,16 +328,16 @@ def version_of(x) -> int:
 
 
 def describe_packed_run(batch: MicroBatch) -> dict:
-    """Describe a packed sequence: its tokens, the lengths of its parts, and its completions.
+    """Describe a packed sequence: its tokens, its part lengths, and its completions.
 
-    The page derives the attention mask from the lengths of the parts. A test compares this mask
-    with the mask of the model, attention.visible.
+    The page derives the attention mask from the part lengths. A test compares this mask
+    with the model's mask, attention.visible.
     """
     layout = batch.group.layout
     rows = (
         layout.row_index // batch.group.completion_mask.shape[1]
-    )  # (M,): row of each completion token
-    spans = []  # for each prompt, [row, number of tokens] for each part of its completions
+    )  # (M,): each completion token's row
+    spans = []  # for each prompt, [row, token count] for each part of its completions
     num_tokens = 0
     for group in layout.completion_spans:
         spans.append([])
@@ -349,7 +349,7 @@ def describe_packed_run(batch: MicroBatch) -> dict:
         "targets": batch.group.completion_ids.tolist(),
         "prompt_lengths": layout.prompt_lengths,
         "completion_spans": spans,
-        # for each row, the index of its completion in the rollout
+        # for each row, its completion's index in the rollout
         "completions": to_json(getattr(batch, "completion_index", None)),
         "trained": batch.loss_mask.sum(
             1
@@ -358,7 +358,7 @@ def describe_packed_run(batch: MicroBatch) -> dict:
 
 
 def describe_prompts(trainer: Trainer, step: Step) -> list[dict]:
-    """Describe the first prompts of a step by texts, rewards, images and saliency maps."""
+    """Describe a step's first prompts by texts, rewards, images and saliency maps."""
     lines = list(groups(trainer, step))[:NUM_PROMPTS]
     for group, line in zip(step.groups, lines, strict=False):
         line["pictures"] = [png(image) for image in group[0].row.images]
@@ -403,8 +403,8 @@ def to_json(x, depth: int = 0):
 def matrix(x: Tensor) -> dict:
     """Describe a tensor by dtype, shape, [mean, min, max, number of NaNs], and its first matrix.
 
-    A matrix with too many numbers (see MAX_SHOWN_VALUES) is reduced to means of tiles, and if its
-    rows have more than 256 numbers, also to the three largest numbers of its first 64 rows.
+    A matrix with too many numbers (see MAX_SHOWN_VALUES) is reduced to tile means, and if its
+    rows have more than 256 numbers, also to the three largest numbers in its first 64 rows.
     """
     tensor_json = {"of": str(x.dtype)[6:], "shape": x.shape}
     valid_numbers = x.float()[~x.isnan()]
@@ -439,7 +439,7 @@ def png(image: PIL.Image.Image) -> str:
 def pictures(patches: Tensor, grids: Tensor, images: ImageProcessor) -> list[Tensor]:
     """Convert patches back to one tensor (frames, 3, height, width) per image or video.
 
-    This is the inverse of image.patchify.
+    This is image.patchify's inverse.
     """
     m, n, p = images.merge_size, images.temporal_patch_size, images.patch_size
     grids = torch.as_tensor(grids).view(-1, 3)
@@ -459,17 +459,17 @@ def saliency_maps(
     weight: float = 1.0,
     temperature: float = 1.0,
 ) -> list[Tensor]:
-    """Compute gradient saliency maps of the images of a prompt.
+    """Compute gradient saliency maps for a prompt's images.
 
-    The maps show the gradient of `weight` times the log-probability of the completion, with respect
+    The maps show the gradient of `weight` times the completion's log-probability, with respect
     to the normalised pixels. docs/metrics.md explains what such maps do not show.
 
     Args:
         policy: model that computes the log-probability.
-        processor: processor of the model.
+        processor: the model's processor.
         prompt: prompt with images.
-        completion: completion of the prompt.
-        weight: factor of the log-probability, usually the advantage.
+        completion: the prompt's completion.
+        weight: the log-probability's factor, usually the advantage.
         temperature: sampling temperature by which the logits are divided.
 
     Returns:

@@ -1,6 +1,6 @@
 """Warn about runs that are not learning, with a likely cause and a suggested fix.
 
-Each rule checks the metrics of the last WINDOW optimizer steps. A warning is repeated only if its
+Each rule checks the metrics from the last WINDOW optimizer steps. A warning is repeated only if its
 condition did not hold at a step in between.
 """
 
@@ -24,8 +24,8 @@ from minivlmrl.run.rollout_log import LogLine
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
-WINDOW = 10  # number of consecutive optimizer steps for which a condition must hold
-# number of rollouts over which the rewards are compared with the rewards of a constant answer
+WINDOW = 10  # consecutive optimizer steps for which a condition must hold
+# rollouts over which the rewards are compared with a constant answer's rewards
 BASELINE_ROLLOUTS = 50
 IDLE_EXPERT_STEPS = 50  # optimizer steps without a token after which an expert is reported
 # suggested fixes that check_completions.py uses too
@@ -66,26 +66,26 @@ class TrainingWarnings(Callback):
 
 
 class WarningRules:
-    """The rules that check the optimizer steps of one stage."""
+    """The rules that check one stage's optimizer steps."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer):
         self.trainer, self.optimizer = trainer, optimizer
         self.run = trainer.run
-        self.recent = deque(maxlen=WINDOW)  # metrics of the last steps
-        self.first: dict[str, float] = {}  # metrics of the first step
-        self.violated = set()  # names of the rules that were violated at the last step
+        self.recent = deque(maxlen=WINDOW)  # the last steps' metrics
+        self.first: dict[str, float] = {}  # the first step's metrics
+        self.violated = set()  # rules that were violated at the last step
         self.rollout = None
-        # (solutions, rewards) of each of the last rollouts
+        # (solutions, rewards) for each of the last rollouts
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
-        self.extremes = []  # lowest and highest total reward of any completion so far
+        self.extremes = []  # lowest and highest total reward for any completion so far
         # for each layer and expert, the number of steps since it had a token; [] without experts
         self.idle_steps = []
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
-        """Record the metrics and the rollout of an optimizer step, and return new warnings."""
+        """Record an optimizer step's metrics and rollout, and return new warnings."""
         if "experts/tokens" in metrics:
             tokens = torch.tensor(metrics["experts/tokens"]).sum(0)  # (layers, experts)
-            # The counts of a dense layer are all 0; such a layer has no idle experts.
+            # A dense layer's counts are all 0; such a layer has no idle experts.
             is_idle = (tokens == 0) & tokens.any(1, keepdim=True)
             self.idle_steps = ((torch.tensor(self.idle_steps or 0) + 1) * is_idle).tolist()
         if rollout is not None and rollout is not self.rollout:
@@ -104,7 +104,7 @@ class WarningRules:
         return new_sentences
 
     def state(self) -> str:
-        """Return the state of the rules as JSON, so that a resumed run gives the same warnings."""
+        """Return the rules' state as JSON, so that a resumed run gives the same warnings."""
         recent_rewards = [
             (solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards
         ]
@@ -130,11 +130,11 @@ class WarningRules:
         return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
 
     def mean(self, name: str) -> float:
-        """Return the mean of a metric over the last steps, or NaN if a step lacks the metric."""
+        """Return a metric's mean over the last steps, or NaN if a step lacks the metric."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def rules(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the warning of each violated rule."""
+        """Yield each violated rule's name and warning."""
         stuck = [*self.learning_rules(), *self.entropy_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
@@ -220,7 +220,7 @@ class WarningRules:
             )
 
     def entropy_rules(self) -> Iterator[tuple[str, str]]:
-        """Yield warnings about an entropy near zero and an entropy near that of random tokens."""
+        """Yield warnings about an entropy near zero and one near random tokens' entropy."""
         if "reward" not in self.recent[-1]:
             return
         if self.always("entropy", lambda nats: nats < 1e-3):
@@ -240,7 +240,7 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Yield a warning for each reward that is not higher than that of a constant answer.
+        """Yield a warning for each reward that is not higher than a constant answer's reward.
 
         The constant answer is the most frequent solution. Shuffled labels trigger this rule,
         because no policy that learns from them can be better than the constant answer.
@@ -315,13 +315,13 @@ def ignores_images(evaluations: list[dict], rows: int, reward: str) -> str | Non
     """Return a warning if held-out accuracy rises while the benefit of seeing the image shrinks.
 
     The benefit is the reward with the true image, minus the reward with a gray image or with the
-    image of another row, whichever of the two is higher. A change counts if it exceeds
+    another row's image, whichever is higher. A change counts if it exceeds
     1 / sqrt(rows), which is two standard errors of an accuracy of 0.5.
 
     Args:
-        evaluations: lines of evaluations.jsonl.
+        evaluations: lines in evaluations.jsonl.
         rows: number of held-out rows.
-        reward: name of the first evaluation reward.
+        reward: the first evaluation reward's name.
     """
     sampled = metric_name(reward, "sampled")
     gray, swapped = (metric_name(reward, way) for way in IMAGE_ABLATIONS)
