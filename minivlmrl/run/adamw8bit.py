@@ -23,14 +23,14 @@ from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 # Moments of vectors, and of tensors with fewer values than this, stay in float32.
 SMALLEST = 4096
 PIECE = 2**24  # maximum number of values that are dequantized to float32 at a time
-# name of each moment -> True if its values can be negative
+# each moment's name -> True if its values can be negative
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation stores the rounding error of each 16-bit weight in another 16 bits, so that
+    Kahan summation stores each 16-bit weight's rounding error in another 16 bits, so that
     small updates accumulate instead of being lost.
     """
 
@@ -49,7 +49,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its optimizer state in place, in chunks of rows.
+        """Update a parameter and its optimizer state in place, in row chunks.
 
         A chunk has at most PIECE values, so that float32 copies of the moments need little memory.
         """
@@ -72,7 +72,7 @@ class AdamW8bit(torch.optim.Optimizer):
         num_steps: int,
         group: dict,
     ):
-        """Apply the AdamW update (arXiv 1711.05101, algorithm 2) to a chunk of rows, in place."""
+        """Apply the AdamW update (arXiv 1711.05101, algorithm 2) to a row chunk, in place."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
         beta1, beta2 = group["betas"]
@@ -114,7 +114,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create the initial optimizer state of a parameter, sharded like the parameter."""
+    """Create a parameter's initial optimizer state, sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -124,7 +124,7 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            # The scales have one value for each block of GROUP values of a row.
+            # The scales have one value for each block of GROUP values in a row.
             block_starts = parameter.flatten(1)[:, ::GROUP]
             state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
     return state

@@ -1,6 +1,6 @@
 """Callbacks add behaviour to the training loop without changing its code.
 
-run/loop.py calls the methods of each callback on all ranks, at the moment that the method's name
+run/loop.py calls each callback's methods on all ranks, at the moment that the method's name
 describes. The default callbacks check memory, warn if an input does not reach the loss
 or a run is not learning, and write report.html. To add a callback, pass a list:
 `run_training(config, [*default_callbacks(config), MyCallback()])`.
@@ -20,7 +20,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 
 class Callback:
-    """Base class of all callbacks. Its methods do nothing; a subclass overrides some of them."""
+    """Base class for all callbacks. Its methods do nothing; a subclass overrides some of them."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Called before rows and weights are loaded; may raise ValueError to reject the recipe."""
@@ -31,7 +31,7 @@ class Callback:
         """Called after rows and before weights are loaded; may raise ValueError like on_setup.
 
         Args:
-            datasets: the rows of each stage by its name, and the held-out rows as "eval".
+            datasets: each stage's rows by its name, and the held-out rows as "eval".
         """
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
@@ -43,7 +43,7 @@ class Callback:
     def on_step_begin(
         self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
     ):
-        """Called before the update of optimizer step `number`, after its rollout was sampled."""
+        """Called before the update in optimizer step `number`, after its rollout was sampled."""
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
         """Called after optimizer step `number`, with its metrics as metrics.jsonl contains them."""
@@ -55,7 +55,7 @@ class Callback:
         """Called when the run ends, also if it ends with an error or a signal."""
 
     def memory_plan(self, stage: str) -> dict[str, dict[str, float]] | None:
-        """Return the planned bytes of each item in each phase of a stage, for an error message.
+        """Return each item's planned bytes in each phase of a stage, for an error message.
 
         None means that this callback has no plan, see `estimate_phases` in diagnostics/memory.py.
         """
@@ -70,9 +70,9 @@ class Callback:
 
 
 def default_callbacks(config: RunConfig) -> list[Callback]:
-    """Build the default callbacks: the checks of memory and inputs, the warnings and the report.
+    """Build the default callbacks: the memory and input checks, the warnings and the report.
 
-    The classes are imported by name, so that modules of run/ do not depend on diagnostics/.
+    The classes are imported by name, so that modules in run/ do not depend on diagnostics/.
     """
     names = ["inputs:InputCheck", "warnings:TrainingWarnings", "report:ReportPage"]
     if config.check_memory and config.model.path:

@@ -1,8 +1,8 @@
-"""Write and read the tensors of a checkpoint as safetensors files, which cannot run code.
+"""Write and read a checkpoint's tensors as safetensors files, which cannot run code.
 
-Each rank writes the rows of its own shards. A checkpoint can be loaded with a different number of
+Each rank writes its own shards' rows. A checkpoint can be loaded with a different number of
 ranks, because each rank reads only the rows that it needs. For example, the entry
-"128:policy.model.norm.weight" of a file contains rows of policy.model.norm.weight, starting with
+"128:policy.model.norm.weight" in a file contains rows of policy.model.norm.weight, starting with
 row 128.
 """
 
@@ -19,13 +19,13 @@ from minivlmrl.errors import check_field
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # number of bytes that `sampled_blocks` reads at a time
-# Approximate size of a file in bytes. GPU tensors are copied to host memory for one file at a time.
+BLOCK = 2**16  # bytes that `sampled_blocks` reads at a time
+# Approximate file size in bytes. GPU tensors are copied to host memory for one file at a time.
 FILE_SIZE = 2**30
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks of weight files, from which a fingerprint of the weights is computed.
+    """Yield blocks from weight files, from which a weight fingerprint is computed.
 
     Files up to 64 MiB are read completely. From larger files, 1,024 evenly spaced blocks are read.
     This is enough to recognise another model, or the same model after more training, because their
@@ -40,7 +40,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a view of this rank's rows of a tensor, and the index of the first of these rows.
+    """Return a view of this rank's rows in a tensor, and the first such row's index.
 
     A tensor without dimensions counts as one row.
     """
@@ -51,9 +51,9 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes its rows of the tensor with this index.
+    """Return True if this rank writes its rows in the tensor with this index.
 
-    Exactly one rank writes each row. The ranks of the first replica write sharded tensors. All
+    Exactly one rank writes each row. The ranks in the first replica write sharded tensors. All
     ranks hold the other tensors, which are therefore divided among the ranks by their index.
     """
     if is_part(tensor):
@@ -64,10 +64,10 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
-    """Write this rank's rows of all tensors to files of about FILE_SIZE bytes.
+    """Write this rank's rows from all tensors to files of about FILE_SIZE bytes.
 
     Returns:
-        The names of the files.
+        The file names.
     """
     names = [name for i, name in enumerate(tensors) if writes(tensors[name], i, world)]
     files = []
@@ -87,7 +87,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Map the name of each saved tensor to its pieces, as tuples (first row, number of rows, file).
+    """Map each saved tensor's name to its pieces, as tuples (first row, row count, file).
 
     The pieces are sorted by the rank that wrote them, and therefore by row. A tensor without
     dimensions counts as one row.
@@ -103,7 +103,7 @@ def find_pieces(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
 
 
 def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read the rows `start` to `end` (exclusive) of a tensor from its pieces."""
+    """Read the rows `start` to `end` (exclusive) in a tensor from its pieces."""
     parts = []
     for first, num_rows, file in pieces:
         low = max(start, first)
@@ -118,7 +118,7 @@ def read_rows(name: str, pieces: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, pieces: list[tuple[int, int, Path]]):
-    """Copy this rank's rows of a saved tensor into `tensor`.
+    """Copy this rank's rows from a saved tensor into `tensor`.
 
     Raises:
         ValueError: if the saved tensor has another shape or dtype than `tensor`.

@@ -1,13 +1,13 @@
-"""Save and load the checkpoints of a run, from which a run continues as if it had never stopped.
+"""Save and load a run's checkpoints, from which a run continues as if it had never stopped.
 
-output_dir/states/000120/    checkpoint after 120 optimizer steps of all stages
+output_dir/states/000120/    checkpoint after 120 optimizer steps in all stages
     *.safetensors            weights and optimizer moments, see run/checkpoint_files.py
-    run.json                 TrainerState, the progress of the run
-    complete.json            checksums of the other files; written last
+    run.json                 TrainerState, the run's progress
+    complete.json            the other files' checksums; written last
 
 Checkpoints are saved between rollouts, so they do not contain rollouts. They do not contain the
-state of a random generator either, because every random choice depends only on a key. The folder
-is called 000120.partial until all of its files have been written.
+random generator's state either, because every random choice depends only on a key. The folder
+is called 000120.partial until all its files have been written.
 """
 
 import re
@@ -44,19 +44,19 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-NUM_KEPT_STATES = 2  # number of checkpoints that a run keeps: two, in case the newest is damaged
-# options of a stage that determine how many rows the stage takes from its dataset at a time
+NUM_KEPT_STATES = 2  # checkpoints that a run keeps: two, in case the newest is damaged
+# stage options that determine how many rows the stage takes from its dataset at a time
 DRAW_SIZES = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# Keys of TrainerState.recipe for hashes of files. The recipe itself contains only their paths, so
+# Keys in TrainerState.recipe for hashes of files. The recipe itself contains only their paths, so
 # the hashes show whether a file has changed since the checkpoint.
 BASE = "weights below the adapter"
 ROWS = "rows of data.train_file"
 
 
 def recipe_values(config: RunConfig) -> dict[str, object]:
-    """Return the options of a recipe by name, such as "grpo.beta", to compare them at a resume.
+    """Return a recipe's options by name, such as "grpo.beta", to compare them at a resume.
 
-    The result also contains the number of threads, a hash of data.train_file and, for a run with
+    The result also contains the thread count, a hash of data.train_file and, for a run with
     adapters, a hash of the base weights.
     """
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
@@ -75,13 +75,13 @@ def recipe_values(config: RunConfig) -> dict[str, object]:
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint by name: weights and optimizer moments.
+    """Return a checkpoint's tensors by name: weights and optimizer moments.
 
     A parameter that never had a gradient has no moments.
     """
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # The base weights of adapters are not saved, because setup loads or initialises them again.
+    # Adapters' base weights are not saved, because setup loads or initialises them again.
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -94,13 +94,13 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Return the folders of all complete checkpoints in a folder, the oldest first."""
+    """Return all complete checkpoint folders in a folder, the oldest first."""
     folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
     return sorted(folders, key=lambda path: int(path.name))
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the folders of the checkpoints in output_dir, the oldest first.
+    """Return the checkpoint folders in output_dir, the oldest first.
 
     Raises:
         ValueError: if the run would overwrite these checkpoints, or if config.resume names a folder
@@ -128,7 +128,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class CheckpointManager:
-    """Save and restore the checkpoints of one run, in the folder states/ of its output_dir."""
+    """Save and restore one run's checkpoints, in the folder states/ in its output_dir."""
 
     def __init__(
         self, config: RunConfig, world: World, signals: StopSignals, callbacks: Sequence[Callback]
@@ -138,9 +138,9 @@ class CheckpointManager:
         self.world = world
         self.signals = signals
         self.callbacks = callbacks
-        self.resumed = None  # folder of the checkpoint that the next stage loads
-        self.saved_steps = 0  # number of optimizer steps at the last checkpoint
-        self.saved_time = clock()  # time of the last checkpoint
+        self.resumed = None  # checkpoint folder that the next stage loads
+        self.saved_steps = 0  # optimizer steps at the last checkpoint
+        self.saved_time = clock()  # the last checkpoint's time
         self.between_rollouts = True  # True if no rollout is in use, so a checkpoint can be saved
 
     def after_step(self, progress: TrainerState, log: MetricsLog, ends_rollout: bool):
@@ -174,7 +174,7 @@ class CheckpointManager:
         return stage_ends and bool(every_steps or minutes)
 
     def ensure_saved(self, progress: TrainerState, log: MetricsLog) -> Path:
-        """Save a checkpoint of the current step unless it exists, and return its folder."""
+        """Save a checkpoint for the current step unless it exists, and return its folder."""
         folder = self.folder / f"{progress.steps:06d}"
         if self.saved_steps != progress.steps:
             progress.num_log_lines = log.lines_to_keep()
@@ -188,7 +188,7 @@ class CheckpointManager:
     def saved_on_error(self, progress: TrainerState, log: MetricsLog) -> Iterator[None]:
         """Save a checkpoint if the rollout or evaluation in the `with` block raises ValueError.
 
-        Any other error of a user's code has the same effect.
+        Any other error in a user's code has the same effect.
 
         A model that has diverged is not saved. With several ranks, a checkpoint is only saved after
         a RewardFailed, because all ranks must save together and only this error is raised on all
@@ -197,7 +197,7 @@ class CheckpointManager:
         try:
             yield
         except (Exception, SystemExit) as error:
-            # an error of a user's code may have any type
+            # an error in a user's code may have any type
             described = str(error) if isinstance(error, ValueError) else describe_user_error(error)
             if described is None:
                 raise
@@ -216,12 +216,12 @@ class CheckpointManager:
         """Save a checkpoint after memory ran out, and describe the checkpoint to continue from.
 
         The weights are those of the last completed step, because only the optimizer changes them.
-        No checkpoint can be saved if that update was interrupted, or if the rollout of the last
+        No checkpoint can be saved if that update was interrupted, or if the rollout in the last
         step is still in use. With several ranks none is saved either, because all ranks must save
         together, and only this rank has failed.
 
         Args:
-            updating: True if the optimizer may have updated a part of the weights.
+            updating: True if the optimizer may have updated some weights.
 
         Returns:
             The end of an error message, after a semicolon.
@@ -264,7 +264,7 @@ class CheckpointManager:
         )
 
     def to_resume(self) -> TrainerState:
-        """Return the TrainerState of the checkpoint to resume, or a new one for a new run.
+        """Return the checkpoint's TrainerState to resume, or a new one for a new run.
 
         config.resume selects the checkpoint; its folder is stored in `resumed`.
 
@@ -303,15 +303,15 @@ class CheckpointManager:
         """Print the options that changed since the checkpoint, and reject incompatible changes.
 
         Args:
-            progress: TrainerState of the checkpoint.
-            recipe: options of the current recipe, as recipe_values returns them.
+            progress: the checkpoint's TrainerState.
+            recipe: the current recipe's options, as recipe_values returns them.
 
         Raises:
-            ValueError: if the base weights of the adapter changed, or if the changes would make the
+            ValueError: if the adapter's base weights changed, or if the changes would make the
                 run skip or repeat rows.
         """
         stage = self.config.stage_names[progress.stage]
-        # A user who names the folder of a checkpoint may continue with other rows.
+        # A user who names a checkpoint's folder may continue with other rows.
         same_rows = self.config.resume == "auto"
         if not same_rows:
             progress.rows = 0
@@ -371,13 +371,13 @@ class CheckpointManager:
             ) from error
 
     def select_checkpoint(self) -> TrainerState | None:
-        """Read the checkpoint that config.resume selects, and delete all newer ones of the run.
+        """Read the checkpoint that config.resume selects, and delete all newer ones in the run.
 
         With `auto` this is the newest checkpoint that is not damaged. For a new run, the method
         deletes all checkpoints and returns None.
         """
         resume = self.config.resume
-        # All ranks use the list of rank 0, because a shared file system may show other ranks an
+        # All ranks use rank 0's list, because a shared file system may show other ranks an
         # outdated list.
         folders = self.world.gather_objects(state_folders(self.folder))[0]
         candidates = [] if resume in (None, "never") else [Path(resume)]
@@ -404,7 +404,7 @@ class CheckpointManager:
         return progress
 
     def read(self, folder: Path) -> TrainerState | None:
-        """Read a checkpoint's TrainerState, and verify the checksums of its files.
+        """Read a checkpoint's TrainerState, and verify its files' checksums.
 
         If the checkpoint is damaged, the method prints the reason and returns None.
         """
@@ -472,9 +472,9 @@ class CheckpointManager:
 
 
 def _checksum(path: Path) -> str:
-    """Return a checksum of the contents of a file, or of the names and sizes of a folder's files.
+    """Return a checksum of a file's contents, or of a folder's file names and sizes.
 
-    A path that does not exist is the name of a dataset on the Hugging Face Hub, whose downloaded
+    A path that does not exist is a dataset's name on the Hugging Face Hub, whose downloaded
     files are hashed.
     """
     if path.is_dir():

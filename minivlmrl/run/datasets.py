@@ -1,4 +1,4 @@
-"""Open the datasets of a run: one for each training stage, and one with the held-out rows."""
+"""Open a run's datasets: one for each training stage, and one with the held-out rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -31,15 +31,15 @@ def load_datasets(
 ) -> dict[str, Dataset]:
     """Open one dataset per stage, and "eval" if the recipe has held-out rows.
 
-    All ranks read the rows, but only rank 0 checks that the images and videos of the rows exist. An
-    error of rank 0 is raised on all ranks.
+    All ranks read the rows, but only rank 0 checks that the rows' images and videos exist. An
+    error on rank 0 is raised on all ranks.
 
     Args:
         run: the recipe.
-        stages: name of each stage -> kind of rows that the stage needs, a key of NEEDS.
-        reward_columns: columns that the training rewards need. A file of `data.train` that lists
-            its own rewards only needs the columns of these rewards.
-        eval_columns: columns that the rewards of the held-out rows need.
+        stages: each stage's name -> the kind of rows that the stage needs, a key in NEEDS.
+        reward_columns: columns that the training rewards need. A file in `data.train` that lists
+            its own rewards only needs these rewards' columns.
+        eval_columns: columns that the held-out rows' rewards need.
         world: the ranks; None is a single process.
 
     Raises:
@@ -82,13 +82,13 @@ def _load_datasets(
         )
     if config.eval_file and config.eval_rows:
         # If all training rows are pairs, the held-out rows are pairs too, and only the
-        # log-probabilities of their answers are compared. Otherwise the policy answers them.
+        # their answers' log-probabilities are compared. Otherwise the policy answers them.
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = _file_rows(
             config, config.eval_file, eval_columns, checks_files, config.eval_rows
         )
-    if stages:  # rows of another file, which are only evaluated, may have the new names already
+    if stages:  # rows from another file, which are only evaluated, may have the new names already
         _check_renamed(config.columns, datasets)
     return datasets
 
@@ -126,7 +126,7 @@ def load_task(run: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
 
 
 def check_shares(stage: str, prompts_per_step: int, ranks: int):
-    """Raise ValueError unless the prompts of a step can be divided equally among the ranks."""
+    """Raise ValueError unless a step's prompts can be divided equally among the ranks."""
     fits = prompts_per_step % ranks == 0
     name = f"{stage}.prompts_per_step"
     check_field(fits, name, prompts_per_step, f"a multiple of {ranks}, the number of ranks")
@@ -135,13 +135,13 @@ def check_shares(stage: str, prompts_per_step: int, ranks: int):
 def _training_rows(
     run: RunConfig, file: str | None, columns: Sequence[str], is_scored: bool, checks_files: bool
 ) -> Dataset:
-    """Open the training rows of a stage, from its own file or from the file or files of all stages.
+    """Open a stage's training rows, from its own file or from the file or files for all stages.
 
     Args:
-        file: entry of the stage in `data.files`, or None.
+        file: the stage's entry in `data.files`, or None.
         columns: columns that every row must have.
-        is_judged: True if rewards score completions of these rows. A file that lists its own
-            rewards then needs only the columns of these rewards.
+        is_judged: True if rewards score completions for these rows. A file that lists its own
+            rewards then needs only these rewards' columns.
         checks_files: True if this rank checks that images and videos exist.
     """
     from minivlmrl.data.mixture import mix  # imported here, because tasks do not need it
@@ -181,7 +181,7 @@ def _training_rows(
 def _columns_of_file(
     run: RunConfig, section: FileOptions, columns: Sequence[str], is_scored: bool
 ) -> Sequence[str]:
-    """Return the columns that a file of `data.train` needs if it lists its own rewards."""
+    """Return the columns that a file in `data.train` needs if it lists its own rewards."""
     for name in section.rewards:
         if name not in run.rewards:
             raise ValueError(
@@ -202,13 +202,13 @@ def _file_rows(
     constants: Mapping[str, list[RewardName]] | None = None,
     **changed_options: str,
 ) -> FileRows:
-    """Open a file of rows that must have these columns.
+    """Open a data file that must have these columns.
 
     Args:
         checks_files: True if this rank checks that images and videos exist.
         limit: number of rows to read; None reads all rows.
         constants: values of additional columns that are the same in all rows.
-        changed_options: fields of RowOptions that replace the options of the recipe.
+        changed_options: RowOptions fields that replace the recipe's options.
     """
     # imported here, because tasks do not need it
     from minivlmrl.data.file_dataset import FileDataset

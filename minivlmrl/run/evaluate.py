@@ -31,17 +31,17 @@ BATCH_TOKENS = 16384
 def evaluate(
     model: VisionLanguageModel, processor: Processor, rows: Dataset, config: RunConfig, world: World
 ) -> dict[str, float]:
-    """Answer the held-out rows and return the mean of each reward, by the name of the metric.
+    """Answer the held-out rows and return each reward's mean, by the metric's name.
 
-    The name of a metric is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled`
+    A metric's name is eval/REWARD_WAY, for example eval/accuracy_greedy. WAY is `sampled`
     (temperature 1) or `greedy`. With data.eval_without_images, answers are also sampled with gray
-    images (`gray_image`) and with the images of the next row (`swapped_image`). The metrics
+    images (`gray_image`) and with the next row's images (`swapped_image`). The metrics
     eval/unseen/... are means over the rows whose column `unseen` is true. Rows that a reward cannot
     score do not count for its mean, and a metric is missing if the reward cannot score any row.
     """
     rewards = held_out_rewards(config)
-    # Of the recipe's sampling options, only the rules for stopping apply here. Truncation and the
-    # repetition penalty are switched off, so that metrics of different runs are comparable.
+    # Only the stopping rules among the recipe's sampling options apply here. Truncation and the
+    # repetition penalty are switched off, so that different runs' metrics are comparable.
     sampling = evaluation_sampling(config.sampling, repetition_penalty=1.0, **NO_TRUNCATION)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -53,7 +53,7 @@ def evaluate(
         sample = make_sampler(model, processor, options, world, config.rollout.gather_weights)
         parts = generate_for_rows(sample, rows, 1, rewards, "evaluation", scores_and_unseen, images)
         answers = list(chain.from_iterable(parts))
-        # (rows, K): the K rewards of each row
+        # (rows, K): each row's K rewards
         scores = torch.tensor([values for values, _ in answers], dtype=torch.float64)
         is_unseen = torch.tensor([unseen for _, unseen in answers])
         means[name] = scores.nanmean(0).tolist()
@@ -63,7 +63,7 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> SamplingOptions:
-    """Return the sampling options of an evaluation: the native engine, and bounded batches.
+    """Return an evaluation's sampling options: the native engine, and bounded batches.
 
     Args:
         changes: further options to change.
@@ -74,21 +74,21 @@ def evaluation_sampling(sampling: SamplingOptions, **changes: float | None) -> S
 
 
 def metric_name(reward: str, way: str) -> str:
-    """Return the name of an evaluation metric, for example eval/accuracy_greedy."""
+    """Return an evaluation metric's name, for example eval/accuracy_greedy."""
     return f"eval/{reward}_{way}"
 
 
 def metrics_by_name(
     rewards: Sequence[Reward], means: dict[str, list], unseen_means: dict[str, list]
 ) -> dict[str, float]:
-    """Select the metrics of an evaluation and return them by name.
+    """Select an evaluation's metrics and return them by name.
 
     The first reward has a metric for each way of answering, over all rows and over unseen rows. All
     further rewards have the metrics `sampled` and `greedy`, except that a format reward in second
     place has only the metric `sampled`.
 
     Args:
-        means: way of answering -> mean of each of the K rewards over all rows.
+        means: way of answering -> each reward's mean over all rows.
         unseen_means: the same means, but over unseen rows only.
     """
     first = rewards[0].name
@@ -103,7 +103,7 @@ def metrics_by_name(
 
 
 def check_best_metric(config: RunConfig):
-    """Raise ValueError if best_metric is not the name of an evaluation metric."""
+    """Raise ValueError if best_metric is not an evaluation metric's name."""
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [metric_name(rewards[0], way) for way in ways]
@@ -122,7 +122,7 @@ def scores_and_unseen(row: Row, _completions: list, scores: list) -> tuple[list[
 
 
 def gray_images(row: Row, _rows: Dataset) -> list[PIL.Image.Image]:
-    """Return a plain gray image of the same size for each image of a row."""
+    """Return a plain gray image of the same size for each image in a row."""
     return [PIL.Image.new("RGB", image.size, "grey") for image in row.images]
 
 
@@ -150,14 +150,14 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample `count` completions for each row, and yield a list of results per batch of rows.
 
-    The rows of a batch are divided among the ranks. Every rank yields the results of the whole
-    batch, in the order of the rows.
+    A batch's rows are divided among the ranks. Every rank yields the results for the whole
+    batch, in row order.
 
     Args:
-        key: first part of the random key of each row; the index of the row is the second part.
-        describe: function (row, completions, rewards) that returns the result of a row. `rewards`
-            is a list of K rewards for each of the `count` completions.
-        images: function from IMAGE_ABLATIONS that replaces the images of each row, or None.
+        key: first part of each row's random key; the row's index is the second part.
+        describe: function (row, completions, rewards) that returns a row's result. `rewards`
+            has K rewards for each of the `count` completions.
+        images: function from IMAGE_ABLATIONS that replaces each row's images, or None.
     """
     world = sample.world
     bar = progress_bar("answers", len(rows), world.is_main, leave=False)

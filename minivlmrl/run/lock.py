@@ -1,4 +1,4 @@
-"""Lock the folder of a run, so that no other run writes into it."""
+"""Lock a run's folder, so that no other run writes into it."""
 
 import errno
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from uuid import uuid4
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create the folder of a run and lock the folder, so that no other run writes into it.
+    """Create a run's folder and lock the folder, so that no other run writes into it.
 
     Raises:
         ValueError: another run holds the lock, or not all ranks see the folder. The error is raised
@@ -54,12 +54,12 @@ def _remedy(error: OSError) -> str:
 
 
 def check_shared(folder: Path, world):
-    """Raise ValueError on all ranks if a rank does not see the folder of rank 0.
+    """Raise ValueError on all ranks if a rank does not see rank 0's folder.
 
-    Otherwise hosts with folders of their own would train to the end, and write checkpoints of which
+    Otherwise hosts with their own folders would train to the end, and write checkpoints of which
     each host has only a part.
     """
-    # a new name, because a file of an earlier run may be in the folders of all hosts
+    # a new name, because an earlier run's file may be in all hosts' folders
     marker = folder / world.gather_objects(f".shared-{uuid4().hex}")[0]
     if world.is_main:
         marker.touch()

@@ -1,6 +1,6 @@
 """The training loop.
 
-run_training calls train_stages, which calls train_stage for each stage of the recipe. train_stage
+run_training calls train_stages, which calls train_stage for each stage in the recipe. train_stage
 calls optimizer_step for each step.
 """
 
@@ -46,7 +46,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
             `default_callbacks(config)`.
 
     Returns:
-        The exit code of the process: 0, or PREEMPTED if a signal ended the run.
+        The process's exit code: 0, or PREEMPTED if a signal ended the run.
     """
     if callbacks is None:
         callbacks = default_callbacks(config)
@@ -64,7 +64,7 @@ def train_stages(
     signals: StopSignals,
     callbacks: Sequence[Callback],
 ):
-    """Train all stages of a recipe, starting with the first step or from a checkpoint."""
+    """Train a recipe's stages, starting with the first step or from a checkpoint."""
     world = signals.world
     situation = Situation(config, world, callbacks)
     with reporting_out_of_memory(situation):
@@ -122,7 +122,7 @@ def set_up(
 
 
 def load_trainer(stage: str, trainer_class: type[Trainer], *arguments) -> Trainer:
-    """Create the trainer of a stage, which loads its reference and its optimizer's parameters."""
+    """Create a stage's trainer, which loads its reference and its optimizer's parameters."""
     check_call(f"the class of the stage {stage}", trainer_class, *arguments)
     with phase("load"):
         return trainer_class(*arguments)
@@ -186,10 +186,10 @@ def train_stage(
 
 
 def next_step(trainer: Trainer, steps: Iterator[Step]) -> Step:
-    """Return the next optimizer step of a stage.
+    """Return a stage's next optimizer step.
 
     Raises:
-        ValueError: the method `steps` of the stage did not yield another Step.
+        ValueError: the stage's method `steps` did not yield another Step.
     """
     step = next(steps, None) if isinstance(steps, Iterator) else None
     if isinstance(step, Step):
@@ -234,11 +234,11 @@ def run_micro_batches(
 ) -> dict[str, float]:
     """Add up the gradients of a step's micro-batches, and return their metrics over all ranks."""
     world = trainer.world
-    parts = []  # metrics of each micro-batch, and the number of tokens or pairs they are means over
+    parts = []  # each micro-batch's metrics, and the number of tokens or pairs they are means over
     in_lockstep = world.size > 1 and is_sharded(trainer.trained)
     if in_lockstep:
         # Ranks wait for each other in every layer. If all begin with their longest micro-batch,
-        # micro-batches of similar lengths run at the same time.
+        # micro-batches with similar lengths run at the same time.
         batches = sorted(batches, key=num_tokens, reverse=True)
     start = time.perf_counter()
     for index, batch in enumerate(batches):
@@ -266,7 +266,7 @@ def run_micro_batches(
 
 
 def num_tokens(batch: MicroBatch) -> int:
-    """Count the tokens of a micro-batch, of which each image patch after merging is one."""
+    """Count a micro-batch's tokens; each image patch after merging is one."""
     return len(batch.group.input_ids)
 
 
@@ -277,10 +277,10 @@ def lockstep_wait(lengths: Sequence[Sequence[int]], rank: int) -> float:
     time is assumed to be proportional to the tokens, because waiting on a GPU cannot be measured.
 
     Example: two ranks with [[30, 10], [10, 10]] tokens need the time of 40 tokens. The second rank
-        computes 20 tokens, so it waits for half of the time.
+        computes 20 tokens, so it waits for half the time.
 
     Args:
-        lengths: numbers of tokens of the micro-batches of each rank.
+        lengths: token counts of each rank's micro-batches.
     """
     slowest = [max(of_ranks) for of_ranks in zip(*lengths, strict=True)]
     return 1 - sum(lengths[rank]) / sum(slowest)

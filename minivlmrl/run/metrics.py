@@ -1,4 +1,4 @@
-"""Log the metrics of a run to JSON-lines files, a progress bar and trackers.
+"""Log a run's metrics to JSON-lines files, a progress bar and trackers.
 
 Runs with the same recipe and seed write the same metrics.jsonl. Times and peak memory differ from
 run to run, so they are written to timings.jsonl instead.
@@ -37,8 +37,8 @@ from minivlmrl.trainers.base import Step, Trainer
 METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-SPEED_EVERY = 10  # number of steps after which a line about speed and memory is printed
-# Functions that merge the values of a step's micro-batches; all other metrics are averaged.
+SPEED_EVERY = 10  # steps after which a line about speed and memory is printed
+# Functions that merge a step's micro-batch values; all other metrics are averaged.
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum}
 # metrics by name, and the number of tokens or pairs that they are means over
 Means = tuple[dict[str, float], float]
@@ -47,10 +47,10 @@ Means = tuple[dict[str, float], float]
 class MetricsLog(ExitStack):
     """Write the log files, the progress bar, completions and trackers, on rank 0 only.
 
-    The log files of a resumed run start with the lines that they had at the checkpoint.
+    A resumed run's log files start with the lines that they had at the checkpoint.
 
     Args:
-        resumed: folder of the checkpoint that the run resumes, states/000120 of a run; None for a
+        resumed: checkpoint folder that the run resumes, states/000120 in a run; None for a
             new run.
     """
 
@@ -59,11 +59,11 @@ class MetricsLog(ExitStack):
     ):
         super().__init__()
         self.world = world
-        self.steps = progress.steps  # number of optimizer steps done in all stages
-        self.begin_time = 0.0  # start time of the current stage
+        self.steps = progress.steps  # optimizer steps done in all stages
+        self.begin_time = 0.0  # the current stage's start time
         self.completions = CompletionsLog(config, world, progress)
         self.files = {}
-        self.num_lines = {}  # number of lines of each log file
+        self.num_lines = {}  # number of lines in each log file
         self.trackers = []
         if not world.is_main:
             return
@@ -117,7 +117,7 @@ class MetricsLog(ExitStack):
         self.mark()
 
     def mark(self):
-        """Record the current numbers of lines, after each step and before the first."""
+        """Record the current line counts, after each step and before the first."""
         self.lines_at_mark = dict(self.num_lines)
 
     @property
@@ -126,9 +126,9 @@ class MetricsLog(ExitStack):
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
-        """Return the numbers of lines at the last call of `mark`, for a checkpoint.
+        """Return the line counts at the last `mark` call, for a checkpoint.
 
-        Lines of later evaluations are left out, because a resumed run repeats these evaluations.
+        Lines from later evaluations are left out, because a resumed run repeats these evaluations.
         The files are flushed to disk, because the checkpoint does not contain their lines.
         """
         for file in self.files.values():
@@ -136,7 +136,7 @@ class MetricsLog(ExitStack):
         return self.lines_at_mark
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, and return its metrics and the token counts of experts."""
+        """Log an optimizer step, and return its metrics and the experts' token counts."""
         self.steps += 1
         routers = self.trainer.router_log  # None if the model has no experts
         values = metrics | (routers.take() if routers else {})
@@ -164,7 +164,7 @@ class MetricsLog(ExitStack):
         return values
 
     def speed(self, step: Step, step_time: float, phases: dict[str, float]) -> dict:
-        """Return the times of a step, and the share of the GPU's peak that training reaches.
+        """Return a step's times, and the share of the GPU's peak that training reaches.
 
         The share is the model FLOPs utilisation (MFU) of the forward and backward passes.
         """
@@ -212,11 +212,11 @@ class MetricsLog(ExitStack):
         """Log an evaluation on held-out rows.
 
         Args:
-            steps_done: number of optimizer steps that the stage took before the evaluation.
-            seconds: duration of the evaluation, which does not count as training time.
+            steps_done: optimizer steps that the stage took before the evaluation.
+            seconds: the evaluation's duration, which does not count as training time.
         """
         self.begin_time += seconds
-        self.world.seconds_waited = 0.0  # waiting in the evaluation, which is no part of a step
+        self.world.seconds_waited = 0.0  # waiting in the evaluation, which is not part of a step
         if not self.files:
             return
         line = {"stage": stage, "step": steps_done}
@@ -241,9 +241,9 @@ def begin_log(path: Path, progress: TrainerState, resumed: Path | None) -> int:
     not lost if the process is killed meanwhile.
 
     Args:
-        path: path of the log file.
-        progress: TrainerState of the checkpoint.
-        resumed: folder of the checkpoint, or None for a new run.
+        path: the log file's path.
+        progress: the checkpoint's TrainerState.
+        resumed: the checkpoint's folder, or None for a new run.
     """
     num_lines = progress.num_log_lines.get(path.name, 0)
     kept = []
@@ -297,7 +297,7 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
     """Raise ValueError if the sampler and the trainer compute different log-probabilities.
 
     In float32, the log-probability of no token may differ by more than rollout.max_logp_mismatch.
-    In 16 bits, rounding errors of single tokens can be larger than this bound. Therefore the root
+    In 16 bits, single tokens' rounding errors can be larger than this bound. Therefore the root
     mean square of the differences is checked instead, with a tenth of the bound. With
     rollout.batch_invariant, no difference is allowed.
     """
@@ -325,7 +325,7 @@ def check_mismatch(run: RunConfig, metrics: dict[str, float]):
 
 
 def memory_use() -> dict[str, float]:
-    """Return the peak memory of this process in GiB: GPU memory, or host memory without a GPU.
+    """Return this process's peak memory in GiB: GPU memory, or host memory without a GPU.
 
     On a GPU, the result also has the memory that tensors use now, the memory that PyTorch reserves
     for them, and the memory that no process uses. On Windows, which does not report host memory,
@@ -349,10 +349,10 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Describe the mean times of some steps, and the memory after the last of these steps.
+    """Describe some steps' mean times, and the memory after the last step.
 
     Args:
-        timings: lines of timings.jsonl. Lines of minivlmrl 0.4 have no phases.
+        timings: lines in timings.jsonl. Lines from minivlmrl 0.4 have no phases.
     """
 
     def mean(values: Iterable[float]) -> float:
@@ -376,7 +376,7 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
 
 def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
-    """Convert the metrics of all micro-batches from tensors to floats.
+    """Convert all micro-batches' metrics from tensors to floats.
 
     All values are copied to the host in a single transfer, because each transfer waits for the GPU.
     """
@@ -386,7 +386,7 @@ def to_floats(parts: list[tuple[dict[str, Tensor], float]]) -> list[Means]:
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average the metrics of micro-batches or ranks, weighted by their numbers of tokens or pairs.
+    """Average micro-batches' or ranks' metrics, weighted by their numbers of tokens or pairs.
 
     Metrics whose names end in _rms are averaged as root mean squares. For the metrics in OVER_STEP,
     the sum or the maximum is computed instead.
@@ -408,11 +408,11 @@ def merge(parts: list[Means]) -> Means:
 def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     """Create a TensorBoard tracker that writes to tensorboard/ in the run's folder.
 
-    After a resume, TensorBoard hides the old values of the steps that the run repeats.
+    After a resume, TensorBoard hides the old values for the steps that the run repeats.
 
     Args:
-        steps: number of optimizer steps that the run has already done.
-        closing: exit stack that closes the tracker at the end of the run.
+        steps: optimizer steps that the run has already done.
+        closing: exit stack that closes the tracker at the run's end.
 
     Returns:
         The function log(values, steps), which every tracker must return.
@@ -422,7 +422,7 @@ def tensorboard(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
     if not steps:
         shutil.rmtree(folder, ignore_errors=True)
-    # Purge the values after the last step done. The values of an evaluation after this very step
+    # Purge the values after the last step done. An evaluation's values after this very step
     # remain, because the repeated evaluation has the same values.
     writer = closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))
 

@@ -36,7 +36,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.run.adamw8bit:AdamW8bit"}
 def build_optimizer(
     model: nn.Module, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
-    """Build the recipe's optimizer for all parameters of a model that require gradients.
+    """Build the recipe's optimizer for all model parameters that require gradients.
 
     Raises:
         ValueError: if the optimizer cannot be built.
@@ -49,7 +49,7 @@ def build_optimizer(
 def make_optimizer(
     parameters: list, config: TrainingOptions, section: OptimizerOptions
 ) -> Optimizer:
-    """Build the recipe's optimizer for a list of parameters.
+    """Build the recipe's optimizer for a parameter list.
 
     Raises:
         ValueError: if the optimizer cannot be built.
@@ -67,7 +67,7 @@ def make_optimizer(
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Initialise the optimizer state of parameters by taking a step with gradients of 0.
+    """Initialise parameters' optimizer state by taking a step with gradients of 0.
 
     The step can change the weights, for example by weight decay, so weights must be loaded after
     this call. torch.distributed.checkpoint initialises optimizer states in the same way.
@@ -81,7 +81,7 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 def check_optimizer(section: OptimizerOptions):
     """Raise ValueError if an optimizer fails in a step, or if its state cannot be saved.
 
-    The optimizer takes one step on a 2 x 2 weight. Each of its parameter groups must have a
+    The optimizer takes one step on a 2 x 2 weight. Each parameter group must have a
     learning rate `lr`, and its state must consist of tensors only.
     """
     weight = nn.Parameter(torch.ones(2, 2))
@@ -114,7 +114,7 @@ def check_optimizer(section: OptimizerOptions):
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
     """Sum the gradients over all ranks, clip them, and return their norm before clipping.
 
-    The gradients of a sharded model are only clipped, because FSDP has already summed them.
+    A sharded model's gradients are only clipped, because FSDP has already summed them.
     """
     if not is_sharded(model):
         world.sum_gradients(trained_parameters(model))
@@ -123,7 +123,7 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, config: TrainingOptions) -> float:
-    """Compute the learning rate of a step; the first step has the number 0.
+    """Compute a step's learning rate; the first step has the number 0.
 
     The rate rises linearly over warmup_steps, one step earlier than in TRL, so that step 0 does
     not have a rate of 0. Then it decays to min_lr_ratio * learning_rate at max_steps. For example,

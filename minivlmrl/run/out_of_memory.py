@@ -1,6 +1,6 @@
 """Report that memory ran out: one sentence with the phase, the sizes and the option to change.
 
-The blocks of `minivlmrl.errors.phase` mark the phases of a run. A training state is saved first, so
+The blocks of `minivlmrl.errors.phase` mark a run's phases. A training state is saved first, so
 that the run continues with --resume=auto.
 """
 
@@ -23,9 +23,9 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
 GB = 10**9
-# phases in which the optimizer may have updated a part of the weights
+# phases in which the optimizer may have updated some weights
 UPDATING = "optimizer", "metrics"
-# phase of a run -> phase of the memory estimate; the estimate does not contain other phases
+# run phase -> phase in the memory estimate; the estimate does not contain other phases
 PLANNED = {
     "sampling": "rollout",
     "scoring": "score",
@@ -35,7 +35,7 @@ PLANNED = {
     "optimizer": "train",
     "evaluation": "evaluation",
 }
-# phases that work on the rows of the current training step
+# phases that work on the current training step's rows
 STEP_PHASES = "sampling", "scoring", "reference", "forward", "backward", "optimizer", "metrics"
 
 
@@ -45,7 +45,7 @@ class OutOfMemory(ValueError):
 
 @dataclass
 class Situation:
-    """The position of a run, for the message if memory runs out."""
+    """A run's position, for the message if memory runs out."""
 
     config: RunConfig
     world: World
@@ -53,7 +53,7 @@ class Situation:
     state: TrainerState | None = None  # None before the model is loaded
     # function (updating) that saves a training state and describes it; None if there is none yet
     save: Callable[[bool], str] | None = None
-    trainer: Trainer | None = None  # trainer of the current stage, None between two stages
+    trainer: Trainer | None = None  # the current stage's trainer, None between two stages
 
     @property
     def stage(self) -> str | None:
@@ -75,7 +75,7 @@ def reporting_out_of_memory(situation: Situation) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         message = describe(situation, error)
-        # Free the activations, which the frames of the traceback still hold, before saving.
+        # Free the activations, which the traceback's frames still hold, before saving.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         torch.cuda.empty_cache()
@@ -114,7 +114,7 @@ def rows_of(situation: Situation, error: BaseException) -> Sequence[Row]:
 
 
 def longest_row(trainer: Trainer | None, rows: Sequence[Row]) -> str:
-    """Name the row with the longest prompt and answers, and its number of tokens; "" if unknown."""
+    """Name the row with the longest prompt and answers, and its token count; "" if unknown."""
     if trainer is None or not rows:
         return ""
     lengths = []
@@ -157,7 +157,7 @@ def reserved(world: World) -> str:
 
 
 def cheapest_cure(config: RunConfig, stage: str | None, phase: str) -> str:
-    """Return the option that lowers the memory of a phase most, with its new value.
+    """Return the option that lowers a phase's memory most, with its new value.
 
     The options are tried in a fixed order, the strongest first; an option that is already set is
     left out.
@@ -190,7 +190,7 @@ def batch_tokens(config: RunConfig, stage: str | None) -> str:
 
 
 def smaller_micro_batch(config: RunConfig, stage: str | None) -> str:
-    """Halve the prompts of a micro-batch, or bound its tokens if it has a single prompt."""
+    """Halve a micro-batch's prompts, or bound its tokens if it has a single prompt."""
     section = getattr(config, stage) if stage else None
     if section is None:
         return ""

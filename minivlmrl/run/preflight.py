@@ -1,7 +1,7 @@
 """Check a recipe before its first step, and print notes about its device, model and options.
 
-The checks call each reward function once, compare the lengths of prompts with the number of
-positions of the model, and look for options that have no effect.
+The checks call each reward function once, compare the prompt lengths with the number of
+the model's positions, and look for options that have no effect.
 """
 
 from collections.abc import Iterator
@@ -27,16 +27,16 @@ from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
 from minivlmrl.trainers.base import Trainer
 
-TYPICAL_WEIGHT = 0.01  # typical magnitude of a weight in a model of billions of parameters
+TYPICAL_WEIGHT = 0.01  # typical weight magnitude in a model with billions of parameters
 
 
 def try_rewards(config: RunConfig, needs: dict[str, str], datasets: dict[str, Dataset]):
     """Call all reward functions with a dummy completion, so that errors show before training.
 
     Args:
-        needs: name of each stage -> kind of rows that the stage needs, which is a key of
+        needs: each stage's name -> kind of rows that the stage needs, which is a key in
             run.datasets.NEEDS.
-        datasets: name of each stage, or "eval" -> dataset, of which the first row is used.
+        datasets: each stage's name, or "eval" -> dataset, whose first row is used.
 
     Raises:
         ValueError: if a reward function fails.
@@ -105,9 +105,9 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise ValueError if a prompt and the tokens to generate exceed the limit of model or engine.
+    """Raise ValueError if a prompt and the tokens to generate exceed the model's or engine's limit.
 
-    The limit of the model is max_position_embeddings. A sampling engine may have a smaller limit.
+    The model's limit is max_position_embeddings. A sampling engine may have a smaller limit.
     If max_new_tokens alone reaches the limit, the error names that option instead of a row.
     """
     max_positions = model.config.max_position_embeddings
@@ -222,7 +222,7 @@ def unnamed_sections(config: RunConfig) -> Iterator[str]:
 
 
 def unused_files(config: RunConfig) -> Iterator[str]:
-    """Yield one warning for each file of rows that no stage of the recipe reads."""
+    """Yield one warning for each data file that no stage in the recipe reads."""
     for stage in config.data.files:
         if stage not in config.stage_names:
             yield f"data.files.{stage} has no effect, because `stages` does not include {stage}"
@@ -264,8 +264,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 def count_trained_on(held_out, rows) -> int:
     """Count the evaluation rows that have the same prompt and the same images as a training row.
 
-    The names of the image files may differ. Hashes of prompts and image sizes are compared first,
-    and the contents of files are compared only if the hashes agree.
+    The image file names may differ. Hashes of prompts and image sizes are compared first,
+    and file contents are compared only if the hashes agree.
     """
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())

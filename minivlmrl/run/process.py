@@ -1,4 +1,4 @@
-"""Run the process of a rank, and report its errors to torchrun and to the user."""
+"""Run a rank's process, and report its errors to torchrun and to the user."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ def show_mistake(error: Exception | SystemExit) -> bool:
     """Print a user's mistake or a disk error as one line, without a traceback.
 
     An error counts as a user's mistake if a `raise` statement in this package or in a file of
-    recipes/ raised it, or if it was raised in a file of the user, such as my_stage.py.
+    recipes/ raised it, or if it was raised in a user's file, such as my_stage.py.
 
     Returns:
         True if the error was printed. False means that the error is a bug, which needs a traceback.
@@ -90,7 +90,7 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except (Exception, SystemExit) as error:  # the code of a user may raise any error
+        except (Exception, SystemExit) as error:  # a user's code may raise any error
             if is_out_of_memory(error):
                 report_mistake(out_of_memory(error))
                 return 2

@@ -1,4 +1,4 @@
-"""Write the results of a run: config.yaml, evaluations, summary.json and the weights."""
+"""Write a run's results: config.yaml, evaluations, summary.json and the weights."""
 
 import os
 import time
@@ -37,10 +37,10 @@ def check_outputs(config: RunConfig):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise ValueError if the run would overwrite the results of an earlier run.
+    """Raise ValueError if the run would overwrite an earlier run's results.
 
     This check comes after those of the rows, the rewards and the model. Otherwise a user would
-    choose another folder, only to read of the next mistake.
+    choose another folder, only to read about the next mistake.
     """
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
@@ -58,7 +58,7 @@ def check_output_dir(config: RunConfig):
 class Results:
     """Evaluate a run and write its results.
 
-    Metrics of the evaluations before, between and after the stages are added to progress.results.
+    Metrics from the evaluations before, between and after the stages are added to progress.results.
     Nothing is evaluated if there are no held-out rows (`held_out` is None).
     """
 
@@ -99,7 +99,7 @@ class Results:
     def after_step(self, trainer: Trainer, steps_done: int):
         """Evaluate the model every eval_steps steps, and save it every save_steps steps.
 
-        The last step of a stage is left to `measure`, which evaluates the model after each stage.
+        A stage's last step is left to `measure`, which evaluates the model after each stage.
         """
         if steps_done == 0:
             return
@@ -111,14 +111,14 @@ class Results:
             self.save(trainer, self.folder)
 
     def save(self, trainer: Trainer, folder: Path):
-        """Save the weights of a trainer before the end of the run; only adapters if `save` says so."""
+        """Save a trainer's weights before the end of the run; only adapters if `save` says so."""
         if self.config.save == "adapter":
             trainer.save(folder, merge=False)
         else:
             trainer.save(folder)
 
     def save_stage(self, trainer: Trainer):
-        """Save the weights of a stage that another stage follows.
+        """Save the weights from a stage that another stage follows.
 
         A reward model is always saved completely, because later stages load it.
         """
@@ -201,7 +201,7 @@ class Results:
 
 
 def merge_note(model: VisionLanguageModel) -> str:
-    """State which share of the update a merge keeps; "" without adapters. All ranks must call it."""
+    """State which share of an update a merge keeps; "" without adapters. All ranks must call it."""
     if not has_adapters(model):
         return ""
     # imported here, because few runs have adapters
@@ -211,12 +211,12 @@ def merge_note(model: VisionLanguageModel) -> str:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None, chance_name: str):
-    """Print the metrics of all evaluations as a table, with the reward that guessing would reach.
+    """Print all evaluations' metrics as a table, with the reward that guessing would reach.
 
     Args:
-        results: name of the evaluation -> name of the metric -> value.
+        results: evaluation name -> metric name -> value.
         num_rows: number of held-out rows.
-        chance: expected value of the first reward for a policy that guesses, or None.
+        chance: the first reward's expected value for a policy that guesses, or None.
         chance_name: title of the table's row for `chance`.
     """
     first_width = max(12, len(chance_name) + 1, *(len(name) + 1 for name in results))

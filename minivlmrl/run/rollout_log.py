@@ -1,20 +1,20 @@
-"""Log the completions of training to completions.jsonl, with one line per prompt.
+"""Log training completions to completions.jsonl, with one line per prompt.
 
 A line has these fields:
 
-- stage, step, row (index of the prompt in the dataset), where (file and line of the row), prompt
+- stage, step, row (the prompt's index in the dataset), where (the row's file and line), prompt
   and solution;
-- images: paths of the prompt's images, relative to the run's folder;
+- images: the prompt's image paths, relative to the run's folder;
 - truth: the boxes in the solution. Every box is [x1, y1, x2, y2], in fractions of the width and
-  height of the image;
-- completions: a list with one entry per completion of the group.
+  the image's height;
+- completions: a list with one entry per completion in the group.
 
 A completion has these fields:
 
 - text, stopped (false if max_new_tokens cut the text) and boxes;
 - answer: the answer that `data.answer_format` selects in the text, or null if there is none;
-- rewards by name, and `reward`, the weighted sum with the penalty of `grpo.soft_punish_cache`;
-- why: {name of a reward: reason for its value}. A reward that gives no reason is left out;
+- rewards by name, and `reward`, the weighted sum with the penalty from `grpo.soft_punish_cache`;
+- why: {reward name: reason for its value}. A reward that gives no reason is left out;
 - advantage;
 - tokens: [[text, log-probability in nats], ...]. The log-probability is null for tokens that the
   policy did not sample, because the prompt or an environment wrote them.
@@ -22,7 +22,7 @@ A completion has these fields:
 `pictures` lists the images that an environment added, and `extra` contains other values that
 reward functions log. A trajectory also has `turns`, a list with the fields text, tokens (the number
 of tokens) and shown for each turn. `shown` is true if the turn's context window has an image. The
-newest image of each such turn is the next entry of `pictures`, except for the first turn, whose
+newest image in each such turn is the next entry in `pictures`, except for the first turn, whose
 image belongs to the row.
 """
 
@@ -50,12 +50,12 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-LONGEST_SIDE = 384  # maximum side of a logged image in pixels; larger images are scaled down
+LONGEST_SIDE = 384  # a logged image's maximum side in pixels; larger images are scaled down
 
 
 @dataclass
 class LogLine:
-    """Fields that every log line of an optimizer step has."""
+    """Fields that every log line for an optimizer step has."""
 
     stage: str
     step: int
@@ -64,8 +64,8 @@ class LogLine:
 class CompletionsLog:
     """Log the completions of every `log_completions`-th optimizer step.
 
-    `log_completions=0` disables the log. `num_logged_prompts` selects the prompts of a step. Only
-    rank 0 writes files. A resumed run removes the lines of steps that it repeats.
+    `log_completions=0` disables the log. `num_logged_prompts` selects a step's prompts. Only
+    rank 0 writes files. A resumed run removes the lines for steps that it repeats.
     """
 
     def __init__(self, config: RunConfig, world: World, progress: TrainerState):
@@ -76,7 +76,7 @@ class CompletionsLog:
         if not self.every or not world.is_main:
             return
         self.path = self.folder / COMPLETIONS
-        num_bytes = 0  # size in bytes of the lines that are kept
+        num_bytes = 0  # bytes in the lines that are kept
         if not progress.steps:
             shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
         else:
@@ -91,7 +91,7 @@ class CompletionsLog:
         os.truncate(self.path, num_bytes)
 
     def report_lost_lines(self, progress: TrainerState):
-        """Print a sentence if the log has no lines of earlier steps, which cannot be repeated."""
+        """Print a sentence if the log has no lines for earlier steps, which cannot be repeated."""
         logged = {(line["stage"], line["step"]) for line in read_lines(self.path, LogLine)}
         lost = []
         # The name is METRICS of metrics.py, which imports this module. The file may still have lines
@@ -113,7 +113,7 @@ class CompletionsLog:
             )
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log the completions of an optimizer step if its turn has come and it has a rollout.
+        """Log an optimizer step's completions if its turn has come and it has a rollout.
 
         All ranks must call this method, because their completions are gathered if
         `num_logged_prompts` is None.
@@ -135,9 +135,9 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return the log lines of this rank's prompts in a step, and their new images as WebP.
+        """Return the log lines for this rank's prompts in a step, and their new images as WebP.
 
-        The keys of the images are paths relative to the run's folder.
+        The images' keys are paths relative to the run's folder.
         """
         lines = []
         pictures = {}  # {path: PIL image}
@@ -186,7 +186,7 @@ def is_past(line: dict, progress: TrainerState) -> bool:
 
 def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     """Yield a log line, without images, for each prompt that this rank trains on in a step."""
-    advantages = {}  # {index of a sample: its advantage}; 0 for samples that are not in the loss
+    advantages = {}  # {sample index: its advantage}; 0 for samples that are not in the loss
     for batch in step.micro_batches:
         if isinstance(batch, SampledBatch):
             indices = [sample.index for sample in batch.samples]
@@ -197,9 +197,9 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
 
 
 def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:
-    """Return the log line of a prompt and its G completions, without the field `images`.
+    """Return the log line for a prompt and its G completions, without the field `images`.
 
-    The docstring of this module describes the fields of the line.
+    This module's docstring describes the line's fields.
     """
     row = group[0].row
     processor = trainer.processor
@@ -248,7 +248,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    """Return the log entry of one turn of a trajectory: text, number of tokens, and `shown`."""
+    """Return the log entry for one turn in a trajectory: text, token count, and `shown`."""
     row = turn.prompt.row if turn.prompt is not None else None
     return {
         "text": processor.decode_assistant_turn(turn),
@@ -261,7 +261,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Parse the boxes in a text, and convert them to fractions of the image's width and height.
 
     Args:
-        extent: width and height of the image in the units of the boxes. If it is None, the result
+        extent: width and height of the image in the boxes' units. If it is None, the result
             is an empty list.
     """
     if extent is None:
@@ -272,7 +272,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield the text and log-probability (nats) of each token of a completion.
+    """Yield the text and log-probability (nats) of each token in a completion.
 
     A character that spans several tokens is yielded with the last of these tokens. If the prompt
     opens the answer, for example with <think>, this text is yielded first, without a

@@ -1,4 +1,4 @@
-"""Build the model, processor and datasets of a run, and check them before the first step."""
+"""Build the model, processor and datasets for a run, and check them before the first step."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -90,15 +90,15 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
-    """Build the processor and the model of a recipe; see build_processor and build_weights."""
+    """Build a recipe's processor and model; see build_processor and build_weights."""
     processor = build_processor(config, datasets)
     return build_weights(config, world, processor), processor
 
 
 def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:
-    """Load the processor of the recipe's checkpoint, or build the processor of a random model.
+    """Load the recipe checkpoint's processor, or build a processor for a random model.
 
-    A random model uses the tokenizer of the task, or a new tokenizer that is trained on the rows.
+    A random model uses the task's tokenizer, or a new tokenizer that is trained on the rows.
     """
     section = config.model
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
@@ -121,7 +121,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     """Load the recipe's checkpoint, or build a random model, and add adapters and sharding.
 
     Args:
-        processor: processor of the model; a random model has the vocabulary of its tokenizer.
+        processor: the model's processor; a random model has its tokenizer's vocabulary.
     """
     section = config.model
     dtype = DTYPES[section.dtype]
@@ -161,7 +161,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 
 
 def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
-    """Return the FSDP sharding of the recipe, or None if every rank holds all weights."""
+    """Return the recipe's FSDP sharding, or None if every rank holds all weights."""
     if not config.uses_fsdp:
         return None
     # Imported here, because the import takes 40 MiB and half a second.
@@ -177,7 +177,7 @@ def choose_sharding(config: RunConfig, world: World) -> Sharder | None:
 def make_tokenizer(
     config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None
 ) -> Tokenizer:
-    """Return the tokenizer of the built-in task, or train a new tokenizer on the rows."""
+    """Return the built-in task's tokenizer, or train a new tokenizer on the rows."""
     if config.data.task:
         return get_task(config.data.task).tokenizer()
     if not datasets:
@@ -217,7 +217,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
 
 
 def patch_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of image patches: float32, or that of a model that computes in 16 bits."""
+    """Return the image patch dtype: float32, or the dtype of a model that computes in 16 bits."""
     dtype = DTYPES[config.model.compute_dtype or config.model.dtype]
     return dtype if dtype.itemsize == 2 else torch.float32
 
@@ -272,7 +272,7 @@ def fit_rows(
 
 
 def stage_lengths(config: RunConfig, datasets: dict[str, Dataset]) -> dict[str, int]:
-    """Return the number of steps of each stage: max_steps, or fewer if max_epochs needs fewer."""
+    """Return each stage's step count: max_steps, or fewer if max_epochs needs fewer."""
     lengths = {}
     for stage in config.stage_names:
         section = getattr(config, stage)

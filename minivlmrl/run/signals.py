@@ -11,7 +11,7 @@ from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run.process import report_mistake
 
-# exit code of a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
+# exit code for a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
 PREEMPTED = 75
 # Further signals within this many seconds count as the same request, because a scheduler and
 # torchrun may both forward one signal.
@@ -26,7 +26,7 @@ class StopSignals:
     """Context manager that turns the first stop signal into a saved checkpoint and a clean exit.
 
     A second signal, SAME_REQUEST seconds or more after the first, ends the process at once.
-    `world` is the World of the run. Long-running work calls its `stop_if_preempted` repeatedly.
+    `world` is the run's World. Long-running work calls its `stop_if_preempted` repeatedly.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -34,8 +34,8 @@ class StopSignals:
 
     def __init__(self, world: World):
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
-        self.first: float | None = None  # time of the first signal
-        self.exit_code = 0  # exit code of the run: PREEMPTED if a signal ended it
+        self.first: float | None = None  # the first signal's time
+        self.exit_code = 0  # the run's exit code: PREEMPTED if a signal ended it
         # Saves a checkpoint if necessary and returns its folder. Returns None during a rollout's
         # optimizer steps, where the run cannot stop without losing work.
         self.save: Callable[[], object] = lambda: "the last checkpoint, if there is one"
@@ -52,7 +52,7 @@ class StopSignals:
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the signal handlers, and print the message of Preempted instead of raising it."""
+        """Restore the signal handlers, and print Preempted's message instead of raising it."""
         time_limit.on_hang = time_limit.end_process
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -102,7 +102,7 @@ class StopSignals:
         return self.world.sum(self.first is not None)[0] > 0
 
     def end_process(self, message: str):
-        """Save a checkpoint, print a message and end the process, inside the code of a user.
+        """Save a checkpoint, print a message and end the process, inside a user's code.
 
         With several ranks no checkpoint is saved, because all ranks must save together.
         """

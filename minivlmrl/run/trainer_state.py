@@ -1,4 +1,4 @@
-"""The progress of a run: the part of a checkpoint that is not a tensor, stored as run.json."""
+"""A run's progress: the part of a checkpoint that is not a tensor, stored as run.json."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,30 +12,30 @@ RUN = "run.json"
 
 @dataclass
 class TrainerState:
-    """Progress of a run, stored in run.json under the same field names.
+    """A run's progress, stored in run.json under the same field names.
 
     All ranks have the same values, except for `seconds`, `num_log_lines` and `logs`, of which those
     of rank 0 count.
     """
 
-    seed: int  # seed of the run
-    stages: list[str]  # stages of the recipe, in order
-    stage: Annotated[int, ">= 0"] = 0  # index of the current stage
-    step: Annotated[int, ">= 0"] = 0  # number of optimizer steps done in the current stage
-    steps: Annotated[int, ">= 0"] = 0  # number of optimizer steps done in all stages
-    draws: Annotated[int, ">= 0"] = 0  # number of batches of rows that the current stage has taken
-    # number of rows in the dataset of the current stage; 0 before the stage begins
+    seed: int  # run seed
+    stages: list[str]  # the recipe's stages, in order
+    stage: Annotated[int, ">= 0"] = 0  # the current stage's index
+    step: Annotated[int, ">= 0"] = 0  # optimizer steps done in the current stage
+    steps: Annotated[int, ">= 0"] = 0  # optimizer steps done in all stages
+    draws: Annotated[int, ">= 0"] = 0  # batches of rows that the current stage has taken
+    # number of rows in the current stage's dataset; 0 before the stage begins
     rows: Annotated[int, ">= 0"] = 0
-    # state of the trainer that is not in tensors; None before the stage begins
+    # trainer state that is not in tensors; None before the stage begins
     kept: dict[str, list[float]] | None = None
-    # metrics of the evaluations between stages, by the name of the evaluation
+    # metrics from the evaluations between stages, by the evaluation's name
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far; eval/loss is negated
-    # training time of each stage in seconds
+    # each stage's training time in seconds
     seconds: dict[str, float] = field(default_factory=dict)
-    # options of the run by name, see recipe_values in run/checkpoints.py
+    # the run's options by name, see recipe_values in run/checkpoints.py
     recipe: dict = field(default_factory=dict)
-    # number of lines that each log file in the folder of the run has so far
+    # lines that each log file in the run's folder has so far
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
     # texts from which callbacks continue after a resume
     logs: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class TrainerState:
         self.rows = rows
 
     def advance(self, stage: str, draws: int, seconds: float):
-        """Count one optimizer step of the present stage."""
+        """Count one optimizer step in the present stage."""
         self.step += 1
         self.steps += 1
         self.draws = draws
@@ -67,7 +67,7 @@ class TrainerState:
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
-    """Read the run.json of a checkpoint.
+    """Read a checkpoint's run.json.
 
     Raises:
         ValueError: if a field is missing or not valid.
