@@ -412,13 +412,16 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
 
 
 def test_the_largest_batch_by_hand():
-    """Five prompts of 10 tokens: two of 30 tokens each fit into 60, so the last micro-batch has only one prompt."""
-    rows = [RowSize(10, 0)]
+    """A prompt counts once for its completions in a batch. Prompts of a shape have the mean size of the rows."""
+    rows = [RowSize(text_tokens=10, image_tokens=0)]
 
-    def shape(prompts, completions, max_tokens):
-        batch = largest_batch(rows, prompts, completions, max_tokens)
-        return batch.prompts, batch.num_generations
+    def sizes(*arguments):
+        shape = largest_batch(rows, *arguments)
+        return shape.prompts, shape.num_generations
 
-    assert shape(5, [10, 10], 60) == (2, 2)
-    assert shape(5, [10, 10], None) == (5, 2)
-    assert shape(1, [10, 10, 10], 30) == (1, 2)
+    assert sizes(5, [10, 10], 60) == (2, 2)
+    assert sizes(5, [10, 10], None) == (5, 2)
+    assert sizes(1, [10, 10, 10], 30) == (1, 2)
+    rows.insert(0, RowSize(text_tokens=21, image_tokens=4))
+    shape = largest_batch(rows, 2, [10], None)
+    assert (shape.prompts, shape.text_tokens, shape.image_tokens) == (2, 16, 2)
