@@ -226,6 +226,8 @@ def mask_in(change: Change, use: str) -> Tensor:
 
 def other_mask(mask: Tensor, change: Change) -> Tensor:
     """Apply the deviation to a completion mask (n, S), and return the new mask."""
+    if "mask" not in change:
+        return mask
     d = change.d
     completion_columns = d.completion.double()
     next_counts = mask.roll(-1, 1)
@@ -361,11 +363,12 @@ class PolicyPieces:
 def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
     """Compute the GRPO-type loss of the rows `part`, and the sum of its terms' absolute values."""
     total = torch.zeros(2)
+    shared = PolicyPieces(part, logps, entropies, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
-        weight = getattr(loss_options(inside), weight_name, 1.0)
+        pieces = shared if inside is change else PolicyPieces(part, logps, entropies, inside)
+        weight = getattr(pieces.options, weight_name, 1.0)
         if weight:
-            pieces = PolicyPieces(part, logps, entropies, inside)
             total = total + weight * torch.stack(term(pieces, inside))
     return total.unbind()
 
