@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from minivlmrl.generation import environments, generate
+from minivlmrl.generation import generate
 from minivlmrl.generation import sampler as sample
 from minivlmrl.generation import sampler as samplers
 from minivlmrl.losses import advantages
@@ -133,7 +133,7 @@ def sampled(**options) -> Callable:
 
 def other_prompts(change: Callable) -> Callable:
     """Return a patch that trains on change(prompts), but samples from the original prompts."""
-    return around(environments, "pack", lambda pack, prompts, *rest: pack(change(prompts), *rest))
+    return around(rollout, "pack_turns", lambda pack, prompts, *rest: pack(change(prompts), *rest))
 
 
 def next_images(prompts):
@@ -602,7 +602,7 @@ BUGS = {
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
     "text_positions_in_training": Bug(
         "huggingface/trl/issues/5279",
-        around(environments, "pack", text_positions),
+        around(rollout, "pack_turns", text_positions),
         trl=InTRL("logps", "positions are 1-D", forward(lambda _, model, options: (
             model, options | {"mm_token_type_ids": None}))),
     ),
