@@ -1,4 +1,4 @@
-"""Choose between the torch path and a kernel's Triton path, and import Triton if possible.
+"""Choose between a kernel's torch path and its Triton path, and import Triton if possible.
 
 The torch path runs everywhere, and the tests compare the Triton path with it. Triton runs on a GPU,
 or on a CPU in its interpreter, which executes the programs one after the other with numpy. The

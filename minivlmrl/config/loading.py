@@ -207,7 +207,7 @@ def _is_in(overrides: Sequence[str], text: str) -> bool:
 
 
 class Resolver:
-    """Makes a recipe's paths absolute and collects code names.
+    """Makes a recipe's paths absolute and collects the names of its code.
 
     A field's type determines which folder its path is relative to. Repository ids, and paths
     that do not exist, are not changed.
@@ -238,7 +238,7 @@ class Resolver:
         """Make the path in "file.py:name" absolute.
 
         Args:
-            text: code name.
+            text: "file.py:name" or "package.module:name".
             short: True removes the working directory from the path, because a reward's name is
                 also its metrics' name.
         """
