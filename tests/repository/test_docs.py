@@ -551,5 +551,5 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     # formulas need no network
     assert "<math" in formulas and not re.search(r'arithmatex">\s*\\|<script[^>]*"https?:', formulas)
     file = (tmp_path / "code" / "minivlmrl" / "losses" / "grpo.py.html").read_text()
-    assert "File 16 of 18 of the reading list" in file and 'tests/losses/test_grpo.py.html"' in file
+    assert "File 17 of 20 of the reading list" in file and 'tests/losses/test_grpo.py.html"' in file
     assert '"code/minivlmrl/losses/grpo.py.html"' in (tmp_path / "search" / "search_index.json").read_text()
