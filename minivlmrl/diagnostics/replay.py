@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -345,11 +346,13 @@ def compare(
     """
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
-        replayed_lines = {line.get("row"): line for line in parse_json(json_text(lines))}
+        replayed_lines = defaultdict(list)  # a small dataset repeats rows within a step
+        for line in parse_json(json_text(lines)):
+            replayed_lines[line.get("row")].append(line)
         for line in read_lines(folder / name, LogLine):
             if (line["stage"], line["step"]) == (stage, number):
-                replayed_line = replayed_lines.get(line.get("row"), {"row": None})
-                same[name] = same.get(name, True) and line == line | replayed_line
+                is_same = any(line == line | other for other in replayed_lines[line.get("row")])
+                same[name] = same.get(name, True) and is_same
     return same
 
 

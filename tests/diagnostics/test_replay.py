@@ -7,6 +7,7 @@ from runs import read_lines, write_lines
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.import_utils import load_name, run_file
+from minivlmrl.diagnostics.replay import compare
 
 LOUD = [
     "--rewards={letters: 1.0}",
@@ -143,3 +144,12 @@ def test_code_named_by_a_run_needs_permission(run, plain, replayed, tmp_path):
     assert not trace.exists()
     code, lines = replayed(folder, "grpo", 0, f"--recipe={folder / 'config.yaml'}")
     assert code == 0 and lines[-2:] == SAME and trace.exists()
+
+
+def test_rows_that_repeat_within_a_step_are_compared_one_by_one(tmp_path):
+    """A step with more prompts than the dataset has rows contains a row twice, with other completions."""
+    lines = [{"stage": "grpo", "step": 0, "row": 3, "completions": [text]} for text in ("red", "blue")]
+    write_lines(tmp_path / "completions.jsonl", lines)
+    write_lines(tmp_path / "metrics.jsonl", [])
+    assert compare(tmp_path, "grpo", 0, lines, {}) == {"completions.jsonl": True}
+    assert compare(tmp_path, "grpo", 0, lines[:1], {}) == {"completions.jsonl": False}
