@@ -18,7 +18,10 @@ NO_MEMORY = re.compile(
 
 
 class error_context(AbstractContextManager):
-    """Prefix errors raised in the block with the file, row or field concerned."""
+    """Prefix errors raised in the block with the file, row or field concerned.
+
+    An error that already begins with this prefix does not get the prefix twice.
+    """
 
     # A class is faster than a generator with @contextmanager, which matters because each of 200,000
     # rows enters several contexts.
@@ -26,7 +29,7 @@ class error_context(AbstractContextManager):
         self.where = where
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and not str(error).startswith(f"{self.where}: "):
             raise ValueError(f"{self.where}: {shortened(error)}") from error
 
 

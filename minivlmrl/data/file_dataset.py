@@ -197,7 +197,8 @@ class FileDataset(FileRows):
         with error_context(row.where):
             row.images, row.videos = load_media(media, self.folder, row.where)
             for part in answer_image_parts(row):
-                part["image"] = fetch_image(part["image"].image_source, self.folder)
+                source = part["image"].image_source
+                part["image"] = partial(fetch_row_image, row.where, source, self.folder)
         return row
 
 

@@ -11,7 +11,8 @@ import torch
 
 from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.data.file_rows import FileRows, RowSelection
-from minivlmrl.data.processor import Processor
+from minivlmrl.data.messages import as_turns
+from minivlmrl.data.processor import Processor, images_in
 from minivlmrl.data.rows import Dataset, Prompt, Row
 
 MAX_SKIPPED = 100  # consecutive unreadable rows after which a run ends with an error
@@ -35,6 +36,7 @@ class Stage(Protocol):
     run: RunConfig
     config: TrainingOptions
     stage: str
+    answers: tuple[str, ...]  # Row fields with the answers that the stage trains on
     steps_per_rollout: int
     processor: Processor
 
@@ -75,6 +77,8 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
+        # Without data.skip_unreadable, an unreadable image is found when the answer is tokenized.
+        self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # indices of unreadable rows that this rank skipped
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.config.prompts_per_step
@@ -125,7 +129,7 @@ class Batches(Iterator[list[Row]]):
         """
 
         def use(row: Row) -> Prompt:
-            return row.prompt(self.processor)
+            return readable_prompt(row, self.processor, self.checked_answers)
 
         found, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
         if found is None:
@@ -148,6 +152,22 @@ class Batches(Iterator[list[Row]]):
         if row is None:
             raise too_many(failures)
         return row
+
+
+def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
+    """Compute a row's prompt, and check that the images in its answers can be decoded.
+
+    Args:
+        row: the row.
+        processor: the model's processor.
+        answers: Row fields with the answers that the stage trains on.
+
+    Raises:
+        ValueError: the prompt is invalid, or an image is unreadable.
+    """
+    for name in answers:
+        images_in(as_turns(getattr(row, name) or []))
+    return row.prompt(processor)
 
 
 class ReadableRows(RowSelection):

@@ -264,9 +264,14 @@ def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) 
 
 
 def images_in(turns: list[dict]) -> list[PIL.Image.Image]:
-    """Return the images in the turns' parts, in order."""
+    """Return the images in the turns' parts, in order.
+
+    In a row's answer, the key "image" of a part has a function that decodes the image file. The
+    function is called here, because most uses of a row need only its texts.
+    """
     images = [part.get("image") for part in parts_of(turns)]
-    return [image for image in images if isinstance(image, PIL.Image.Image)]
+    decoded = [image() if callable(image) else image for image in images]
+    return [image for image in decoded if isinstance(image, PIL.Image.Image)]
 
 
 def join_tool_results(turns: list[dict], tools: Sequence[str]) -> list[dict]:

@@ -7,13 +7,13 @@ that are not answers, such as an empty text. It prints each problem with its cau
 exit status is 1 if there is a problem, otherwise 0. No files are written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_rows import FileRows
-from minivlmrl.data.loader import ReadableRows
+from minivlmrl.data.loader import ReadableRows, readable_prompt
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_summary import without_media
 from minivlmrl.data.rows import Dataset
@@ -73,7 +73,10 @@ def check(config: RunConfig) -> Iterator[str]:
     describe_hardware(config, world)
     model, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
-        datasets |= {stage: readable_rows(datasets[stage], processor) for stage in stages}
+        datasets |= {
+            stage: readable_rows(datasets[stage], processor, trainer.answers)
+            for stage, trainer in stages.items()
+        }
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
     if online:
@@ -118,11 +121,17 @@ def check_trial(config: RunConfig, trial: Trial, rows: Dataset, stage: str) -> I
         yield from check_speed(trial, stage, getattr(config, stage))
 
 
-def readable_rows(rows: Dataset, processor: Processor) -> Dataset:
-    """Return the rows that training uses with data.skip_unreadable."""
+def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
+    """Return the rows that training uses with data.skip_unreadable.
+
+    Args:
+        rows: the stage's rows.
+        processor: the model's processor.
+        answers: Row fields with the answers that the stage trains on.
+    """
     if not isinstance(rows, FileRows):
         return rows  # an embedded task's images are all readable
-    return ReadableRows(rows, lambda row: row.prompt(processor))
+    return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
 
 
 def describe_skipped(stage: str, rows: Dataset) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch.optim import Optimizer
 
+from minivlmrl.data.loader import readable_prompt
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset, Row
@@ -21,12 +22,14 @@ def largest_rows(
     processor: Processor,
     count: int,
     skip_unreadable: bool,
+    answers: Sequence[str] = (),
 ) -> list[Row]:
     """Return the `count` largest rows of a dataset; rows are repeated if fewer were measured.
 
     Args:
         sizes: sizes of rows of the dataset, the largest first.
         skip_unreadable: True leaves out rows whose images cannot be decoded.
+        answers: Row fields with the answers that the stage trains on.
 
     Raises:
         ValueError: a row is unreadable, and skip_unreadable is False.
@@ -37,7 +40,7 @@ def largest_rows(
             break
         with suppress(ValueError) if skip_unreadable else nullcontext():
             row = replace(dataset[size.index], index=size.index)
-            row.prompt(processor)
+            readable_prompt(row, processor, answers)
             rows.append(row)
     return [rows[number % len(rows)] for number in range(count if rows else 0)]
 

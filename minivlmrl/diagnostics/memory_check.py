@@ -77,7 +77,8 @@ class MemoryCheck(Callback):
                 raise ValueError(refusal(*arguments, processor.image_processor, available))
             count = micro_batch_prompts(config, stage, world.size)
             skips = config.data.skip_unreadable
-            found = largest_rows(datasets[stage], rows, processor, count, skips)
+            answers = find_trainer(stage, config).answers
+            found = largest_rows(datasets[stage], rows, processor, count, skips, answers)
             self.largest_rows[stage] = found
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):

@@ -180,3 +180,12 @@ def test_long_quoted_values_are_shortened():
         assert shortened(text) == text
     with pytest.raises(ValueError, match=r"^rows.jsonl:3: 'A{79}\.\.\.'$"), error_context("rows.jsonl:3"):
         raise ValueError(repr(picture))
+
+
+def test_a_place_is_named_once_in_an_error_message():
+    """An image names its row, and so does the code that tokenizes the row's answer."""
+    once = pytest.raises(ValueError, match=r"^rows\.jsonl:3: cat\.jpg is damaged$")
+    with once, error_context("rows.jsonl:3"), error_context("rows.jsonl:3"):
+        raise ValueError("cat.jpg is damaged")
+    with pytest.raises(ValueError, match=r"^rows\.jsonl:3: rows\.jsonl:31 is damaged$"), error_context("rows.jsonl:3"):
+        raise ValueError("rows.jsonl:31 is damaged")

@@ -14,7 +14,7 @@ from minivlmrl.data import loader
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.loader import Batches, shuffled
-from minivlmrl.data.processor import Processor
+from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks import shapes
@@ -42,11 +42,11 @@ class Numbered:
         return Row([], [], {"number": index})
 
 
-def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, **data):
+def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, answers=(), **data):
     trainer = SimpleNamespace(
         config=SimpleNamespace(prompts_per_step=prompts_per_step), stage="grpo", steps_per_rollout=steps,
         run=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
-        processor=PROCESSOR,
+        processor=PROCESSOR, answers=answers,
     )  # fmt: skip
     return Batches(rows or Numbered(), trainer)
 
@@ -93,6 +93,28 @@ def test_an_unreadable_row_is_replaced_by_the_next(write_rows, tmp_path):
         assert [row.columns["problem"] for row in draw] == [images[row.index] for row in draw]
         for row in draw:
             assert torch.equal(row.prompt(PROCESSOR).pixel_values, rows[row.index].prompt(PROCESSOR).pixel_values)
+
+
+@pytest.mark.parametrize("answers", [("completion",), ("chosen", "rejected")])
+def test_a_row_with_an_unreadable_image_in_an_answer_is_replaced(answers, write_rows, tmp_path):
+    """The second image of a dialogue is part of the answer. Only a stage that trains on answers decodes this image."""
+    (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
+    question, answer = {"role": "user", "content": "Colors?"}, {"role": "assistant", "content": "red"}
+    rows = []
+    for image in ("green", "cut", "blue"):
+        second = {"role": "user", "content": [{"type": "image", "image": f"{image}.png"}]}
+        row = {"prompt": [question], answers[0]: [answer, second, answer]}
+        rows.append(row | {name: "blue" for name in answers[1:]})
+    rows = FileDataset(write_rows(*rows))
+    good, damaged = rows[0], rows[1]
+    assert encode_answer(PROCESSOR, good, getattr(good, answers[0])).pictures
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*cut\.png: .*data\.skip_unreadable=true"):
+        encode_answer(PROCESSOR, damaged, getattr(damaged, answers[0]))
+    with pytest.warns(UserWarning, match=r"rows\.jsonl:2: .*cut\.png: .*skipped; 1 so far"):
+        draw = next(batches(rows=rows, prompts_per_step=3, answers=answers, skip_unreadable=True))
+    assert sorted(row.index for row in draw) == [0, 2, 2]
+    draw = next(batches(rows=rows, prompts_per_step=3, skip_unreadable=True))
+    assert sorted(row.index for row in draw) == [0, 1, 2]
 
 
 class Delayed(Numbered):

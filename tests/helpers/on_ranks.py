@@ -84,7 +84,7 @@ def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft
     run = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
         stage=stage, config=config, run=run, world=world, steps_per_rollout=1,
-        processor=Processor(shapes.tokenizer(), ImageProcessor()),
+        processor=Processor(shapes.tokenizer(), ImageProcessor()), answers=(),
     )  # fmt: skip
 
 
