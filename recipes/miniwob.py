@@ -8,9 +8,14 @@ The pages are those of the package `miniwob`, served from the installed package 
 used. TARGETS has the pages that can be trained on. A completion clicks at a pixel of the page, which is 160 pixels wide
 and 210 high:
     <click>80, 120</click>
-A seed determines the page. Therefore all completions of a process can share one browser: for each click, the
-environment loads the page of its seed again, repeats the former clicks of its episode, and then clicks.
-docs/agents.md explains this.
+All completions in a process share one browser, because a browser per completion would be too large. Five rules make
+this possible, also in an environment of your own:
+1. Open the browser once, in a function with `functools.cache`.
+2. Keep nothing in the browser. A seed determines the page, so each click loads the page again, repeats the episode's
+   earlier clicks, and then clicks. Other completions may use the browser in between.
+3. Compute an outcome once: it depends only on page, seed and clicks, so `functools.lru_cache` keeps it.
+4. Lock the browser, because the threads that prepare prompts take screenshots, too.
+5. Replace the browser after an error, because it may crash, and `max_tool_seconds` may stop a command in the middle.
 """
 
 import argparse

@@ -200,7 +200,7 @@ def gradient_of(model, scalar):
 
 
 def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
-    """Windows of 1, 2 and all rounds: to 1e-9; what shortcuts are off by is in docs/agents.md (print with -s)."""
+    """Windows of 1, 2 and all rounds: to 1e-9; docs/notes/bias.md has the errors of shortcuts (print with -s)."""
     lengths = {}
     for history in (1, 2, 3):
         model = model_of()
