@@ -1,9 +1,9 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without TRL.
 
 `check` compares a loss with the recorded cases and names known mistakes that explain a difference.
-`pytest --pyargs minivlmrl.losses.parity` runs the same cases as tests, see docs/numerical_parity.md,
-which also describes the keys of `batch` and `options`. `check_images` checks that a trainer's
-log-probabilities depend on the images in their row.
+`pytest --pyargs minivlmrl.losses.parity` runs the same cases as tests, see
+docs/numerical_parity.md. `check_images` checks that a trainer's log-probabilities depend on the
+images in their row.
 
 In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the installed
 TRL.
@@ -29,9 +29,27 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", **only) -> int:
     """Compare a loss with values and gradients recorded from TRL; return the number of cases.
 
+    `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
+
+        per_token_logps      (B, T); dpo: (B, 2, T), with the chosen answer first
+        mask                 the same shape; 1 for tokens of a completion
+        ref_per_token_logps  the same shape, for grpo and dpo
+        old_per_token_logps  (B, T), for grpo
+        advantages           (B,), for grpo
+
+    Some batches are extreme: completions without tokens, which still count in the mean over
+    completions, and log-ratios of 25 nats. `options` is a dict with these arguments of a loss:
+
+        grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
+              use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a
+              micro-batch), and the divisors tokens (of the whole step, for dapo) and
+              max_completion_length (for dr_grpo)
+        dpo   loss_type (a list with one name), beta, label_smoothing
+        sft   loss_type: nll or dft
+
     Args:
-        my_loss: function (batch, options) -> scalar loss. The batch tensors are float64
-            with shape (B, T), or (B, 2, T) for dpo.
+        my_loss: function (batch, options) -> scalar loss; its gradient with respect to
+            per_token_logps is compared, too.
         tolerance: largest error in value and gradient, relative to TRL's largest absolute value or
             to 1, whichever is larger.
         kind: loss kind: grpo, dpo or sft.

@@ -1,4 +1,4 @@
-"""Compare the float32 operations in the table of docs/memory.md with a step of GRPO in bfloat16."""
+"""Compare the float32 operations in the table of docs/notes/float32.md with a step of GRPO in bfloat16."""
 
 import re
 from collections import defaultdict
@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "notes" / "float32.md"
 WIDE = {torch.float32, torch.float64}
 
 
@@ -29,8 +29,7 @@ class Results(TorchDispatchMode):
 
 def rows():
     """Return (dtype, operations) for each row of the table that names operations."""
-    section = PAGE.read_text().partition("## What runs in float32")[2].partition("\n## ")[0]
-    cells = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
+    cells = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     return [(row[1].strip(), re.findall(r"`(\w+)`", row[2])) for row in cells if "`" in row[2]]
 
 

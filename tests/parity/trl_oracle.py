@@ -211,7 +211,7 @@ def what_trl_says(batch: dict, options: dict) -> dict[str, Tensor | dict]:
     """TRL's loss for tensors of your own, its gradient to `per_token_logps`, and what it logs.
 
     Args:
-        batch: as parity.check gives it (docs/numerical_parity.md); of kto also `labels` (B,), true for a wanted
+        batch: as in the docstring of parity.check; of kto also `labels` (B,), true for a wanted
             answer, and `kl_mask` (B, T).
         options: kind (grpo, rloo, dpo, kto, sft), `tokens` of the step (none: of the batch), and fields of TRL's
             config; epsilon_low may stand for its epsilon. A field that is left out is TRL's default.
