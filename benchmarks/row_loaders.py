@@ -12,6 +12,8 @@ A loader runs in an environment in which its project is installed, without a GPU
 A file is read right if the texts of all rows and their pictures equal the recorded ones; the tokens of pictures are
 counted as one, a default system message is ignored, and which tokens are trained is not compared. A refusal has a name
 if its message contains a text, a path or a column of the file, or words that cases.json demands.
+
+Beside torch 2.13.0+cpu, torchvision's wheel for CUDA and torchaudio do not load, and have to be replaced in part.
 """
 
 import contextlib

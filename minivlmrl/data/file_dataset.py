@@ -2,7 +2,7 @@
 
 row_files.py reads a row's columns, formats.py converts other projects' formats, and
 media.py finds images and videos. This file converts the columns to messages and answers.
-docs/data.md has examples.
+docs/rows.md has examples.
 """
 
 import re

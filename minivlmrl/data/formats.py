@@ -1,7 +1,7 @@
 """Convert rows in other projects' formats to minivlmrl's columns, and validate them.
 
 Several formats can apply to the same row: for example, one format reads the column `conversations`
-and another one the column `file_name`. docs/data.md has examples.
+and another one the column `file_name`. docs/rows.md has examples.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A row in each format of docs/data.md, and the error message for each kind of invalid row."""
+"""A row in each format of docs/rows.md, and the error message for each kind of invalid row."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ from talk import assistant, system, user
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import content_parts, part_kind
 
-PAGE = (ROOT / "docs" / "data.md").read_text()
+PAGE = (ROOT / "docs" / "rows.md").read_text()
 SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())
 HOW_MANY = [user("How many?")]
 ONE_SOLUTION = {"solution": "2"}
@@ -52,7 +52,7 @@ def words(turns):
 
 
 def test_the_page_names_the_columns_of_every_form():
-    named = re.findall(r"`(\w+)`", PAGE.split("## Rows of other projects")[1].split("\n## ")[0])
+    named = re.findall(r"`(\w+)`", PAGE.split("## Columns of other projects")[1].split("\n## ")[0])
     assert SHOWN.keys() == EXPECTED.keys() and len(SHOWN) == 21
     assert {name for row in SHOWN.values() for name in row} - {*named} == {"id", "data_source"}  # ids of rows
 
