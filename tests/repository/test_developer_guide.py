@@ -77,19 +77,6 @@ letters = begin_with_row("my_environment.py:Letters", Row([], [], {"problem": "?
 said = call(tools_of(letters), "count", '"pepper", "p"')
 settings = ["--sampling.environment=my_environment.py:Letters", "--rewards={accuracy: 1, environment: 1}"]
 found["An environment"] = said == 3 and letters.get_reward() == 1 and load_config("shapes.yaml", settings)
-game = ["--num_threads=1", "--data.eval_rows=2", "--sft.max_steps=20", "--grpo.max_steps=1"]
-game += ["--grpo.prompts_per_step=4"]
-with contextlib.redirect_stdout(out):
-    train_recipe(["game.yaml", *game])
-safe = begin_with_row("my_game.py:Safe", Row([], [], {"digit": 3}))
-tried = [(call(tools_of(safe), "open", digit), safe.observe([])[0]["content"]) for digit in "143"]
-[*_, last] = map(json.loads, open("runs/game/metrics.jsonl"))
-results = json.load(open("runs/game/summary.json"))
-found["An environment with its task"] = (
-    [answer for answer, _ in tried] == ["closed", "closed", "open"] and safe.get_reward() == 1
-    and "Open: 2 to 3" in str(tried[1]) and last["tools/call_frequency"] > 0
-    and results["chance"] == 1 - 0.75**3 and "eval/my_game.py:opened_sampled" in results["after_grpo"]
-)
 pairs = ["--data.task=shapes(pairs=8)", "--num_threads=1", "--data.eval_rows=2", "--output_dir=ranked"]
 pairs += ["--stages=[my_reward_model.py:HingeReward]", "--hinge_reward.max_steps=2"]
 pairs += ["--hinge_reward.prompts_per_step=4"]
@@ -113,7 +100,7 @@ found["A reward with a name"] = get_reward("one_line")(["a", "b" + chr(10)]) == 
 scores = filter_logits(torch.tensor([[0.7, 0.2, 0.1]]).log(), SamplingOptions(epsilon_cutoff=0.15))
 kept = ~scores.isneginf()
 found["A filter"] = kept.tolist() == [[True, True, False]] and SamplingOptions(epsilon_cutoff=0.15).truncates
-found["A form of rows"] = to_columns({"picture": "a.png", "problem": "?"}, {})["image"] == "a.png"
+found["A row format"] = to_columns({"picture": "a.png", "problem": "?"}, {})["image"] == "a.png"
 picture = Image.new("RGB", (4, 2), "white")
 pixels = RESIZE["padded"]([picture], 4, 4, torch.zeros(3, 1).numpy(), torch.ones(3, 1).numpy())
 has_bars = pixels[0, 0].mean(1).tolist() == [0, 1, 1, 0]
@@ -160,8 +147,6 @@ def found(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for diff in DIFFS.values():
         apply(folder, diff)
-    [recipe] = re.findall(r"```yaml\n(# game\.yaml.*?)```", PAGE, re.DOTALL)
-    (folder / "game.yaml").write_text(recipe)
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CALLS]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
