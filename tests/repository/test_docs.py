@@ -231,8 +231,16 @@ COMING = ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl")
 COMING = [row for name in COMING for row in rows_of(PAGES["docs/coming_from.md"], f"From {name}")]
 
 
+def names_here(theirs: str, ours: str) -> list[str]:
+    """Return the options in a cell of coming_from.md; `grpo.*` means the names in the other cell."""
+    names = re.findall("`([^`]+)`", ours)
+    if names and names[0].endswith("*"):
+        return [names[0][:-1] + name for name in re.findall("`([^`]+)`", theirs)]
+    return names
+
+
 def test_options_of_other_trainers_have_a_name_here():
-    named = [name for _, ours, _ in COMING for name in re.findall("`([^`]+)`", ours)]
+    named = [name for theirs, ours, _ in COMING for name in names_here(theirs, ours)]
     assert len(named) > 110 and set(named) <= ALL_OPTIONS
     assert [theirs for theirs, ours, _ in COMING if "`" not in ours and ours != "none"] == []
     assert all(re.fullmatch("(VLM-R1 |ms-swift )?(`[^`]+`(, )?)+", theirs) for theirs, *_ in COMING)
@@ -243,7 +251,7 @@ def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(row):
     trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     kinds = trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig
     known = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
-    theirs, ours = (re.findall("`([^`]+)`", cell) for cell in row[:2])
+    theirs, ours = re.findall("`([^`]+)`", row[0]), names_here(*row[:2])
     assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
     if row[2].startswith("same"):
         defaults = [known[name].default for name in theirs]
