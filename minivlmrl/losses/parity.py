@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# losses of TRL 1.16, written by tests/record/record_losses.py, and a tiny model of transformers 5.23,
-# written by tests/record/record_fixtures.py at commit cfba8c8
+# losses from TRL 1.16, written by tests/record/record_losses.py, and a tiny model from transformers
+# 5.23, written by a removed script: git show cfba8c8:tests/record/record_fixtures.py
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
