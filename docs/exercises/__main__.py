@@ -173,28 +173,23 @@ def load(number: int, package: Path = PACKAGE) -> Exercise:
 
 
 def find_function(hole: dict, number: int, package: Path) -> tuple[Path, ast.Module, ast.FunctionDef]:
-    """Find the function of a hole by its name, or otherwise by the beginning of its docstring.
+    """Find the function of a hole by its name.
 
     Returns:
         The file, its syntax tree and the function.
     """
-    by_docstring = []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if hole["function"] not in text and hole["does"] not in text:
+        if hole["function"] not in text:
             continue
         tree = ast.parse(text)
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name == hole["function"]:
                 return path, tree, node
-            if isinstance(node, ast.FunctionDef) and (ast.get_docstring(node) or "").startswith(hole["does"]):
-                by_docstring.append((path, tree, node))
-    if not by_docstring:
-        raise ValueError(
-            f"docs/exercises/holes.yaml: no function of minivlmrl is named {hole['function']} or has a docstring that "
-            f"begins with {hole['does']!r}; correct the entry of exercise {number}"
-        )
-    return by_docstring[0]
+    raise ValueError(
+        f"docs/exercises/holes.yaml: no function of minivlmrl is named {hole['function']}; correct the entry of "
+        f"exercise {number}"
+    )
 
 
 def markers() -> list[dict]:
