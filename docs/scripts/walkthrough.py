@@ -46,99 +46,88 @@ TRACE_OPTIONS = ["--grpo.prompts_per_step=2", "--grpo.num_generations=4"]
 HEAD = f"""\
 # Walkthrough
 
-Use this page to follow one image and one question through a GRPO step, from pixels to the update of the weights. Each
-section names a function, explains it, and shows the numbers that it computes.
-
-This command prints the completions, rewards and log-probabilities of this page:
+What does a GRPO step compute, from pixels to the weights' update? Each section shows a function, and its numbers for
+one image and one question. This command prints the completions, rewards and log-probabilities below:
 
 ```bash
 {COMMAND}
 ```
 
-The model is trained by 12 of the 40 steps of SFT, so that its completions still differ. The whole step is computed in
-float64, so that every machine prints the same numbers.
+SFT has run for 12 of 40 steps, so that the completions still differ. The step is computed in float64, so that every
+machine prints the same numbers.
 
-You can see a step of your own run in the same way. `python -m minivlmrl replay runs/shapes --stage=grpo --step=5
---prompt=4` repeats step 5 and prints these numbers for its prompt 4. `--trace=step5.html` writes
-[a page](step.html) that shows every line of the reading list with the tensors that it computed, and
-`--trace=step5.html,my_rewards.py` adds a file of yours.
+For a step from your own run, use `python -m minivlmrl replay runs/shapes --stage=grpo --step=5 --prompt=4`. With
+`--trace=step5.html`, this command writes [a page](step.html) that shows every line of the reading list with its
+tensors. `--trace=step5.html,my_rewards.py` adds your own file.
 
 [![Each line of grpo_loss with the tensors that it computed](step.png)](step.html)
 
 ![A GRPO step as a flow chart](step.svg)
 
-The pictures use these letters for sizes:
-
-- P: tokens of the prompt
-- G: completions of one prompt
-- n: completions of all prompts
-- K: rewards
-- M: tokens of all completions
-- N: tokens of the packed sequence
+The pictures count tokens in the prompt (P), in all completions (M) and in the packed sequence (N), completions per
+prompt (G) and in total (n), and rewards (K).
 """
 WHY = """\
 # RGB
-An image is an array of height x width x 3 values from 0 to 255, for red, green and blue.
+An image is an array with height x width x 3 values from 0 to 255, for red, green and blue.
 
 <img src='walkthrough.png' width='168' alt='a purple triangle'>
 
 # Patches
-The image is cut into patches. A patch is one row of {patch_dim} normalised values: 3 channels x 2 frames x
-{side} x {side} pixels. A still image has two equal frames. The four patches that will become one image token follow
-one another.
+A patch has {patch_dim} normalised values: 3 channels x 2 frames x {side} x {side} pixels. A still image has two equal
+frames. The four patches for one image token follow one another.
 
-# Windows
-Most blocks of the vision tower attend only within windows, so the tokens are sorted by window.
-[This picture](windows.svg) shows the windows of a larger image.
+# Attention windows
+Most blocks in the vision tower attend only within windows, so the tokens are sorted by window, as
+[this picture](windows.svg) shows for a larger image.
 
 ![The image, its patches in their order, and the order of image tokens by window](walkthrough_patches.svg)
 
 # Image tokens
-A small MLP, the merger, turns four patches into one vector with the width of a word embedding.
+A small MLP, the merger, turns four patches into one vector with a word embedding's width.
 
 # Prompt
-The chat template turns the messages into text. {merged} placeholders stand for the image, one for each image token.
+The chat template turns the messages into text. {merged} placeholders stand for the image tokens.
 
 # Positions
-For text, the positions on all three axes count up together. An image has one position in time, and its rows and columns
-count up from there. The text after the image continues from the largest position, as [this picture](mrope.svg) shows.
+For text, the three axes count up together. An image has one position in time, and counts height and width from there.
+The text after the image continues from the largest position, as [this picture](mrope.svg) shows.
 
 # Packed sequence
-The prompt is processed once for all eight completions. With `GroupAttention`, a token of a completion attends to the
-prompt and to the earlier tokens of its own completion. The last token of a completion predicts nothing and is left out,
-so the sequence has {length} + {M} - 8 = {N} tokens. The picture shows a smaller sequence with two prompts:
+The prompt is processed once for eight completions. A completion's token attends to the prompt and to earlier tokens in
+the same completion (`GroupAttention`). The last token in a completion predicts nothing and is left out, so the
+sequence has {length} + {M} - 8 = {N} tokens. The picture shows a smaller sequence with two prompts:
 
-![Each row is a token, and its colours show the tokens to which it attends](mask.svg)
+![Each line is a token, and its colours show the tokens to which it attends](mask.svg)
 
 # Log-probabilities
-The hidden state before a token gives {vocab} logits. The log-probability of the token is its logit minus the logsumexp
-of all logits.
+The hidden state before a token gives {vocab} logits. The token's log-probability is its logit minus the logsumexp over
+the logits.
 
 ![The eight completions, token by token, shaded by probability](walkthrough_tokens.svg)
 
 # Text
-The rewards read text. A token can end in the middle of a multi-byte character, and then the broken character is shown
-as \ufffd.
+The rewards read text. If a token ends inside a multi-byte character, the broken character is shown as \ufffd.
 
 # Rewards
-The format has a reward of 1 with weight {form:g}, and the right answer a reward of 1 with weight {truth:g}.
+The format gets a reward with weight {form:g}, and the right answer a reward with weight {truth:g}.
 
 # Advantages
-The advantage is (reward - mean) / (standard deviation + {epsilon:g}) over these eight completions. The two right
-answers are {best:.2g} standard deviations above the mean of the group.
+The advantage is (reward - mean) / (standard deviation + {epsilon:g}) over the eight completions. The two right answers
+are {best:.2g} standard deviations above the group's mean.
 
 # Loss
-All ratios are 1 and the advantages add up to 0, so [the loss is 0](faq.md#why-is-my-loss-0). The gradient is not 0: for
-each token, it is -advantage times the gradient of the log-probability.
+The ratios are 1 and the advantages add up to 0, so [the loss is 0](faq.md#why-is-my-loss-0). The gradient is not 0:
+each token contributes -advantage times the log-probability's gradient.
 
 # Gradient
-These are the norms of the gradient of the whole step, for all {prompts} prompts. It reaches every module, including the
-vision tower, through the image tokens.
+These are gradient norms for the whole step with {prompts} prompts. The gradient reaches every module, and the vision
+tower through the image tokens.
 
 # Update
 AdamW changes each weight by about the learning rate. The two right answers become more likely, and the two completions
-without the format become less likely. Most wrong answers with the format also become more likely, because they share
-tokens with the right answers.
+without the format less likely. Most wrong answers with the format also become more likely, because they share tokens
+with the right answers.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](walkthrough_update.svg)
 """
@@ -180,7 +169,7 @@ class Walk:
         yield Stop("Patches", image.patchify, lines, {"grid": grids[0].tolist(), "side": settings.patch_size})
         order, windows, frames = vision.window_order(grids, self.policy.config.vision_config)
         lines = [shown("order", order, 16), f"patches per window {windows}, per frame {frames}"]
-        yield Stop("Windows", vision.window_order, lines, {"order": order.tolist()})
+        yield Stop("Attention windows", vision.window_order, lines, {"order": order.tolist()})
         merged = self.policy.visual(self.group.pixel_values, grids)
         yield Stop("Image tokens", vision.VisionTransformer.forward, [shown("vision_embeds", merged)])
 
@@ -321,7 +310,11 @@ def numbers() -> dict[str, float]:
     said, ids = data("Rewards")["completions"], walk.prompt.input_ids
     form, truth = walk.trainer.run.rewards.values()
     sizes = {"factor": settings.factor, "patch_dim": settings.patch_dim, "side": settings.patch_size}
-    counts = {"merged": len(data("Windows")["order"]), "vocab": walk.policy.config.vocab_size, "length": len(ids)}
+    counts = {
+        "merged": len(data("Attention windows")["order"]),
+        "vocab": walk.policy.config.vocab_size,
+        "length": len(ids),
+    }
     counts |= {"M": len(walk.group.completion_ids), "N": len(walk.group.input_ids)}
     rewards = {"form": form, "truth": truth, "epsilon": EPSILON, "best": max(one["advantage"] for one in said)}
     return sizes | counts | rewards | {"prompts": walk.trainer.config.prompts_per_step}
@@ -341,7 +334,7 @@ def write_picture():
 
 def patches() -> str:
     """Draw the image with its patches in order, and its merged tokens, numbered by windows."""
-    pixels, side, order = data("RGB")["pixels"], data("Patches")["side"], data("Windows")["order"]
+    pixels, side, order = data("RGB")["pixels"], data("Patches")["side"], data("Attention windows")["order"]
     (_, rows, cols), scale, left, top = data("Patches")["grid"], 5, 24, 64
     size, right = cols * side * scale, 24 + cols * side * scale + 48
     picture = Picture(right + size + 24, top + rows * side * scale + 44, "Patches and windows of the picture")
