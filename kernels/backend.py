@@ -36,8 +36,8 @@ from minivlmrl.kernels.verdicts import rejected_kernels
 # The kernel files import tl and triton from this module. The two substitutes below allow these
 # files to be imported without Triton; the decorated kernels are then plain functions that are never
 # called. Triton is not imported if it is not installed (macOS, Windows), or if it is not needed and
-# would only take 70 MiB of memory. Triton is needed if there is a GPU, if triton was imported
-# before, or if an environment variable requests Triton.
+# would only take 70 MiB. Triton is needed if there is a GPU, if triton was imported before, or if
+# an environment variable requests Triton.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -111,7 +111,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
 
 
 def _setting(name: str, *values: str) -> str:
-    """Return the value of an environment variable; the default is the first of the values.
+    """Return an environment variable's value; the default is the first entry in `values`.
 
     Raises:
         ValueError: if the variable has another value.

@@ -6,18 +6,18 @@ depends on the matrix shapes, so the log-probabilities differ in the last digits
 `batch_invariant_mode`, this package's sampler and trainer compute equal bits, because of
 four rules:
 
-1.  A product of rows is computed in tiles of ROWS rows; the last tile is padded. The inner size and
+1.  A product is computed in tiles of ROWS rows; the last tile is padded. The inner size and
     the output count are padded to multiples of ALIGNED, because libraries compute the rest in
     another order. Therefore all products with the same weight have the same shape, and a row does
     not depend on other rows.
-2.  The sums of attention over keys are computed in blocks of KEYS keys, which are added one after
+2.  Attention's sums over keys are computed in blocks of KEYS keys, which are added one after
     the other. The prompt's keys and the completion's keys fill separate blocks. The padding
     adds exact zeros, so other prompts' and completions' lengths have no influence.
 3.  Activation functions are written out with exp, tanh and erf, which torch computes alike for all
-    numbers of a tensor. Its own silu, gelu and sigmoid use another formula for the last numbers.
+    numbers in a tensor. Its own silu, gelu and sigmoid use another formula for the last numbers.
 4.  The sampler computes log-probabilities with score_rows_, the trainer's formula.
 
-The gradients need no such rules: the backward pass is that of the usual functions.
+The gradients need no rules: the backward pass is the usual functions' backward pass.
 
 The model does not know the mode: it calls torch functions, and the table RULES replaces them
 inside a `with batch_invariant_mode()` block by the rules 1 and 3. Attention and the sampler ask
@@ -25,7 +25,7 @@ is_batch_invariant() for the rules 2 and 4, because a torch function does not kn
 ends. The kernels float32_matmul and sum_rows ask, too, because they are not torch functions.
 docs/notes/exact.md shows how much each rule contributes, and how much time it takes.
 Source: He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines, 2025), which calls
-kernels of this kind batch-invariant.
+such kernels batch-invariant.
 """
 
 import functools
@@ -38,9 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-ROWS = 16  # rows of a tile
+ROWS = 16  # rows per tile
 ALIGNED = 16  # inner sizes and output counts are padded to multiples of this number
-KEYS = 32  # keys of a block
+KEYS = 32  # keys per block
 CHUNK = 2**14  # numbers that torch adds in one call; it never divides so few among threads
 
 _enabled = False
@@ -82,7 +82,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager, batch_invariant_mode]
 
 
 class _Rules(TorchFunctionMode):
-    """Call the rule in RULES instead of each torch function that has one.
+    """Replace each torch function that has a rule in RULES with its rule.
 
     torch switches a mode off while the mode handles a call. Therefore a rule can call the function
     that it replaces. Tensor.backward is such a call, too, so recomputed activations have to enter
@@ -178,7 +178,7 @@ class _TiledLinear(torch.autograd.Function):
 
 
 def tiled_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b in tiles of ROWS rows of a (rule 1).
+    """Compute a @ b in tiles, each with ROWS rows from a (rule 1).
 
     Args:
         a: (..., L, n).
@@ -198,7 +198,7 @@ def tiled_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def block_scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute attention scores, padded with -inf to whole blocks of KEYS keys (rule 2).
+    """Compute attention scores, padded with -inf to whole blocks with KEYS keys each (rule 2).
 
     See attention_scores for the arguments.
 
@@ -217,7 +217,7 @@ def block_scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def block_softmax(scores: Tensor) -> Tensor:
-    """Compute the softmax of scores from block_scores (..., T') over the last axis (rule 2)."""
+    """Compute the softmax over the last axis for scores from block_scores (..., T') (rule 2)."""
     exps = (scores - scores.amax(-1, keepdim=True)).exp_()
     sums = [block.sum(-1, keepdim=True) for block in exps.split(KEYS, dim=-1)]
     return exps / functools.reduce(torch.add, sums)
@@ -235,18 +235,18 @@ def block_weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> list[Tensor]:
-    """Split the keys x (..., T, D) into blocks of KEYS keys; the last one is padded with zeros."""
+    """Split the keys x (..., T, D) into blocks of KEYS keys; the last block is padded with 0."""
     x = F.pad(x, (0, 0, 0, -x.shape[-2] % KEYS))
     return [block.contiguous() for block in x.split(KEYS, dim=-2)]
 
 
 class GradientOf(torch.autograd.Function):
-    """Compute one function, with the gradient of another one that equals it except for rounding.
+    """Compute one function, with the gradient from a function that is equal except for rounding.
 
     Arguments of apply:
         function: computes the result from the tensors.
-        usual: a function whose gradient is used; it is called outside of batch_invariant_mode.
-        tensors: the arguments of both.
+        usual: a function whose gradient is used; it is called outside batch_invariant_mode.
+        tensors: the arguments for both functions.
     """
 
     @staticmethod

@@ -14,8 +14,8 @@ The parts are independent, so a GPU can compute all of them at once. With e_j = 
 
 is the softmax over all keys; a second, small kernel computes this sum. Inside a part, the keys are
 read in blocks, and the result so far is combined with each block by the same formula. The queries
-of all rows of a prompt form one tile, so that the prompt's keys are read once for all rows. The own
-keys of a row are read once for all its query heads.
+from all rows of a prompt form one tile, so that the prompt's keys are read once for all rows. A
+row's own keys are read once for all its query heads.
 
 Sources: Flash-Decoding (Dao et al., 2023) divides keys into parts, and Hydragen (Juravsky et al.,
 2024) shares prompt keys.
@@ -30,14 +30,14 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import DTYPES
 
-# Target number of programs for the keys of all prompts, and also for the own keys of all rows. This
-# is about one program for each GPU multiprocessor.
+# Target program count for all prompts' keys, and also for all rows' own keys. This is about one
+# program for each GPU multiprocessor.
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum number of parts into which a query's keys are divided
-TILE = 64  # maximum number of queries that a program computes
-KEY_BLOCK = 32  # number of keys that a program reads at once
-WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # number of warps of a program for each head_dim
-STAGES = 2  # number of key blocks that the kernel prefetches (Triton's num_stages)
+MAX_PARTS = 32  # a query's keys are divided into at most this many parts
+TILE = 64  # maximum queries per program
+KEY_BLOCK = 32  # keys that a program reads at once
+WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # warps per program, by head_dim
+STAGES = 2  # key blocks that the kernel prefetches (Triton's num_stages)
 constexpr = tl.constexpr
 BLOCK = tl.constexpr(KEY_BLOCK)
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -97,9 +97,9 @@ def _part(
 ):
     """Compute and store o and e for one part of the keys of one key head and a tile of queries.
 
-    A group is a set of `group_rows` rows that share keys. A key head's queries come from its
+    A group consists of `group_rows` rows that share keys. A key head's queries come from its
     HEADS query heads in all rows in the group. A line is one query, numbered as in (R, H): rows,
-    query heads. `lines` is the number of all queries, R * H.
+    query heads. `lines` counts all queries, R * H.
     """
     num_queries = group_rows * HEADS
     tiles = tl.cdiv(num_queries, TILE)
@@ -161,7 +161,7 @@ def _parts_kernel(
     """Compute all parts for all queries.
 
     The first programs compute the parts for the prompts' keys, and the remaining programs compute
-    the parts for the rows' own keys. For own keys, each row is a group of one row.
+    the parts for the rows' own keys. For own keys, each row is a group by itself.
     """
     program = tl.program_id(0)
     if program < prompt_programs:
@@ -237,9 +237,9 @@ def fits(q: Tensor) -> bool:
 class WorkSplit(NamedTuple):
     """Numbers that describe how queries and keys are divided among a kernel's programs."""
 
-    tile: int  # number of queries that a program computes
-    part_keys: int  # number of keys in a part
-    parts: int  # number of parts into which the keys are divided
+    tile: int  # queries per program
+    part_keys: int  # keys per part
+    parts: int  # parts into which the keys are divided
     programs: int  # number of programs
 
 
@@ -248,7 +248,7 @@ def split_work(k: Tensor, queries: int) -> WorkSplit:
 
     Args:
         k: T keys for each of B groups and K key heads.
-        queries: number of queries that attend to each key.
+        queries: how many queries attend to each key.
     """
     (B, K, T, _) = k.shape
     # A matrix instruction needs at least 16 rows.
@@ -274,7 +274,7 @@ def decode_attention(
     The result equals DecodeAttention's result in minivlmrl/model/attention.py. Call `fits` first.
 
     Args:
-        q: (R, H, D), one query per row and head. Each of the B prompts has R / B consecutive rows.
+        q: (R, H, D), one query per row and head. Each prompt has R / B consecutive rows.
         k, v: (B, K, P, D), the prompts' keys and values, contiguous.
         prompt_bias: (B, P), 0 for a key and -inf for padding, which must come last.
         own_k, own_v: (R, K, C, D), the rows' keys and values, contiguous.

@@ -25,10 +25,10 @@ from minivlmrl.kernels.batch_invariant import (
 )
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
-# Limits for computing the formula step by step on a CPU. Up to this number of keys and this head
-# dimension, it takes half the time of the fused kernel, forward and backward. With more keys, the
-# scores no longer fit into the caches. With head dimensions of 80 and 128, the fused kernel is
-# equally fast.
+# Limits for computing the formula step by step on a CPU. Up to this key count and this head
+# dimension, this takes half as long as the fused kernel, forward and backward. With more keys, the
+# scores no longer fit into the caches. With head dimensions 80 and 128, the fused kernel is equally
+# fast.
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
 
@@ -36,10 +36,10 @@ MAX_HEAD_DIM = 64
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Compute x[index] along the first axis: (*index.shape, ...).
 
-    On a CPU this is an embedding lookup, because its backward pass is 17 times faster than that of
-    x[index]. On a GPU this is x[index], whose backward pass sorts the indices. The embedding's
-    backward pass on a GPU is slow up to 3,072 indices, and sometimes wrong with more than 1,024
-    (pytorch issue 187687).
+    On a CPU this is an embedding lookup, because its backward pass is 17 times faster than
+    x[index]'s backward pass. On a GPU this is x[index], whose backward pass sorts the indices. The
+    embedding's backward pass on a GPU is slow up to 3,072 indices, and sometimes wrong with more
+    than 1,024 (pytorch issue 187687).
     """
     if x.device.type != "cpu":
         return x[index]
@@ -52,9 +52,9 @@ class Reorder(torch.autograd.Function):
     Arguments of apply:
         x: (N, ...), N rows.
         index: indices of the rows to select.
-        back: (N,), the position of each row of x in `index`. All other positions of `index` are
-            padding, and their upstream gradient must be 0. None means that `index` contains each
-            row at most once.
+        back: (N,), each row's position in `index`. All other positions in `index` are padding, and
+            their upstream gradient must be 0. None means that `index` contains each row at most
+            once.
     """
 
     @staticmethod
@@ -135,7 +135,7 @@ class FlashOutput(NamedTuple):
     """flash_attention's results."""
 
     out: Tensor  # (S, H, L, D), the attention outputs, on a CPU at least in float32
-    lse: Tensor  # (S, H, L), log-sum-exp of each query's scores, at least in float32
+    lse: Tensor  # (S, H, L), log-sum-exp over each query's scores, at least in float32
     state: tuple  # arguments for a GPU's backward pass: lengths and an unused random state
 
 
@@ -188,17 +188,17 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the q, k and v gradients with the fused kernel's backward pass.
 
-    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be
-    a part of the keys to which q attends, if `out` and `lse` are the results for all these keys:
-    the weights are then those of the softmax over all keys. The k and v gradients are complete,
-    and the q gradients must be summed over the parts.
+    The kernel recomputes each key's weight as exp(score - lse). Therefore k and v may also be only
+    some keys to which q attends, if `out` and `lse` are the results for all keys: the weights then
+    belong to the softmax over all keys. The k and v gradients are complete, and the q gradients
+    must be summed over the parts.
 
-    The kernel computes a score's gradient as P (grad . v - grad . out), where P is the weight
-    of the key. If one key has nearly the whole weight, both products are nearly equal, and the
-    rounding of a 16-bit `out` remains. In bfloat16, each rounding of `out` changes the
-    gradient of a score by up to P * 2^-9 * sum(|grad * out|). This error reaches the gradients of
-    q and k on a GPU, where JoinedAttention rounds `out` twice, and with the fused kernel in
-    dense_attention. The gradient of v does not depend on `out`.
+    The kernel computes a score's gradient as P (grad . v - grad . out), where P is the key's
+    weight. If one key has nearly the whole weight, both products are nearly equal, and the rounding
+    error in a 16-bit `out` remains. In bfloat16, each rounding step changes a score's gradient by
+    up to P * 2^-9 * sum(|grad * out|). This error reaches the q and k gradients on a GPU, where
+    JoinedAttention rounds `out` twice, and with the fused kernel in dense_attention. The v gradient
+    does not depend on `out`.
 
     Args:
         grad: (S, H, L, D), upstream gradient; its last axis must be contiguous.
@@ -229,7 +229,7 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
         k: (..., T, D), keys.
         mask: 0 or -inf, either (L, T) or with as many dimensions as the scores.
 
-    In batch_invariant_mode, T is rounded up to whole blocks of keys, see block_scores.
+    In batch_invariant_mode, T is rounded up to whole key blocks, see block_scores.
     """
     if is_batch_invariant():
         return block_scores(q, k, mask)
@@ -249,7 +249,7 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def softmax_of_scores(scores: Tensor) -> Tensor:
-    """Compute the softmax of attention scores over the keys, the last axis."""
+    """Compute the softmax over the keys, the last axis of the attention scores."""
     return block_softmax(scores) if is_batch_invariant() else scores.softmax(-1)
 
 

@@ -6,7 +6,7 @@ Blocks are faster, because torch's cumsum on a GPU adds a row's values one after
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128  # number of values in a block; 128 divides the vocabulary sizes of Qwen
+BLOCK = 128  # values in a block; 128 divides Qwen's vocabulary sizes
 
 
 def running_sum(x: Tensor) -> Tensor:

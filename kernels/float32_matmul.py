@@ -1,8 +1,8 @@
 """Matrix products from bfloat16 or float16 tensors with float32 results.
 
-Matrix multiplication sums the products in float32 anyway. The function in this file only omits the
-rounding of the result. In bfloat16, rounding would change a logit of 20 by up to 0.06, and an
-attention score of 220 by up to 0.5. Scores of this size occur in Qwen2.5 because of its biases.
+Matrix multiplication sums the products in float32 anyway. The function in this file only omits
+rounding the result. In bfloat16, rounding would change a logit near 20 by up to 0.06, and an
+attention score near 220 by up to 0.5. Such large scores occur in Qwen2.5 because of its biases.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     """Compute a @ b, and convert b to a's dtype in pieces.
 
-    A whole copy of a head with 151,936 rows would take 0.5 GB and half of the time of a decode step.
+    A whole copy of a head with 151,936 rows would take 0.5 GB and half the time of a decode step.
     """
     if b.dtype == a.dtype or b.dim() > 2 or b.shape[1] <= COLUMNS:
         return torch.matmul(a, b.to(a.dtype), out=out)

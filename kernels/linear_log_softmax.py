@@ -6,19 +6,19 @@ Derivation. For one hidden state h (D,), head W (V, D), chosen token y and tempe
     dh = W^T dz        dW = sum over rows of dz h^T
 
 Both passes compute the logits (M, V) for M hidden states (rows) piece by piece. The forward pass
-stores only three numbers for each row: top, s and H. The backward pass computes the logits of a
-piece again, overwrites them with dz, and multiplies dz by W and h. In total this takes four matrix
-products of M V D multiplications each. A row whose two upstream gradients are 0 (because of an
-advantage of 0 or a clipped ratio) has dz = 0, so the backward pass can skip it without any
+stores only three numbers for each row: top, s and H. The backward pass computes a piece's logits
+again, overwrites them with dz, and multiplies dz by W and h. In total this takes four matrix
+products with M V D multiplications each. A row whose two upstream gradients are 0 (because of a
+zero advantage or a clipped ratio) has dz = 0, so the backward pass can skip it without any
 approximation.
 
     torch     A piece is a few rows with all their logits, small enough for the CPU's caches.
-    Triton    A piece is a tile of 4096 rows by 2048 ids, or of fewer rows by more ids. It stays in
+    Triton    A piece is a tile with 4096 rows and 2048 ids, or fewer rows and more ids. It stays in
               the GPU's L2 cache between the product that computes it and the kernel that adds it to
               top, s and t. dW is completed tile by tile, without a float32 (V, D) copy.
 
 Logits are float32 even if the hidden states are bfloat16, because bfloat16 logits would have a
-resolution of only 0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The
+resolution as coarse as 0.06 to 0.125 nats. dz is rounded to bfloat16 before it is multiplied. The
 products are summed in float32, and so are the contributions from all pieces to dh and dW.
 """
 
@@ -37,20 +37,20 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# target size in bytes of the float32 logits in one piece of the torch path on a CPU; a piece has at
-# least 32 and at most 256 rows
+# target size in bytes for a piece's float32 logits in the torch path on a CPU; a piece has at least
+# 32 and at most 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # maximum number of rows in a piece of the torch path on a GPU
-# maximum number of rows in a piece of the Triton path; with TILE / 2 ids, its float32 logits take
-# 34 MB
+GPU_ROWS = 512  # maximum rows per piece in the torch path on a GPU
+# maximum rows per piece in the Triton path; with TILE / 2 ids, its float32 logits take 34 MB
 TILE = 4096
 
 
 class Pieces:
-    """Compute the logits of hidden states (M, D) and a head (V, D) in pieces.
+    """Compute the logits from hidden states (M, D) and a head (V, D) in pieces.
 
-    A piece is the logits of a slice of the rows and of a slice of the ids (a tile of the head).
-    `mask` is linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all ids.
+    A piece holds the logits for a slice of the rows and a slice of the ids (a tile of the head).
+    `mask` is linear_log_softmax's argument sampling_mask; an empty mask (2, 0) allows all
+    ids.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Pieces:
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Compute logp, H, top and s, each (m,), for a slice of m rows."""
+        """Compute logp, H, top and s, each (m,), for m consecutive rows."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
@@ -115,9 +115,9 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return the number of ids in a piece of the Triton path that has `rows` rows.
+    """Return how many ids a Triton-path piece with `rows` rows has.
 
-    Products of few rows with few ids do not fill a GPU. Therefore a piece with fewer rows has more
+    Products with few rows and few ids do not fill a GPU. Therefore a piece with fewer rows has more
     ids, so that its logits take the same memory: 4,096 rows get 2,048 ids, and 1,024 rows or fewer
     get 8,192 ids. The limit is there because a tile's dW is summed in a float32 copy.
     """
@@ -127,7 +127,7 @@ def tile_width(rows: int, vocab: int) -> int:
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Divide range(count) into slices of at most `size` elements.
+    """Divide range(count) into slices with at most `size` elements.
 
     If `count` is 0, the result is one empty slice.
     """
@@ -137,7 +137,7 @@ def slices(count: int, size: int) -> list[slice]:
 def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Overwrite all logits z (m, width) with -inf, except the logits at (rows, columns).
 
-    Pairs of a row and a column outside of z are ignored.
+    Pairs (row, column) outside z are ignored.
     """
     m, width = z.shape
     inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
@@ -153,8 +153,8 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
     Args:
         ids: (M,), all completions' tokens, one completion after the other.
-        masks: one pair for each completion: the number of allowed ids at each of its tokens, and
-            the concatenated allowed ids of all its tokens.
+        masks: one pair for each completion: the number of allowed ids at each token, and the
+            allowed ids for all its tokens, concatenated.
     Returns:
         (2, K), pairs of a token's index 0..M-1 and an allowed id.
     """
@@ -169,7 +169,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return the number of rows per torch-path piece (the last piece may be smaller)."""
+    """Return how many rows a torch-path piece has (the last piece may be smaller)."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -191,7 +191,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
 def differentiate(
     inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list
 ) -> None:
-    """Add the gradients of hidden (M, D) and weight (V, D) to the tensors `grads`.
+    """Add the gradients for hidden (M, D) and weight (V, D) to the tensors `grads`.
 
     Args:
         inputs: hidden, weight, ids and mask, see linear_log_softmax.
@@ -218,7 +218,7 @@ def differentiate(
 
 
 # The forward and backward passes are custom operators, not an autograd.Function, so that the memory
-# estimate of diagnostics/memory.py sees only their results (from the fake implementations). The
+# estimate in diagnostics/memory.py sees only their results (from the fake implementations). The
 # estimate adds piece_bytes for the logits.
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
@@ -245,15 +245,15 @@ def _linear_log_softmax_backward(
     temperature: float,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of hidden and weight.
+    """Compute the gradients for hidden and weight.
 
     A gradient that is not `needed` is returned as an empty tensor.
     """
     hidden, weight, ids, mask = inputs
     rows = slice(None)
     # Select only the rows with an upstream gradient. On a GPU, all rows are kept, because the host
-    # would have to wait for the number of rows, and the kernels skip the other rows anyway.
-    # With a mask, all rows are kept, because the mask contains indices into all rows.
+    # would have to wait for the row count, and the kernels skip the other rows anyway. With a mask,
+    # all rows are kept, because the mask contains indices into all rows.
     if not hidden.is_cuda and not mask.numel():
         index = has_gradient(g, e).nonzero()[:, 0]
         if len(index) < len(ids):
@@ -317,8 +317,8 @@ def linear_log_softmax(
         ids: (M,) int64, the tokens to score.
         temperature: logit divisor; must be greater than 0.
         sampling_mask: (2, K) int64, pairs of a token's index 0..M-1 and an id that could be sampled
-            for this token, for example after top-k. Each token's softmax is restricted to its
-            ids, which must include the token itself. Without a mask, the softmax is over the whole
+            for this token, for example after top-k. Each token's softmax is restricted to its ids,
+            which must include the token itself. Without a mask, the softmax is over the whole
             vocabulary.
     Returns:
         The log-probabilities and the entropies, both (M,), in nats, in float32 (float64 for float64

@@ -1,10 +1,10 @@
 """Triton kernel that unpacks NF4 weights (4 bits each) with one read and one write.
 
-A byte holds two indices into a table of 16 values, and the first index is in the upper half of the
-byte. A block's 64 values share a scale. This scale is stored as an 8-bit index into a table of
+A byte holds two indices into a table with 16 values, and the first index is in the byte's upper
+half. A block's 64 values share a scale. This scale is stored as an 8-bit index into a table with
 256 numbers; the number is multiplied by a float32 scale, which 256 blocks share, and an offset is
-added. In torch, unpacking moves 24 bytes of memory per weight; this kernel moves 2.6 bytes with
-bfloat16 results.
+added. In torch, unpacking reads and writes 24 bytes per weight; this kernel reads and writes 2.6
+bytes with bfloat16 results.
 """
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import tl, triton
 
-BLOCK = 64  # number of values that share a scale
-GROUP = 256  # number of blocks whose scales share a float32 scale
-BYTES = 1024  # number of bytes that a program unpacks: 16 bfloat16 values per thread, in two writes
+BLOCK = 64  # values that share a scale
+GROUP = 256  # blocks whose scales share a float32 scale
+BYTES = 1024  # bytes that a program unpacks: 16 bfloat16 values per thread, in two writes
 constexpr = tl.constexpr
 
 
@@ -53,15 +53,15 @@ def _kernel(
 def nf4_unpack(
     packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype
 ) -> Tensor:
-    """Unpack n NF4 values into a tensor (n,) of the given dtype.
+    """Unpack n NF4 values into a tensor (n,) with the given dtype.
 
     The result is bit-identical to the torch path's result, because fused multiply-add is
     switched off.
 
     Args:
         packed: (n / 2,), bytes with two values each.
-        indices, scales, offset: scale_indices, scale_scales and offset of pack_nf4 in model/nf4.py.
-        tables: the scale table (256,) and the value table (16,).
+        indices, scales, offset: scale_indices, scale_scales and offset from pack_nf4 in
+        model/nf4.py. tables: the scale table (256,) and the value table (16,).
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)

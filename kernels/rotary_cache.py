@@ -1,11 +1,11 @@
 """Triton kernel that rotates a decode step's new queries and keys, and fills the KV cache.
 
-In torch, the rotary embedding of q and k takes six operations, and the write to the cache two. All
-of them read and write very little, so their launches take longer than their work.
+In torch, rotating q and k takes six operations, and the write to the cache two. All eight read and
+write very little, so their launches take longer than their work.
 
 The products are rounded in the same order as in apply_rotary (model/rope.py), which the trainer
-uses: x * cos is rounded to x's dtype before the second product is added. In 16 bits, the
-results of both are equal to the bit.
+uses: x * cos is rounded to x's dtype before the second product is added. In 16 bits, both results
+are equal to the bit.
 """
 
 import torch
@@ -90,15 +90,15 @@ def rotary_cache(
 ) -> Tensor:
     """Rotate q and k for one new token per row, and write k and v to the cache.
 
-    The result equals that of apply_rotary and DecodeAttention.remember in minivlmrl/model. The
-    dtype must be one of DTYPES, and D must be a power of two.
+    The result equals the result from apply_rotary and DecodeAttention.remember in minivlmrl/model.
+    The dtype must be in DTYPES, and D must be a power of two.
 
     Args:
         q: (R, H, D), queries before the rotation. A row's heads are contiguous.
         k, v: (R, K, D), keys before the rotation, and values, likewise.
         cos, sin: (R, 1, D), from text_rotary; contiguous.
         key_cache, value_cache: (R, K, C, D), contiguous; changed in place.
-        newest: (R,) int64, the index of each row's new token in the cache, from 0 to C - 1.
+        newest: (R,) int64, each row's cache index for its new token, from 0 to C - 1.
     Returns:
         The rotated queries (R, H, D), contiguous.
     """

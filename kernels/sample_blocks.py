@@ -1,10 +1,10 @@
 """Triton kernels that sample one token per row from logits, in two passes over the logits.
 
 In torch, `inverse_cdf` (generation/generate.py) and the softmax before it read and write the whole
-vocabulary about twelve times. The kernels compute the same sums, which are sums of integers and
+vocabulary about twelve times. The kernels compute the same sums, which add integers and are
 therefore exact.
 
-Derivation. For one row of logits z (V,), temperature T and random number u in [0, 1), with
+Derivation. For one row's logits z (V,), temperature T and random number u in [0, 1), with
 k = log2(e) / T:
 
     top = max_j k z_j               s = sum_j 2^(k z_j - top)
@@ -15,12 +15,12 @@ Here units_j is token j's probability in multiples of 2^-52, rounded down. The k
 these formulas in three steps:
 
     1.  one program per row: top and s
-    2.  one program per row and block of BLOCK tokens: the sum of the block's units
-    3.  one program per row: the block in which the cumulative sum exceeds the target, the units of
-        this block again, the id, and its log-probability k z_id ln 2 - (top + log2 s) ln 2
+    2.  one program per row and block (BLOCK tokens): the sum over the block's units
+    3.  one program per row: the block in which the cumulative sum exceeds the target, this block's
+        units again, the id, and its log-probability k z_id ln 2 - (top + log2 s) ln 2
 
-The probabilities are rounded in another way than in torch's softmax, in the last bit of
-float32. With equal units, the ids are equal too. A token with 0 units is never sampled.
+The probabilities are rounded in another way than in torch's softmax, in the last float32 bit. With
+equal units, the ids are equal too. A token with 0 units is never sampled.
 """
 
 import math
@@ -32,10 +32,10 @@ from minivlmrl.kernels.backend import tl, triton
 from minivlmrl.kernels.selective_log_softmax import LOG2E, _describe_row
 
 constexpr = tl.constexpr
-BLOCK = tl.constexpr(1024)  # number of tokens whose units are added in step 2
-UNITS = tl.constexpr(2.0**52)  # number of units that equal a probability of 1
+BLOCK = tl.constexpr(1024)  # tokens in a block, whose units are added in step 2
+UNITS = tl.constexpr(2.0**52)  # units that make up the probability 1
 LN2 = tl.constexpr(math.log(2))
-# A thread holds 4 columns of _describe_row, which is one 16-byte load of float32 logits.
+# In _describe_row, a thread holds 4 columns, which is one 16-byte load for float32 logits.
 TOP_WARPS = 8
 
 
@@ -63,7 +63,7 @@ def _block_units(row_logits, block, width, k, top, s):
 
 @triton.jit
 def _units_kernel(logits, tops, sums, totals, stride, width, blocks, k):
-    """Compute the sum of the units of one block of a row."""
+    """Sum the units in one block of a row."""
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
     top = tl.load(tops + row)
@@ -102,8 +102,8 @@ def _select_kernel(
 def sample_blocks(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Sample one token per row from softmax(logits / temperature).
 
-    The ids are those of inverse_cdf in minivlmrl/generation/generate.py, for the probabilities of
-    the derivation above.
+    The ids equal those from inverse_cdf in minivlmrl/generation/generate.py, for the probabilities
+    in the derivation above.
 
     Args:
         logits: (r, V), in one of DTYPES; rows are contiguous.

@@ -3,16 +3,16 @@
 The forward and the backward pass each read the logits once. linear_log_softmax.py computes the
 logits from hidden states and uses the functions in this file.
 
-Derivation. For one row of logits z (V,), chosen token y and temperature T, with top = max_j z_j:
+Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
     d_j = (z_j - top) / T <= 0      s = sum_j exp d_j      t = sum_j d_j exp d_j
     p_j = exp(d_j) / s
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-Therefore top, s and t are sufficient to compute logp and H. A row can be read in parts of any size.
-Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T (and likewise
-c2), because exp(d + c1) = exp(d) exp(c1):
+Therefore top, s and t are sufficient to compute logp and H. A row can be read in parts of any
+size. Two parts, 1 and 2, are combined with top = max(top1, top2) and c1 = (top1 - top) / T
+(and likewise c2), because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
@@ -28,9 +28,9 @@ and the upstream gradients g (for logp) and e (for H), it follows that
 This needs the logits again, and top, s and H, which the forward pass saves.
 
 The kernels compute in base 2, because GPUs have an instruction for 2^x. With k = log2(e) / T,
-d' = k z - k top is one instruction, and d = d' ln 2. For a logit of -inf, d exp d must be 0 and not
-inf * 0. Therefore the differences d' are clamped to at least FLOOR, where 2^x is the smallest
-normal number. NaN stays NaN.
+d' = k z - k top is one instruction, and d = d' ln 2. For a logit equal to -inf, d exp d must be 0
+and not inf * 0. Therefore the differences d' are clamped to at least FLOOR, where 2^x is the
+smallest normal number. NaN stays NaN.
 """
 
 import math
@@ -75,7 +75,7 @@ def differentiate_rows_(
         d: (m, V), overwritten.
         ids: (m,), the chosen tokens.
         saved: H, top and s from the forward pass, each (m,).
-        upstream: g (m,), the gradient of logp, and e (m,), the gradient of H, or None.
+        upstream: g (m,), logp's gradient, and e (m,), H's gradient, or None.
         scratch: (m, V), memory for the result; by default, new memory is allocated.
     """
     (entropies, _, s), (g, e) = saved, upstream
@@ -113,17 +113,17 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# One program computes one row of logits. An iteration of the forward loop reads STEPS x COLUMNS
+# One program computes one row of logits. Each iteration in the forward loop reads STEPS x COLUMNS
 # logits, and each column has its own top, s and t. A thread holds 8 whole adjacent columns, which
-# take one 16-byte load of bfloat16 in each of the STEPS steps. Therefore threads exchange data only
-# once, after the loop.
+# are one 16-byte load for bfloat16, in each step. Therefore threads exchange data only once, after
+# the loop.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
-BLOCK = tl.constexpr(8192)  # number of logits that the backward loop reads in an iteration
+BLOCK = tl.constexpr(8192)  # logits that the backward loop reads per iteration
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-# Initial value of top. It is below every logit, but finite, so that differences are not NaN.
+# Initial value for top. It is below every logit, but finite, so that differences are not NaN.
 LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
@@ -192,9 +192,10 @@ def _score_kernel(
 ):
     """Score one row with `width` logits, which belong to the ids first..first+width-1.
 
-    If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the parts of
-    the vocabulary are scored one after the other. `parts` (4, rows) then holds the running results
-    top, s, t and d_y + top. `parts` is read unless FIRST is set, and written unless LAST is set.
+    If FIRST and LAST are both set, the logits cover the whole vocabulary. Otherwise the
+    vocabulary's parts are scored one after the other. `parts` (4, rows) then holds the running
+    results top, s, t and d_y + top. `parts` is read unless FIRST is set, and written unless LAST is
+    set.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
@@ -281,7 +282,7 @@ def score_part_(
     first_id: int = 0,
     last: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Score one part of the vocabulary with the Triton kernel.
+    """Score a vocabulary part with the Triton kernel.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.
@@ -325,7 +326,7 @@ def differentiate_part_(
     out: Tensor,
     first_id: int = 0,
 ) -> Tensor:
-    """Compute dz for one part of the vocabulary with the Triton kernel.
+    """Compute dz for a vocabulary part with the Triton kernel.
 
     Args:
         z: (N, width), logits for the ids first_id..first_id+width-1.

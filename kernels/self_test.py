@@ -5,7 +5,7 @@
 
 A compiler can translate a kernel wrongly for one GPU. For example, ptxas 12.8, which Triton 3.6 and
 3.7 use for Hopper, computed a matrix product's addresses from a register that no instruction had
-written. The results were 30 to 40 % off, and stray addresses made the GPU refuse all later work of
+written. The results were 30 to 40 % off, and stray addresses made the GPU refuse all later work in
 the process. Therefore verdicts.py runs this file in separate processes before a run uses the
 kernels. Each output line is a kernel's name and its largest relative error.
 """
@@ -28,11 +28,11 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-# Head dimensions of vision towers with short segments; Qwen2.5-VL has 80, and Qwen3-VL has 64 or 72
+# Head dimensions in vision towers with short segments; Qwen2.5-VL has 80, and Qwen3-VL has 64 or 72
 WINDOW_HEADS = 2 if INTERPRETED else 16
 WINDOW_HEAD_DIMS = (64, 72, 80, 128)
-# Key heads, query heads per key head, and head_dim: Qwen2.5-VL-3B and -7B, Qwen3.5, and a text model
-# of 0.5B
+# Key heads, query heads per key head, and head_dim: Qwen2.5-VL-3B and -7B, Qwen3.5, and a 0.5B text
+# model
 DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
 TEMPERATURE = 0.7
 
@@ -126,7 +126,7 @@ def check_selective_log_softmax(device: str) -> list[float]:
 
 
 def check_linear_log_softmax(device: str) -> list[float]:
-    """Check rows and ids that take several tiles of logits, except in the interpreter."""
+    """Check rows and ids that take several logit tiles, except in the interpreter."""
     rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
     ids = torch.randint(vocab, (rows,))
     return compare(
@@ -182,7 +182,7 @@ def check_rotary_cache(device: str) -> list[float]:
 
 
 def check_sample_blocks(device: str) -> list[float]:
-    """Return the error of log-probabilities, and the distance of random numbers to their tokens.
+    """Return the error of log-probabilities, and the distance from random numbers to their tokens.
 
     The distance is measured to the token's interval in the cumulative distribution. It is divided
     by the mean interval length.
@@ -223,8 +223,8 @@ def main(device: str = "cuda:0", *kernels: str) -> int:
     for kernel in kernels or CHECKS:
         try:
             print(kernel, largest_error(kernel, device), flush=True)
-        except Exception as error:  # every error is a failure of the kernel, for example of CUDA
-            # CUDA appends three lines of general advice to its message.
+        except Exception as error:  # every error, for example from CUDA, is a failure of the kernel
+            # CUDA appends three lines with general advice to its message.
             message, *_ = str(error).splitlines() or [""]
             print(f"{type(error).__name__}: {message}", flush=True)
             return 1

@@ -27,8 +27,8 @@ from minivlmrl.kernels.dense_attention import (
     weighted_sum,
 )
 
-# Maximum size of the float32 scores in grouped_attention, in bytes. With smaller scores it is faster
-# than the fused kernel.
+# Maximum size in bytes for the float32 scores in grouped_attention. With smaller scores it is
+# faster than the fused kernel.
 MAX_SCORE_BYTES = 2**22
 
 
@@ -41,10 +41,10 @@ def rectangles(
 
     Args:
         prompts: each prompt's position range in the packed sequence: b prompts with P tokens each.
-        completions: position ranges of the completions of each prompt, r completions in total.
+        completions: position ranges for each prompt's completions, r completions in total.
     Returns:
-        Three tensors: the indices of the prompts' tokens in the packed sequence (b, P), the indices
-        of the completions' tokens (r, C), padded with -1, and the prompt of each completion (r,).
+        Three tensors: the prompts' token indices in the packed sequence (b, P), the completions'
+        token indices (r, C), padded with -1, and each completion's prompt (r,).
     """
     rows = []
     for prompt, spans in enumerate(completions):
@@ -63,7 +63,7 @@ def rectangles(
 class PromptSlots:
     """Assignment of rows (completions) to slots for their prompts.
 
-    All prompts have the same number of slots, which is the largest group's row count.
+    All prompts have equally many slots, which is the largest group's row count.
     Prompts with fewer rows have empty slots.
 
     Args:
@@ -74,11 +74,11 @@ class PromptSlots:
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
-        first_row = counts.cumsum(0) - counts  # index of the first row of each prompt
+        first_row = counts.cumsum(0) - counts  # index of each prompt's first row
         self.prompts = prompts
         self.slots = int(counts.max())
         self.prompt_index = to_device(prompt_index, device)
-        # number of earlier rows of the same prompt
+        # number of earlier rows for the same prompt
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
         # True if there are no empty slots; then slot i contains row i
@@ -109,7 +109,7 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to all their prompt's keys and causally to their own keys.
 
-    The prompt's keys are not copied for each completion. On a CPU, scores of at most
+    The prompt's keys are not copied for each completion. On a CPU, scores that take at most
     MAX_SCORE_BYTES are computed step by step by grouped_attention. Otherwise, JoinedAttention calls
     the fused kernel, which does not store the scores. Only where has_flash_attention is False, for
     example for float32 on a GPU, the keys are copied for each completion.
@@ -118,7 +118,7 @@ def completion_attention(
         q: (R, H, C, D), the completions' queries.
         k, v: (R, K, C, D), the completions' keys and values.
         prompt_k, prompt_v: (B, K, P, D), the prompts' keys and values.
-        slots: assignment of the completions to their prompts.
+        slots: assigns the completions to their prompts.
     Returns:
         The attention outputs (R, H, C, D).
     """
@@ -141,13 +141,13 @@ class JoinedAttention(torch.autograd.Function):
     """Compute `completion_attention` with two fused-kernel calls, without copies or masks.
 
     In call 1, the queries from all completions for a prompt attend to the prompt's keys. In call 2,
-    each completion attends causally to its own keys. With the output o_j of call j and the
-    log-sum-exp e_j of its scores,
+    each completion attends causally to its own keys. With call j's output o_j and its scores'
+    log-sum-exp e_j,
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
     is the attention to all keys. In the backward pass, the kernel computes the gradients for each
-    part from `out` and e, see flash_attention_backward. apply's arguments are those of
+    part from `out` and e, see flash_attention_backward. apply takes the same arguments as
     completion_attention.
 
     Sources: Hydragen (Juravsky et al., 2024) joins the parts; Ring Attention (Liu et al., 2023)
@@ -193,8 +193,8 @@ def grouped_attention(
 ) -> Tensor:
     """Compute `completion_attention` with one matrix product for all completions of a prompt.
 
-    S is the number of slots of each prompt, see PromptSlots. The queries in a slot are ordered by
-    token first and then by head: query c * h + i belongs to token c and head i.
+    Each prompt has S slots, see PromptSlots. The queries in a slot are ordered by token
+    first and then by head: query c * h + i belongs to token c and head i.
     """
     (_, H, C, _) = q.shape
     K = k.shape[1]

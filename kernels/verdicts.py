@@ -1,9 +1,9 @@
 """Check the Triton kernels on a GPU before their first use, and store the verdict on disk.
 
-Each kernel is checked by self_test.py in a process of its own, because a wrong kernel can make the
-GPU refuse all later work of its process. All checks run at the same time. The verdict is stored in
-Triton's cache folder, in a file for each GPU model, driver, version and kernel source. A
-lock lets one process of a host run the checks, and the other processes wait for its verdict.
+Each kernel is checked by self_test.py in its own process, because a wrong kernel can make the GPU
+refuse all later work in its process. All checks run at the same time. The verdict is stored in
+Triton's cache folder, in a file for each GPU model, driver, version and kernel source. A lock lets
+one process per host run the checks, and the other processes wait for its verdict.
 """
 
 import hashlib

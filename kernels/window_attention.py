@@ -5,9 +5,8 @@ and for each head separately:
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
-The exponentials of the softmax are computed as 2^(S log2 e), after the largest score of each row is
-subtracted. Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian
-diag(p) - p p^T,
+The softmax exponentials are computed as 2^(S log2 e), after the largest score of each row is
+subtracted. Let do_s be o_s's gradient. Because a row's softmax has the Jacobian diag(p) - p p^T,
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
@@ -16,17 +15,17 @@ diag(p) - p p^T,
 Therefore the backward pass needs only q, k and v. It recomputes S and P, which are at most 64 x 64
 numbers each, in registers.
 
-Segments are independent. In torch, a run of consecutive segments with equal length is computed in
+Segments are independent. In torch, a run (consecutive segments with equal length) is computed in
 one batched call without a mask. If the runs are too short for separate calls, the segments are
-first sorted by length. In Triton, one program computes one segment of at most 64 tokens for one
-head, forward or backward; it reads its inputs once and writes its outputs once. The D columns of a
-head are padded to a power of two, for example 80 to 128. Two blocks of 64 and 16 columns would need
-fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products of 64 rows and 16 or 32
+first sorted by length. In Triton, one program computes one segment with at most 64 tokens for one
+head, forward or backward; it reads its inputs once and writes its outputs once. A head's D columns
+are padded to a power of two, for example 80 to 128. Two blocks with 64 and 16 columns would need
+fewer registers, but ptxas 12.8 (Triton 3.6 and 3.7) assembles products with 64 rows and 16 or 32
 columns wrongly for sm_90; benchmarks/kernels_aot.py finds such code.
 
-Where Triton is not used on a GPU, windows of different lengths are computed by torch's varlen_attn.
-The 128 runs of windows in eight photographs take .995 ms there, forward and backward, and 38.8 ms
-in separate calls (H200, bfloat16).
+Where Triton is not used on a GPU, windows with different lengths are computed by torch's
+varlen_attn. The 128 window runs in eight photographs take .995 ms there, forward and backward, and
+38.8 ms in separate calls (H200, bfloat16).
 """
 
 import math
@@ -39,14 +38,14 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# The largest number of tokens and the largest head dimension that fit into the registers of a
-# Triton program. float32 does not fit: IEEE products spill 8 KB per thread, and products in three
-# passes of tf32 still spill in the backward pass. Therefore torch computes float32 on a GPU. The
-# interpreter does not have this limit.
+# The most tokens and the largest head dimension that fit into a Triton program's registers. float32
+# does not fit: IEEE products spill 8 KB per thread, and products in three tf32 passes still spill
+# in the backward pass. Therefore torch computes float32 on a GPU. The interpreter does not have
+# this limit.
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Number of tokens that a CPU can sort in the time of one attention call. Segments are sorted by
+# Sorting this many tokens takes a CPU as long as one attention call. Segments are sorted by
 # length if their runs have fewer tokens on average.
 TOKENS_PER_CALL = 128
 
@@ -62,7 +61,7 @@ class Segments:
         starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         # (segments + 1,), each segment's start and the last segment's end
         self.cu_seqlens = to_device(starts.int(), device)
-        # A run is a sequence of consecutive segments with equal length. Each entry is the segment
+        # A run consists of consecutive segments with equal length. Each entry is the segment
         # length and a run's token count.
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
         # permutation (T,) that sorts the tokens by segment length, and its inverse; None if the
@@ -77,7 +76,7 @@ class Segments:
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute `window_attention` in torch, with one call for each run of equally long segments."""
+    """Compute `window_attention` in torch, with one call for each run (equally long segments)."""
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
     if len(segments.runs) == 1:  # split and concatenation are not needed
@@ -91,7 +90,7 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Te
 
 
 def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Compute attention within each of S consecutive segments of the same length.
+    """Compute attention within S consecutive segments that have the same length.
 
     q, k and v have the shape (S * length, H, D).
     """
@@ -136,7 +135,7 @@ def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
 
 @triton.jit
 def _store(x, block, length, D, row_stride):
-    """Write the first `length` rows and D columns of a block to a segment."""
+    """Write a block's first `length` rows and D columns to a segment."""
     rows = tl.arange(0, block.shape[0])[:, None]
     columns = tl.arange(0, block.shape[1])[None, :]
     inside = (rows < length) & (columns < D)
@@ -151,7 +150,7 @@ def _row_products(a, b):
 
 @triton.jit
 def _store_product(out, a, b, length, H: constexpr, D: constexpr):
-    """Compute a b for a (ROWS, ROWS), and write the product to a segment of `out` (contiguous)."""
+    """Compute a b for a (ROWS, ROWS), and write the product to a segment in `out` (contiguous)."""
     _store(out, tl.dot(a, b, input_precision="ieee"), length, D, H * D)
 
 
@@ -342,7 +341,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
 
     The Triton kernels are used if backend_for selects them and each segment fits into one program,
     which needs at most 64 tokens, D <= 128, and float16 or bfloat16. Otherwise torch computes
-    segments of at most 64 tokens with different lengths in one call of varlen_attention, if the GPU
+    segments with at most 64 tokens and different lengths in one varlen_attention call, if the GPU
     supports it, and all other segments with one dense_attention call for each run.
 
     Args:
