@@ -3,23 +3,23 @@
     python benchmarks/expect.py [RECIPE] [--section.name=value ...]           # one process
     torchrun --nproc_per_node=2 benchmarks/expect.py [RECIPE] [--section.name=value ...]
 
-The script trains like train.py, then prints each result of the last stage and its expected band. If
-a recorded run has the same seed, number of threads, CPU and torch version, every number must be
-equal to the last bit. On other machines, sums are rounded differently, and over many steps these
-differences grow into different results. There, no number may be below its band.
+The script trains like train.py, then prints each result of the last stage and its expected band. If a recorded run has
+the same seed, thread count, CPU and torch version, every number must be equal to the last bit. On other machines, sums
+are rounded differently, and over many steps these differences grow into different results. There, no number may be
+below its band.
 
-A band extends from the lowest to the highest recorded run of the recipe, plus two standard errors
-of a share of the held-out rows on both sides (after Agresti and Coull, with two correct and two
-wrong rows added, so that the error is not 0 if all runs are at 1.000). The lowest of each ten runs
-is left out, because about one run in ten fails, and a band that includes a failed run would hide
-real regressions. Therefore one correct run in ten may be below the band. The message says how many
-recorded runs were below it, and you can try a different seed. A number above its band is reported,
-but it does not count as a failure.
+A band extends from the recipe's lowest to its highest recorded run, plus two standard errors on both sides: the
+standard error of an accuracy on the held-out rows (after Agresti and Coull, with two correct and two wrong rows added,
+so that the error is not 0 if all runs are at 1.000). From each ten runs, the lowest run is excluded, because about one
+run in ten fails, and a band that includes a failed run would hide real regressions. Therefore one correct run in ten
+may be below the band. The message says how many recorded runs were below the band, and you can try a different seed. A
+number above its band is reported, but does not count as a failure.
 
-The bands of `shapes` are based on fourteen runs with ten seeds, the bands of `zoom` on twenty runs with ten seeds,
-those of other recipes on ten runs, and those of additional options (controls, harder variants) on three runs or one.
-Each message has this number. `commit` of a recorded run is the commit that was trained or, for runs recorded before
-2026-11-27, the commit that recorded the run. Recorded runs whose environment is a page come from a table on that page.
+The bands for `shapes` are based on fourteen runs with ten seeds, the bands for `zoom` on twenty runs with ten seeds,
+the bands for other recipes on ten runs, and the bands for additional options (controls, harder variants) on three runs
+or one. Each message has this number. A recorded run's `commit` is the commit that was trained or, for runs recorded
+before 2026-11-27, the commit that recorded the run. Recorded runs whose environment is a page come from a table on that
+page.
 """
 
 import json
@@ -43,7 +43,7 @@ from minivlmrl.run.process import run_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = "expected.json"
-# fields of a recipe that do not change results; seed and number of threads are compared separately
+# recipe fields that do not change results; seed and thread count are compared separately
 FREE = {
     "seed", "num_threads", "output_dir", "resume", "checkpoint_minutes", "checkpoint_steps", "log_completions",
     "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",
@@ -67,7 +67,7 @@ def main(arguments: list[str]):
 
 
 def environment() -> str:
-    """Describe the CPU, its instruction set and the torch version, on which the last bits of results depend."""
+    """Describe the CPU, its instruction set and the torch version, because they influence the results' last bits."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"(?m)^model name\s*: (.*)$", info.read_text()) if info.is_file() else []
     name = names[0] if names else platform.processor() or platform.machine()
@@ -75,7 +75,7 @@ def environment() -> str:
 
 
 def commit() -> str:
-    """Return the first 8 digits of the commit in this checkout, with "+" if other files than FILE differ from it."""
+    """Return this checkout's commit (8 digits), followed by "+" if other files than FILE differ from the commit."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
@@ -90,7 +90,7 @@ def results(summary: dict) -> dict[str, dict[str, float]]:
 
 
 def add_run(path: Path, run: dict):
-    """Add a run to the file. It replaces an earlier run with the same recipe, overrides, seed and number of threads."""
+    """Add a run to the file, or replace an earlier run with the same recipe, overrides, seed and thread count."""
     names = ("recipe", "overrides", "seed", "threads")
     runs = json.loads(path.read_text()) if path.is_file() else []
     kept = [other for other in runs if any(other[name] != run[name] for name in names)]
@@ -99,7 +99,7 @@ def add_run(path: Path, run: dict):
 
 
 def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, list[dict]]:
-    """Load the config of a command line, and the recorded runs with the same options.
+    """Load a command line's config, and the recorded runs with the same options.
 
     Raises:
         ValueError: if there is no such run.
@@ -117,7 +117,7 @@ def find(arguments: list[str], path: Path | None = None) -> tuple[RunConfig, lis
 
 
 def essence(config: RunConfig) -> dict:
-    """Return the fields of a config that influence the results of a run, except for the seed."""
+    """Return the config fields that influence a run's results, except for the seed."""
     return {name: value for name, value in asdict(config).items() if name not in FREE}
 
 
@@ -132,7 +132,7 @@ def report(config: RunConfig, runs: list[dict]) -> int:
 
 
 def print_band(found: dict, runs: list[dict], rows: int) -> bool:
-    """Print each result of the last stage and its band. Return whether a result is below its band."""
+    """Print each result from the last stage and its band. Return whether a result is below its band."""
     stage = list(runs[0]["results"])[-1]
     some_below = False
     for name, got in found[stage].items():

@@ -2,13 +2,13 @@
 
 python benchmarks/first_gpu_hour.py --out DIR                # twelve minutes on one GPU with 80 GB
 python benchmarks/first_gpu_hour.py --out DIR --minutes 9    # repeat until no part is printed as "later"
-python benchmarks/first_gpu_hour.py --out DIR --toy          # test of the script: toy size, also on a CPU
+python benchmarks/first_gpu_hour.py --out DIR ----toy          # tests the script: toy size, also on a CPU
 
 Each part is a process with a time limit. A crash, a GPU out of memory or the limit ends only this part, and the numbers
-that it printed before are kept. DIR/PART.txt has the output of a part, DIR/summary.jsonl one JSON line for each number,
-and DIR/summary.md the same numbers in tables; both files are written again after each part. A later call with the same
-DIR skips the parts that are done, and repeats those that failed. With --minutes, a part only begins if its time limit
-fits. Nothing is downloaded: weights are random and of the real size. The exit status is the number of failed parts.
+that it printed before are kept. DIR/PART.txt has a part's output, DIR/summary.jsonl one JSON line for each number, and
+DIR/summary.md the same numbers in tables; both summaries are written again after each part. A later call with the same
+DIR skips the finished parts and repeats the failed ones. With --minutes, a part only begins if its time limit fits.
+Nothing is downloaded: weights are random and have the real size. The exit status is the number of failed parts.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 TRL = ("trl", "datasets", "transformers")
-# In the order of their value. The limits of the parts up to `default_run` sum to twelve minutes.
+# Sorted by value, the most important part first. The time limits up to `default_run` sum to twelve minutes.
 PARTS = {
     "self_test": Part(35, "gpu_parts.py self_test"),
     "tests": Part(60, "gpu_parts.py tests", ("pytest", "xdist")),
@@ -63,7 +63,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Run the parts that are not done, and write their numbers; return the number of failed parts."""
+    """Run the unfinished parts, and write their numbers; return how many parts failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="every part at toy size")
     parser.add_argument("--minutes", type=float, default=12, help="begin no part that may end later")
@@ -101,10 +101,10 @@ def is_done(out: Path, name: str) -> bool:
 
 
 def run(part: Part, toy: bool, output: Path) -> str:
-    """Run the process of a part, and return its state: "done", or "failed: " with the reason.
+    """Run a part's process, and return its state: "done", or "failed: " with the reason.
 
     Args:
-        output: file that gets the output of the process.
+        output: file that gets the process's output.
     """
     script, *words = part.command.split()
     command = [sys.executable, str(ROOT / "benchmarks" / script), *(["--toy"] if toy else []), *words]
@@ -135,7 +135,7 @@ def write_lines(path: Path, lines: list[dict]):
 
 
 def write_summary(out: Path):
-    """Write DIR/summary.jsonl and DIR/summary.md from the results of all parts so far."""
+    """Write DIR/summary.jsonl and DIR/summary.md from all results so far."""
     lines = [line for name in PARTS for line in read_lines(out / f"{name}.jsonl")]
     write_lines(out / "summary.jsonl", lines)
     setups = dict.fromkeys(describe(line) for line in lines if "versions" in line)
@@ -154,13 +154,13 @@ def write_summary(out: Path):
 
 
 def describe(line: dict) -> str:
-    """Return the card, the date and the versions of packages in one sentence."""
+    """Return the card, the date and the package versions in one sentence."""
     versions = [f"{name} {version}" for name, version in line["versions"].items()]
     return f"{line['card']}, {line['date']}: {', '.join(versions)}."
 
 
 def cells(line: dict) -> tuple[str, str, str]:
-    """Return the name, the value and the unit of a number, or the reason why it was not measured."""
+    """Return a number's name, value and unit, or the reason why it was not measured."""
     if "skipped" in line:
         return line["name"], f"skipped: {line['skipped']}", ""
     return line["name"], f"{line['value']:g}", line["unit"]
@@ -173,7 +173,7 @@ def table(*columns: str, rows: Iterable[tuple]) -> str:
 
 
 def commit() -> str:
-    """Return the commit of the repository, or "unknown" for a copy without its history."""
+    """Return the repository's commit, or "unknown" for a copy without its history."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 

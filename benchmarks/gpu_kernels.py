@@ -1,11 +1,11 @@
-"""Time kernels on a GPU beside those of PyTorch and Liger. first_gpu_hour.py runs all parts.
+"""Time our kernels on a GPU beside kernels from PyTorch and Liger. first_gpu_hour.py runs all parts.
 
-python benchmarks/gpu_kernels.py attention         # windows, and attention of a decode step
+python benchmarks/gpu_kernels.py attention         # windows, and attention in a decode step
 python benchmarks/gpu_kernels.py logits            # log-probabilities from hidden states
-python benchmarks/gpu_kernels.py products          # ceilings of the GPU, products of odd widths and of adapters
-python benchmarks/gpu_kernels.py logits --toy      # test of the part: toy size, also on a CPU
+python benchmarks/gpu_kernels.py products          # the GPU's ceilings, products with odd widths, and adapters
+python benchmarks/gpu_kernels.py logits --toy      # tests the part: toy size, also on a CPU
 
-Inputs are random, in bfloat16, and a number is the median of many calls. Except for `logits`, whose kernels take many
+Inputs are random, in bfloat16, and a number is the median over many calls. Except for `logits`, whose kernels take many
 milliseconds, the calls are replayed inside a CUDA graph (triton.testing.do_bench_cudagraph), so that launches from
 Python do not count. `python -m minivlmrl.kernels.self_test` checks the results.
 """
@@ -26,13 +26,13 @@ from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
 
-# a photograph of 58 x 70 patches: windows of 8 x 8 patches, and at the edges of 8 x 6, 2 x 8 and 2 x 6
+# a photograph of 58 x 70 patches: windows with 8 x 8 patches, and at the edges with 8 x 6, 2 x 8 and 2 x 6
 PHOTOGRAPH = 7 * (8 * [64] + [48]) + 8 * [16] + [12]
 HEADS, HEAD_DIM = 16, 80  # Qwen2.5-VL's tower
 
 
 def milliseconds(call: Callable, in_graph: bool = True) -> float:
-    """Return the median time of a call in milliseconds. On a CPU, call it once.
+    """Return a call's median time in milliseconds. On a CPU, call it once.
 
     Args:
         in_graph: False for a call that a graph cannot capture, or whose memory a graph should not keep.
@@ -53,7 +53,7 @@ def normal(*shape: int) -> Tensor:
 
 @part
 def attention(toy: bool):
-    """Time the attention of windows and of a decode step."""
+    """Time attention inside windows and in a decode step."""
     for label, lengths in {"512 windows of 64": 512 * [64], "8 photographs": 8 * PHOTOGRAPH}.items():
         time_windows(label, [64, 20, 64] if toy else lengths)
     for prompts, generations in [(2, 3)] if toy else [(1, 1), (1, 8), (8, 8), (64, 8)]:
@@ -61,9 +61,9 @@ def attention(toy: bool):
 
 
 def time_windows(label: str, lengths: list[int]):
-    """Time ways to compute attention within segments of these lengths, forward and with gradients."""
+    """Time ways to compute attention within segments with these lengths, forward and with gradients."""
     tokens = sum(lengths)
-    # q and k are contiguous as after the rotary embedding; v is a slice of the projection
+    # q and k are contiguous, as after the rotary embedding; v is a slice of the projection
     q, k, grad = (normal(tokens, HEADS, HEAD_DIM) for _ in range(3))
     v = normal(tokens, 3, HEADS, HEAD_DIM)[:, 2]
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -94,12 +94,12 @@ def gradients(function: Callable, inputs: list[Tensor], grad: Tensor) -> tuple[T
 
 @torch.no_grad()
 def time_decode_attention(prompts: int, generations: int, P: int, C: int, done: int, H: int, K: int, D: int):
-    """Time the attention of one layer in a decode step, including writing the new keys.
+    """Time one layer's attention in a decode step, including writing the new keys.
 
     Args:
-        P, C: number of tokens of a prompt, and largest number of tokens of a completion.
-        done: number of tokens that each completion has.
-        H, K, D: number of query heads and of key heads, and their dimension.
+        P, C: prompt length, and maximum completion length, in tokens.
+        done: number of tokens that each completion already has.
+        H, K, D: number of query heads, number of key heads, and their dimension.
     """
     R = prompts * generations
     prefill = GroupAttention(GroupLayout([P] * prompts, [[]] * prompts, CARD), keep_keys=True)
@@ -160,7 +160,7 @@ def liger_loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) 
 
 @part
 def products(toy: bool):
-    """Measure the ceilings of the GPU, the products of the tower's MLP by width, and those of adapters by dtype."""
+    """Measure the GPU's ceilings, the vision tower's MLP products by width, and the adapters' products by dtype."""
     side = 64 if toy else 8192
     source = normal(2**16 if toy else 2**30)
     report(
@@ -176,7 +176,7 @@ def products(toy: bool):
 
 
 def time_tower_mlp(patches: int, width: int, columns: int):
-    """Time the six products of an up and a down projection; 3,420 columns are no multiple of 16 bytes."""
+    """Time the six products in an up and a down projection; 3,420 columns are no multiple of 16 bytes."""
     x, g = normal(patches, width), normal(patches, columns)
     up, down = normal(columns, width), normal(width, columns)
     calls = (lambda: linear(x, up), lambda: linear(g, down), lambda: g @ up, lambda: x @ down, lambda: g.T @ x,
@@ -186,7 +186,7 @@ def time_tower_mlp(patches: int, width: int, columns: int):
 
 
 def time_adapter(rows: int, width: int, in_features: int, r: int):
-    """Time the two products of an adapter in float32, TF32 and bfloat16."""
+    """Time an adapter's two products in float32, TF32 and bfloat16."""
     for kind in ("float32", "TF32", "bfloat16"):
         dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
         shapes = (rows, in_features), (r, in_features), (width, r), (rows, width)

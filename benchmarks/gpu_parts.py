@@ -1,10 +1,10 @@
-"""Measure GRPO steps, decoding and the programs of this repository on a GPU. first_gpu_hour.py runs all parts.
+"""Measure GRPO steps, decoding and this repository's programs on a GPU. first_gpu_hour.py runs all parts.
 
-python benchmarks/gpu_parts.py step          # a GRPO step of Qwen2.5-VL-3B
-python benchmarks/gpu_parts.py step --toy    # test of the part: toy size in float32, also on a CPU
+python benchmarks/gpu_parts.py step          # a GRPO step with Qwen2.5-VL-3B
+python benchmarks/gpu_parts.py step --toy    # tests the part: toy size in float32, also on a CPU
 
-Weights are random, in bfloat16 and of the real size. A part that needs a package imports it in its own function, so
-that the other parts run without it.
+Weights are random, in bfloat16, with the real size. A part that needs a package imports it in its own function, so that
+the other parts run without this package.
 """
 
 import json
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read by the import of triton, which the imports below need
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which the imports below do
 from gpu_report import part, report, report_skipped, run_part
 from gpu_step import CARD, build, seconds_of, synchronize, twin
 from grpo_step import QUESTION, Ours, distinct_characters, make_rows, trl_processor
@@ -49,15 +49,15 @@ from minivlmrl.run import loop
 from minivlmrl.trainers.grpo import GRPOTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_TESTS = 5  # exit status of pytest if it ran no test
+NO_TESTS = 5  # pytest's exit status if it ran no test
 
 
-# ---- programs of the repository ------------------------------------------------------------------------------------
+# ---- the repository's programs --------------------------------------------------------------------------------------
 
 
 @part
 def self_test(toy: bool):
-    """Compare each Triton kernel with float64, in a process of its own; on a CPU in Triton's interpreter."""
+    """Compare each Triton kernel with float64, in its own process; on a CPU in Triton's interpreter."""
     from minivlmrl.kernels.self_test import CHECKS
     from minivlmrl.kernels.verdicts import TOLERANCE, check_kernels
 
@@ -79,13 +79,13 @@ def self_test(toy: bool):
 
 @part
 def tests(toy: bool):
-    """Run the tests that need a GPU. `pytest -m gpu` runs each file in a process of its own."""
+    """Run the tests that need a GPU. `pytest -m gpu` runs each file in its own process."""
     run_tests("gpu")
 
 
 @part
 def vllm_tests(toy: bool):
-    """Run the tests of vLLM, which see the GPU because of MINIVLMRL_TEST_GPU."""
+    """Run the tests for vLLM, which see the GPU because of MINIVLMRL_TEST_GPU."""
     os.environ["MINIVLMRL_TEST_GPU"] = "1"
     run_tests("slow", "-n", "0", "tests/generation/test_vllm.py")
 
@@ -121,7 +121,7 @@ def train(toy: bool, *options: str):
 
 @part
 def vllm_speed(toy: bool):
-    """Time rollouts of the native sampler and of vLLM."""
+    """Time rollouts with the native sampler and with vLLM."""
     for line in run_python("benchmarks/vllm_speed.py").stdout.splitlines():
         if found := re.fullmatch(r"(native|vllm) (\[.*\])", line):
             report(f"rollout, {found[1]}, median of 5", statistics.median(json.loads(found[2])), "s")
@@ -170,7 +170,7 @@ def run_python(*arguments: str, check: bool = True) -> subprocess.CompletedProce
 
 
 class Case(NamedTuple):
-    """A GRPO step: size of the model, side of the square images in pixels, recipe, and options of the recipe."""
+    """A GRPO step: model size, side of the square images in pixels, recipe, and recipe options."""
 
     size: str
     pixels: int
@@ -178,7 +178,7 @@ class Case(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-# 8 prompts with 1,024 image tokens and 8 completions of 256 tokens each; everything is bfloat16, also AdamW
+# 8 prompts with 1,024 image tokens and 8 completions with 256 tokens each; everything is bfloat16, also AdamW
 STEP = Case(
     "3b", 896, "own_data.yaml",
     (
@@ -186,10 +186,10 @@ STEP = Case(
         "--grpo.prompts_per_step=8", "--grpo.loss_type=grpo", "--grpo.warmup_steps=0",
     ),
 )  # fmt: skip
-# two recipes for a card of 24 GB; an image has 484 tokens, and the recipes allow 512
+# two recipes for a 24 GB card; an image has 484 tokens, and the recipes allow 512
 LORA = Case("3b", 616, "own_data_one_card.yaml")
 NF4 = Case("7b", 616, "lora_7b.yaml")
-# completions of full length, and rewards that differ although the weights are random
+# completions with full length, and rewards that differ although the weights are random
 COMMON = ("--sampling.stop_token_ids=[]", "--rewards={grpo_step:distinct_characters: 1}")
 TOY = (
     "--model.dtype=float32", "--model.compute_dtype=null", "--sampling.max_new_tokens=4", "--grpo.prompts_per_step=2",
@@ -210,7 +210,7 @@ class GRPOStep(Ours):
     """A case, built on the GPU. Each call of `step` is one optimizer step.
 
     Attributes:
-        mismatch: largest logp_mismatch of the steps so far, in nats.
+        mismatch: largest logp_mismatch in the steps so far, in nats.
     """
 
     def __init__(self, case: Case, toy: bool):
@@ -239,12 +239,12 @@ class GRPOStep(Ours):
         return metrics
 
     def sample(self, count: int, num_generations: int, new_tokens: int):
-        """Sample completions of the first `count` prompts."""
+        """Sample completions for the first `count` prompts."""
         self.trainer.run.sampling.max_new_tokens = new_tokens
         self.trainer.sampler(self.prompts[:count], num_generations, [str(i) for i in range(count)])
 
     def planned_gb(self) -> float:
-        """Return the estimate of the command `memory` for this step in GB, without the reserve."""
+        """Return the `memory` command's estimate for this step in GB, without the reserve."""
         config = self.model.config
         image_tokens = int((self.prompts[0].input_ids == config.image_token_id).sum())
         text_tokens = len(self.prompts[0].input_ids) - image_tokens
@@ -256,7 +256,7 @@ class GRPOStep(Ours):
 
 @part
 def step(toy: bool):
-    """Measure a GRPO step of a 3B in bfloat16, and its phases."""
+    """Measure a GRPO step with a 3B model in bfloat16, and its phases."""
     built = measure(STEP, toy, steps=3)
     with timed_phases(built) as seconds:
         report("step with clocks", seconds_of(built.step), "s")
@@ -266,21 +266,21 @@ def step(toy: bool):
 
 @part
 def lora(toy: bool):
-    """Measure a GRPO step of a 3B with LoRA on bfloat16."""
+    """Measure a GRPO step with a 3B model and LoRA on bfloat16."""
     measure(LORA, toy, steps=2)
 
 
 @part
 def nf4(toy: bool):
-    """Measure a GRPO step of a 7B with LoRA on NF4."""
+    """Measure a GRPO step with a 7B model and LoRA on NF4."""
     measure(NF4, toy, steps=1)
 
 
 def measure(case: Case, toy: bool, steps: int) -> GRPOStep:
-    """Report seconds, the peak memory beside its estimate, and the largest logp_mismatch of GRPO steps.
+    """Report the seconds, the peak memory beside its estimate, and the largest logp_mismatch in GRPO steps.
 
     Args:
-        steps: number of steps after the first one, which compiles kernels.
+        steps: number of steps after the first step, which compiles kernels.
     """
     built = GRPOStep(case, toy)
     for number in range(1 + steps):
@@ -294,18 +294,18 @@ def measure(case: Case, toy: bool, steps: int) -> GRPOStep:
 
 @part
 def changes(toy: bool):
-    """Measure the step of a 3B in bfloat16 without some changes."""
+    """Measure the 3B step in bfloat16 without some changes."""
     undo(GRPOStep(STEP, toy), "padded MLP of the tower", "wide tiles of logits", "Triton kernel of windows")
 
 
 @part
 def lora_changes(toy: bool):
-    """Measure the step of a 3B with LoRA without some changes."""
+    """Measure the 3B step with LoRA without some changes."""
     undo(GRPOStep(LORA, toy), "TF32 products of adapters", "16-bit copies of adapters")
 
 
 def undo(built: GRPOStep, *names: str):
-    """Report the seconds of a step with all changes, and without each of the named changes."""
+    """Report a step's seconds with all changes, and without each named change."""
     built.step()  # warm-up
     report("step with all changes", seconds_of(built.step), "s")
     for name in names:
@@ -323,7 +323,7 @@ def undo(built: GRPOStep, *names: str):
 
 @contextmanager
 def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
-    """Time the phases of a step with the GPU's clock, without waiting for the GPU.
+    """Time a step's phases with the GPU's clock, without waiting for the GPU.
 
     Yields:
         A function that returns the seconds of each phase. Call it after the `with` block.
@@ -338,7 +338,7 @@ def timed_phases(built: GRPOStep) -> Iterator[Callable[[], dict[str, float]]]:
         "clipping": (loop, "finish_gradients"),
         "AdamW": (built.optimizer, "step"),
     }
-    marks = defaultdict(list)  # pairs of the times before and after a call, for each phase
+    marks = defaultdict(list)  # for each phase: times (before, after) its calls
 
     def seconds() -> dict[str, float]:
         synchronize()
@@ -381,9 +381,10 @@ def seconds_between(before: "torch.cuda.Event | float", after: "torch.cuda.Event
 
 @part
 def decode(toy: bool):
-    """Measure the milliseconds of a decode step of a 3B with 1 to 256 rows.
+    """Measure the milliseconds of a 3B decode step with 1 to 256 rows.
 
-    A rollout with few tokens is subtracted from one with many, so that the prefill and the capture do not count.
+    The time for a rollout with few tokens is subtracted from the time for a rollout with many tokens, so that the
+    prefill and the graph capture do not count.
     """
     built = GRPOStep(STEP, toy)
     few, many = (2, 4) if toy else (32, 160)
@@ -395,13 +396,13 @@ def decode(toy: bool):
 
 
 def fastest(call: Callable) -> float:
-    """Return the shorter time of two calls in seconds."""
+    """Call twice, and return the shorter time in seconds."""
     return min(seconds_of(call) for _ in range(2))
 
 
 @part
 def kernel_times(toy: bool):
-    """Report the number of kernels of a decode step and of a micro-batch, and the kernels that take longest."""
+    """Report how many kernels a decode step and a micro-batch call, and the kernels that take longest."""
     built = GRPOStep(STEP, toy)
     prompts, generations = (2, 2) if toy else (8, 8)
     few, many = (2, 4) if toy else (8, 24)
@@ -421,7 +422,7 @@ def kernel_times(toy: bool):
 
 
 def profiled(call: Callable) -> "dict[str, Tensor]":
-    """Return the number of calls and the milliseconds of each kernel; on a CPU of each operation."""
+    """Return each kernel's number of calls and milliseconds; on a CPU, each operation's."""
     on_gpu = CARD.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as found:
         call()
@@ -443,7 +444,7 @@ def report_kernels(label: str, kernels: "dict[str, Tensor]", most: int = 12):
 
 @part
 def trl_step(toy: bool, attention: str):
-    """Measure whole GRPO steps of TRL with the model, prompts and completions of the part `step`.
+    """Measure TRL's whole GRPO steps with the same model, prompts and completions as the part `step`.
 
     Gradient checkpointing is on, as in TRL's examples, and a micro-batch is a prompt with its completions.
     """
@@ -487,7 +488,7 @@ def reward_trl(completions: list, **columns) -> list[float]:
 
 
 def trl_clock(attention: str):
-    """Create a callback that reports each step of TRL. It skips the second step if the first took over 55 s."""
+    """Create a callback that reports each TRL step. It skips the second step if the first took over 55 s."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):

@@ -1,22 +1,22 @@
-"""Compare scoring and a training step of Qwen2.5-VL-3B on a GPU with transformers.
+"""Compare scoring and a Qwen2.5-VL-3B training step on a GPU with transformers.
 
 python benchmarks/gpu_step.py --json FILE     # a table and its numbers
-python benchmarks/gpu_step.py --toy           # test of the script: toy size in float32, also on a CPU
+python benchmarks/gpu_step.py --toy           # tests the script: toy size in float32, also on a CPU
 
-The weights are random, in bfloat16. There is one prompt with an image of 1,000 tokens and 100 text tokens, and 8
-completions of exactly 256 tokens.
+The weights are random, in bfloat16. There is one prompt with 1,000 image tokens and 100 text tokens, and 8 completions
+with exactly 256 tokens each.
 
     scoring     compute log-probabilities, no gradient
     step        forward, GRPO loss, backward, AdamW
 
-The peers compute one row for each completion, with a copy of the prompt and its image, once with minivlmrl's model and
-once with transformers' model.
+There are two peers, one with minivlmrl's model and one with transformers' model. Both compute one row for each
+completion, with a copy of the prompt and its image.
 
-Both models share their parameters. In a step, PEER_ROWS rows of the peers are processed at a time and gradients are
-summed, because 4 rows need more than 80 GB. Before timing, log-probabilities and gradients of the three
-implementations are compared: in float32 with two decoder layers and two vision blocks, where they must agree, then in
-bfloat16 with the whole model, where the differences are printed. Times are medians, with minimum and maximum, of
-alternating calls. Memory is the peak of a call minus the memory that model and optimizer already hold.
+Both models share their parameters. In a step, the peers process PEER_ROWS rows at a time and sum the gradients, because
+4 rows need more than 80 GB. Before timing, the three implementations' log-probabilities and gradients are compared: in
+float32 with two decoder layers and two vision blocks, where they must agree, then in bfloat16 with the whole model,
+where the differences are printed. The implementations are called in turn, and times are medians with minimum and
+maximum. Memory is a call's peak minus the memory that model and optimizer already hold.
 """
 
 import argparse
@@ -48,17 +48,17 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PEER_ROWS = 2  # number of rows that a peer processes at once in a step
+PEER_ROWS = 2  # rows that a peer processes at once in a step
 TOLERANCE = 1e-3  # largest difference in float32, in nats and relative to the gradient's norm
 
 
 @dataclasses.dataclass
 class Case:
-    """Inputs of a measurement, which are the same for all implementations."""
+    """Inputs for a measurement, which are the same for all implementations."""
 
     config: ModelConfig
     prompt: Prompt
-    completions: list[Tensor]  # G completions of C tokens
+    completions: list[Tensor]  # G completions with C tokens each
     advantages: Tensor  # (G,)
 
     @property
@@ -96,7 +96,7 @@ def main():
 
 
 def make_case(toy: bool) -> Case:
-    """Create a case: a prompt with a random image between random text, and random completions of text tokens."""
+    """Create a case: a random prompt (an image between text), and random completions without image tokens."""
     config = config_of("toy" if toy else "3b")
     height, width, text, G, C = (10, 12, 8, 2, 6) if toy else (50, 80, 100, 8, 256)
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +112,7 @@ def make_case(toy: bool) -> Case:
 
 
 def shallow(config: ModelConfig) -> ModelConfig:
-    """Return the config with two decoder layers and two vision blocks, one of them with windows."""
+    """Return the config with two decoder layers and two vision blocks; one block has windows."""
     vision = dataclasses.replace(config.vision_config, depth=2, fullatt_block_indexes=(1,))
     return dataclasses.replace(config, num_hidden_layers=2, vision_config=vision)
 
@@ -145,7 +145,7 @@ def twin(ours: VisionLanguageModel):
 
 
 def their_name(name: str) -> str:
-    """Convert the name of a parameter of minivlmrl's model to its name in transformers' model."""
+    """Convert a parameter's name in minivlmrl's model to its name in transformers' model."""
     if name.startswith("visual."):
         return f"model.{name}"
     if name.startswith("model."):
@@ -157,7 +157,7 @@ def their_name(name: str) -> str:
 
 
 def grouped(model: VisionLanguageModel, case: Case, rows: range) -> Tensor:
-    """Compute log-probabilities of all completions with one shared prompt, as in training."""
+    """Compute all completions' log-probabilities with one shared prompt, as in training."""
     batch = pack([case.prompt], [[Completion(case.completions[i].cpu()) for i in rows]], case.config, CARD)
     return batch.pad(per_token_logps(model, batch)[0])
 
@@ -190,7 +190,7 @@ def of_transformers(model: torch.nn.Module, case: Case, rows: range) -> Tensor:
 
 
 def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) -> Tensor:
-    """Compute gradients of the GRPO loss, `at_once` completions at a time; return all log-probabilities."""
+    """Compute the GRPO loss's gradients, `at_once` completions at a time; return all log-probabilities."""
     G = len(case.completions)
     C = len(case.completions[0])
     logps = []
@@ -204,11 +204,10 @@ def backward(way: Callable, model: torch.nn.Module, case: Case, at_once: int) ->
 
 
 def compare(label: str, ours: VisionLanguageModel, theirs: torch.nn.Module | None, case: Case) -> dict[str, tuple]:
-    """Compare log-probabilities and gradients of each peer with `grouped`.
+    """Compare each peer's log-probabilities and gradients with those from `grouped`.
 
     Returns:
-        peer -> (largest difference of a log-probability in nats, difference of the gradients
-        relative to their norm).
+        peer -> (largest log-probability difference in nats, norm of the gradients' difference relative to their norm).
     """
     parameters = list(ours.parameters())
     logps, gradients = logps_and_gradients(grouped, ours, parameters, case, len(case.completions))
@@ -228,7 +227,7 @@ def compare(label: str, ours: VisionLanguageModel, theirs: torch.nn.Module | Non
 
 
 def logps_and_gradients(way: Callable, model: torch.nn.Module, parameters: list, case: Case, at_once: int):
-    """Compute log-probabilities and gradients of all completions, and clear the gradients of the parameters."""
+    """Compute all completions' log-probabilities and gradients, and clear the parameters' gradients."""
     logps = backward(way, model, case, at_once)
     gradients = [p.grad for p in parameters]
     model.zero_grad()  # sets them to None
@@ -303,7 +302,7 @@ def take_turns(ways: dict[str, Callable], repeats: int) -> dict[str, dict]:
 
 
 def line(numbers: dict, base: float | None) -> str:
-    """Format the cells of a table row; base: seconds of minivlmrl's implementation."""
+    """Format a table row's cells; base: minivlmrl's seconds."""
     if "skipped" in numbers:
         return f"{numbers['skipped']} | | | |"
     times = f"{numbers['seconds'] / base:.2f}" if base else ""
@@ -312,7 +311,7 @@ def line(numbers: dict, base: float | None) -> str:
 
 
 def seconds_of(call: Callable) -> float:
-    """Measure the seconds of a call, including its GPU work."""
+    """Measure a call's seconds, including its GPU work."""
     synchronize()
     begin = time.perf_counter()
     call()
@@ -321,7 +320,7 @@ def seconds_of(call: Callable) -> float:
 
 
 def peak_gib(call: Callable) -> float:
-    """Measure the peak memory of a call in GiB, minus the memory in use before it; 0 without a GPU."""
+    """Measure a call's peak memory in GiB, minus the memory in use before the call; 0 without a GPU."""
     if CARD.type == "cpu":
         call()
         return 0.0
@@ -338,7 +337,7 @@ def synchronize():
 
 
 def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the options of a script that needs a GPU, and add the option --toy."""
+    """Add the option --toy to a script that needs a GPU, and parse its options."""
     parser.add_argument("--toy", action="store_true", help="toy size in float32, also on a CPU")
     options = parser.parse_args()
     if CARD.type == "cpu" and not options.toy:
@@ -347,7 +346,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def about() -> dict:
-    """Return the device, today's date, and the versions of the packages."""
+    """Return the device, today's date, and the package versions."""
     versions = {}
     for name in ("torch", "triton", "transformers"):
         try:

@@ -5,12 +5,12 @@ python benchmarks/grpo_step.py --json FILE      # also write the numbers
 
 The peer is TRL with transformers' Qwen2_5_VLForConditionalGeneration; the first line prints the versions. Both sides
 start from the same random weights (recipes/shapes_model.json) and use the same prompts, with equal tokens and pixels,
-and 8 completions of exactly 14, 128 or 512 tokens for each prompt. Steps of TRL and of minivlmrl alternate in one
+and 8 completions with exactly 14, 128 or 512 tokens for each prompt. TRL's and minivlmrl's steps alternate in one
 process, so that other load on the machine slows both. Before timing, both sides score the same completions, and the
 log-probabilities must agree.
 
 The last lines tell how far the ratios can be trusted. They print how many cores other programs used meanwhile, and a
-control: the time of minivlmrl's step in one process, divided by the time of the same step in another process. A ratio
+control: the time for minivlmrl's step in one process, divided by the time for the same step in another process. A ratio
 is only meaningful if it differs from 1 by more than the control does.
 """
 
@@ -51,19 +51,19 @@ from minivlmrl.tasks import shapes
 from minivlmrl.trainers.grpo import GRPOTrainer
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
-QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with the images of CASES
+QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with the images in CASES
 NUM_GENERATIONS, NEW_TOKENS = 8, 14
-# side of an image in pixels, number of prompts in a step, tokens per completion
+# image side in pixels, prompts per step, tokens per completion
 CASES = ((56, 16, 14), (112, 8, 14), (224, 4, 14), (56, 4, 128), (224, 4, 128), (56, 4, 512), (224, 4, 512))
 COMMON = {
     "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
 }  # fmt: skip
-WARMUP = 2  # number of steps of each side that are not timed
+WARMUP = 2  # steps on each side that are not timed
 TOLERANCE = 1e-4  # nats
 
 
 def distinct_characters(completions: list[str], **columns) -> list[float]:
-    """Count the distinct characters of a text: a cheap reward that differs for random texts."""
+    """Count the distinct characters in a text: a cheap reward that differs for random texts."""
     return [float(len(set(completion))) for completion in completions]
 
 
@@ -94,7 +94,7 @@ def take_turns(ours: Ours):
     import transformers
 
     class TakeTurns(transformers.TrainerCallback):
-        """Time TRL's steps; after each of these steps, run and time one of minivlmrl's steps.
+        """Time TRL's steps; after each TRL step, run and time a minivlmrl step.
 
         Between on_step_begin and on_step_end, Trainer runs training_step, in which GRPOTrainer generates, scores with
         the reference, and runs forward and backward. Then Trainer clips, updates and zeroes the gradients. Rows are
@@ -132,7 +132,7 @@ def main():
     import transformers
 
     load = OtherLoad()
-    warnings.simplefilter("ignore", FutureWarning)  # TRL uses old names of transformers' options
+    warnings.simplefilter("ignore", FutureWarning)  # TRL uses old names for transformers' options
     transformers.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     print(f"{versions}, {options.threads} threads, {platform.machine()}")
@@ -169,7 +169,7 @@ class OtherLoad:
         self.begin = self.now()
 
     def now(self) -> tuple[float, float] | None:
-        """Return the time, and the CPU seconds of all other programs; None without /proc/stat."""
+        """Return the time, and the CPU seconds used by all other programs; None without /proc/stat."""
         stat = Path("/proc/stat")
         if not stat.exists():
             return None
@@ -178,7 +178,7 @@ class OtherLoad:
         return time.perf_counter(), busy - time.process_time()
 
     def cores(self) -> float | None:
-        """Return the mean number of cores that other programs have used; None if it is unknown."""
+        """Return how many cores other programs have used on average; None if it is unknown."""
         end = self.now()
         if self.begin is None or end is None:
             return None
@@ -186,7 +186,7 @@ class OtherLoad:
 
 
 def control(case: tuple[int, int, int], steps: int, threads: int) -> float:
-    """Time minivlmrl's step in two processes, one after the other, and return the ratio of their times."""
+    """Time minivlmrl's step in two processes, one after the other, and return their time ratio."""
     command = [sys.executable, __file__, "--alone", *case, "--steps", steps, "--threads", threads]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     first, second = (
@@ -197,7 +197,7 @@ def control(case: tuple[int, int, int], steps: int, threads: int) -> float:
 
 
 def measure_alone(size: int, prompts: int, new_tokens: int, steps: int) -> float:
-    """Return the median milliseconds of minivlmrl's step."""
+    """Return the median time for minivlmrl's step in milliseconds."""
     model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
     ours = our_side(model, processor, make_rows(size, prompts), new_tokens)
     seconds = []
@@ -209,7 +209,7 @@ def measure_alone(size: int, prompts: int, new_tokens: int, steps: int) -> float
 
 
 def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens=NEW_TOKENS, warmup=WARMUP) -> dict:
-    """Measure the median milliseconds of a step in minivlmrl and in TRL, for one image size."""
+    """Measure the median milliseconds for a step in minivlmrl and in TRL, for one image size."""
     import transformers
 
     rows = make_rows(size, prompts)
@@ -238,7 +238,7 @@ def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens
 
 
 def make_rows(size: int, count: int) -> list[Row]:
-    """Create the rows of a step: shapes in images of size x size pixels."""
+    """Create the rows for a step: shapes in images with size x size pixels."""
     rows = []
     for i in range(count):
         rng = random.Random(i)
@@ -251,7 +251,7 @@ def make_rows(size: int, count: int) -> list[Row]:
 def our_side(
     model: VisionLanguageModel, processor: Processor, rows: list[Row], new_tokens=NEW_TOKENS, **section
 ) -> Ours:
-    """Create minivlmrl's trainer; `section` overrides options of the section `grpo`."""
+    """Create minivlmrl's trainer; `section` overrides options in the section `grpo`."""
     options = {
         "prompts_per_step": len(rows),
         "micro_batch_size": len(rows),
@@ -305,7 +305,7 @@ def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, 
 
 
 def trl_processor(folder: Path):
-    """Load tokenizer and image settings of a checkpoint as a transformers processor."""
+    """Load a checkpoint's tokenizer and image settings as a transformers processor."""
     import transformers
     import trl
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
@@ -331,7 +331,7 @@ def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, 
     """Check that both sides have the same tokens and pixels and compute the same log-probabilities.
 
     Returns:
-        Number of tokens of a prompt, and the largest difference of a log-probability.
+        Prompt length in tokens, and the largest log-probability difference.
     """
     prompts = [processor(row.messages, row.images) for row in rows]
     generator = torch.Generator().manual_seed(0)
@@ -339,7 +339,7 @@ def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, 
     ours, _ = per_token_logps(model, pack(prompts, [[*map(Completion, group)] for group in completions], model.config))
     theirs, input_ids, pixel_values = score_with_trl(trainer, rows, completions.flatten(0, 1))
     assert torch.equal(input_ids[::NUM_GENERATIONS], torch.stack([prompt.input_ids for prompt in prompts]))
-    patches = torch.stack([prompt.pixel_values for prompt in prompts])  # (prompts, patches of an image, patch_dim)
+    patches = torch.stack([prompt.pixel_values for prompt in prompts])  # (prompts, patches per image, patch_dim)
     assert torch.equal(pixel_values.view(len(rows), NUM_GENERATIONS, *patches.shape[1:])[:, 0], patches)
     difference = (ours - theirs.flatten()).abs().max().item()
     assert difference <= TOLERANCE, f"log-probabilities differ by {difference:.1e}, more than {TOLERANCE}"
@@ -347,7 +347,7 @@ def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, 
 
 
 def score_with_trl(trainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities (n, C) of completions (n, C) with TRL; also return its prompt ids and pixels."""
+    """Compute log-probabilities (n, C) for completions (n, C) with TRL; also return its prompt ids and pixels."""
     chats = []
     for row in rows:
         content = [{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}]

@@ -1,13 +1,13 @@
-"""Count the kernels of a decode step and of a training micro-batch, without a GPU.
+"""Count the kernels in a decode step and in a training micro-batch, without a GPU.
 
     python benchmarks/kernel_counts.py                   # Qwen2.5-VL-3B in bfloat16, without and with adapters
     python benchmarks/kernel_counts.py --size toy
 
 The model is on the meta device, where tensors have shapes but no values, and a dispatch mode counts the operators below
 autograd. Each operator that computes something counts as one kernel; views and allocations do not. The meta device
-stands for a GPU: RMSNorm, the head and the attention of a decode step count as one operator each, as on a GPU. Other
-Triton kernels count as the torch operators that they replace. The counts are therefore no exact numbers of launches,
-but they show how a change of the code changes them.
+stands for a GPU: RMSNorm, the head and a decode step's attention count as one operator each, as on a GPU. Other
+Triton kernels count as the torch operators that they replace. The counts are therefore no exact launch counts, but they
+show the effect when the code changes.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def main():
 
 
 def count(config: ModelConfig, r: int) -> list[Counter[str]]:
-    """Count the kernels of a decode step, of sampling its tokens, and of a forward and a backward pass."""
+    """Count the kernels in a decode step, in sampling its tokens, and in a forward and a backward pass."""
     with torch.device("meta"):
         model = FAMILIES[config.model_type].model(config).bfloat16()
     inject_adapters(model, LoRAOptions(r=r))
@@ -126,7 +126,7 @@ def count(config: ModelConfig, r: int) -> list[Counter[str]]:
 
 @torch.no_grad()
 def count_decoding(model) -> tuple[KernelCounter, KernelCounter]:
-    """Count the kernels of the decode step that a CUDA graph captures, and of sampling a token for each row."""
+    """Count the kernels in the decode step that a CUDA graph captures, and in sampling a token for each row."""
     prompt_index = torch.zeros(GENERATIONS, dtype=torch.long)
     uniforms = torch.empty(GENERATIONS, NEW, dtype=torch.float64)
     sample_token = make_token_sampler(1.0, [0], sample_by_uniforms(uniforms, "meta"), device="meta")

@@ -6,17 +6,17 @@ python benchmarks/kernels_aot.py --arch 86 89 120  # 3090 and A10, 4090 and L4, 
 The compiler, the assembler and the disassembler are part of the triton package. Columns:
 
     registers      registers per thread; the threads of a multiprocessor share 65,536
-    spills         loads and stores of registers that did not fit; should be 0
-    shared         bytes of shared memory per program
-    matrix         number of matrix instructions (HMMA, HGMMA, UTCHMMA)
-    wide           number of loads and stores of 16 bytes
-    barriers       number of barriers in the innermost loop
-    instructions   instructions of the innermost loop per element; they limit kernels that memory does not limit
+    spills         loads and stores for registers that did not fit; should be 0
+    shared         shared memory per program, in bytes
+    matrix         matrix instructions (HMMA, HGMMA, UTCHMMA)
+    wide           loads and stores that move 16 bytes
+    barriers       barriers in the innermost loop
+    instructions   instructions in the innermost loop per element; they limit kernels that memory does not limit
     unwritten      registers that an instruction reads and that no instruction before it writes; should be 0, because
                    otherwise the assembler (ptxas) has lost a register, and the kernel is wrong
 
-The counts depend on the version of Triton; tests/recorded/kernel_builds.json has the counts of four versions. To record
-a version that is not installed (its wheel is enough, without its version of PyTorch):
+The counts depend on Triton's version; tests/recorded/kernel_builds.json has the counts for four versions. To record a
+version that is not installed (its wheel is enough, without its version of PyTorch):
 
     pip install --target DIR --no-deps triton==3.6.0
     PYTHONPATH=DIR python benchmarks/kernels_aot.py --json tests/recorded/kernel_builds.json
@@ -43,13 +43,13 @@ from minivlmrl.kernels import window_attention as windows
 
 HALVES = ("bf16", "fp16")
 DTYPES = (*HALVES, "fp32")
-# number of tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads of 80 and windows of up to 64
+# tokens in the longest window, head_dim; Qwen2.5-VL has 16 heads with 80 columns, and windows with up to 64 tokens
 WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48, 64, 72, 80, 96, 112, 128))]
 ARCHITECTURES = ("80", "90", "100")
-# bytes of shared memory that a program may use, by compute capability (CUDA C++ Programming Guide, table of technical
-# specifications per compute capability); Triton refuses larger kernels when they are launched, not when they compile.
-# A T4 (sm_75) is left out, because CAPABILITY of kernels/backend.py excludes its kernels: decode attention for heads of
-# 256 would need 69,696 of its 65,536 bytes.
+# shared memory in bytes that a program may use, by compute capability (CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability"); Triton refuses larger kernels when they are launched, not when they compile.
+# A T4 (sm_75) is excluded, because CAPABILITY in kernels/backend.py excludes its kernels: decode attention for head_dim
+# 256 would need 69,696 bytes, but a program may use only 65,536.
 MAX_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
 COLUMNS = ("registers", "spills", "shared", "matrix", "wide", "barriers", "instructions", "unwritten")
 
@@ -64,8 +64,8 @@ class Build:
         signature: parameter -> Triton type ("*bf16", "*i64", "i32", "fp32") for all parameters except constexprs;
             pointers and i32 are assumed to be divisible by 16.
         constexprs: parameter -> value; None for a pointer that this build does not use.
-        num_warps, num_stages, enable_fp_fusion: the values of the launch.
-        elements: number of logits that an iteration of the loop computes; if given, instructions are counted per logit.
+        num_warps, num_stages, enable_fp_fusion: the values at launch.
+        elements: logits that an iteration of the loop computes; if given, instructions are counted per logit.
     """
 
     name: str
@@ -84,7 +84,7 @@ def same(kind: str, *names: str) -> dict[str, str]:
 
 
 def log_softmax_builds() -> list[Build]:
-    """Return builds of the log-softmax kernels, for whole rows and for the tiles of linear_log_softmax."""
+    """Return builds for the log-softmax kernels, for whole rows and for linear_log_softmax's tiles."""
     numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
     results = same("*fp32", "logps", "entropies", "tops", "totals")
     elements = log_softmax.STEPS.value * log_softmax.COLUMNS.value
@@ -144,9 +144,9 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
 
 
 def decode_builds(dtype: str) -> list[Build]:
-    """Return builds of the decoding kernels.
+    """Return builds for the decoding kernels.
 
-    The sizes are those of 3B and 7B with 8 rows per prompt, of one row, of Qwen3.5's wide heads, and of narrow heads.
+    The sizes are: 3B and 7B with 8 rows per prompt, a single row, Qwen3.5's wide heads, and narrow heads.
     """
     given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias") | same(
         "*fp32", "outs", "log_sums"
@@ -176,7 +176,7 @@ def nf4_build(dtype: str) -> Build:
 
 
 def decode_step_builds() -> list[Build]:
-    """Return builds of the rotary embedding with heads of 3B, of 7B and wide ones, and of sampling."""
+    """Return builds for the rotary embedding (3B, 7B and wide heads), and for sampling."""
     numbers = same("i32", "q_stride", "k_stride", "v_stride", "C") | {"newest": "*i64"}
     builds = []
     for dtype in ("bf16", "fp16", "fp32"):

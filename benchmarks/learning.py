@@ -5,13 +5,12 @@
     python benchmarks/learning.py --only grpo localisation --threads 2
 
 Runs are also written to recipes/expected.json, which benchmarks/expect.py reads. Runs with overrides are not written,
-and neither are runs whose options refer to files of a different script. The recipes of LONG run only if --only names
-them.
+and neither are runs whose options refer to another script's files. The recipes in LONG run only if --only names them.
 
-Each row of the table is one run of train.py, by default on one thread, so that the results do not depend on the number
-of cores. `sampled` and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share
-of held-out pairs in which the better answer is preferred, `clipped` the share of tokens outside the clip range, and
-`CPU s` the CPU time of the whole run. `warnings` are the warnings of docs/metrics.md; a run that learns has none.
+Each table row is one train.py run, by default on one thread, so that the results do not depend on the core count.
+`sampled` and `greedy` are accuracies on held-out images before and after the last stage. `pairs` is the share of
+held-out pairs in which the better answer is preferred, `clipped` the share of tokens outside the clip range, and `CPU
+s` the whole run's CPU time. `warnings` are the warnings explained in docs/metrics.md; a run that learns has none.
 `shuffled rewards` is a control that must not learn.
 """
 
@@ -41,11 +40,11 @@ class Entry:
     name: str
     recipe: str  # file in recipes/
     overrides: list[str] = field(default_factory=list)
-    sampled_gain: float | None = None  # smallest gain of sampled accuracy
+    sampled_gain: float | None = None  # smallest gain in sampled accuracy
     pairs: float | None = None  # smallest share of correctly ordered held-out pairs
     keeps_greedy: bool = False  # greedy accuracy must not fall
     ratio_moves: bool = False  # some ratios must leave the clip range
-    most_sampled_gain: float | None = None  # largest gain of sampled accuracy, for controls
+    most_sampled_gain: float | None = None  # largest gain in sampled accuracy, for controls
     before: str = ""  # script with arguments to run first; its path is relative to this folder
 
 
@@ -119,7 +118,7 @@ LONG = [
 
 
 def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
-    """Run an entry; return its summary.json with the share of clipped tokens, CPU seconds and warnings."""
+    """Run an entry; return its summary.json with the share of clipped tokens, CPU seconds and warnings added."""
     with tempfile.TemporaryDirectory() as folder:
         if entry.before:
             script, *words = shlex.split(entry.before.format(root=ROOT, seed=seed))
@@ -158,10 +157,10 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def judge(entry: Entry, summary: dict) -> dict:
-    """Return the numbers of a row, and the requirements that the run missed."""
+    """Return a row's numbers, and the requirements that the run missed."""
     *_, before, after = [name for name in summary if name == "start" or name.startswith("after_")]
-    # the stage of a reward model does not change the policy, so `before` is the start of the last stage
-    # the first reward of an evaluation is its first metric of an evaluation
+    # a reward model's stage does not change the policy, so `before` is measured at the start of the last stage; an
+    # evaluation's first metric is its first reward
     names = [name.removesuffix("_sampled") for name in summary["start"] if name.endswith("_sampled")]
     sampled, greedy = ([summary[x][f"{names[0]}_{way}"] for x in (before, after)] for way in ("sampled", "greedy"))
     stages = [stage for stage in summary.values() if isinstance(stage, dict)]
@@ -195,7 +194,7 @@ def judge(entry: Entry, summary: dict) -> dict:
 
 
 def show(row: dict) -> str:
-    """Format a line of the table."""
+    """Format a table row."""
     warnings = [f"{line['stage']} step {line['step']}: {line['warning']}" for line in row["warnings"]]
     cells = [
         row["name"],

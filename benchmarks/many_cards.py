@@ -1,14 +1,14 @@
-"""Predict the communication, memory and efficiency of GRPO on many cards. The script needs no card.
+"""Predict GRPO's communication, memory and efficiency on many cards. The script needs no card.
 
 python benchmarks/many_cards.py                               # Qwen2.5-VL-3B on 8 cards
 python benchmarks/many_cards.py --sizes 3b 7b 72b --cards 8 64 512
 
-FSDP2 shards the model on the meta device, where tensors have shapes but no values, in a fake process group of as many
-ranks as there are cards. A step then runs, and each collective operation that FSDP calls is counted with its bytes. The
-memory is the estimate of `python -m minivlmrl memory`. Seconds and efficiency follow from the table of networks and
-from the assumptions that the script prints, so they are predictions and not measurements.
+FSDP2 shards the model on the meta device, where tensors have shapes but no values, in a fake process group with one
+rank per card. A step then runs, and each collective operation that FSDP calls is counted with its bytes. The memory is
+estimated by `python -m minivlmrl memory`. Seconds and efficiency follow from the network table and from the assumptions
+that the script prints, so they are predictions and not measurements.
 
-A mode is one entry of MODES: the options of a recipe that change the communication.
+A mode is one entry in MODES: the recipe options that change the communication.
 """
 
 import argparse
@@ -44,15 +44,15 @@ from minivlmrl.run.setup import choose_sharding
 GB = 10**9
 RECIPE = Path(__file__).parents[1] / "recipes" / "own_data.yaml"
 CARDS_PER_HOST = 8
-PROMPTS = 8  # prompts of a card in a step, each in a micro-batch of its own
-TOKENS = (200, 1024)  # text and image tokens of a prompt; the image has 896 x 896 pixels
+PROMPTS = 8  # prompts per card and step, each in its own micro-batch
+TOKENS = (200, 1024)  # text and image tokens per prompt; the image has 896 x 896 pixels
 OPTIONS = [
     "--grpo.micro_batch_size=1", "--grpo.num_generations=8", "--sampling.max_new_tokens=256",
     "--model.activation_checkpointing=true", "--model.dtype=float32", "--model.compute_dtype=bfloat16",
 ]  # fmt: skip
 SHARDED, REPLICAS, ONCE = "--sharding.enabled=true", "--sharding.replicas=HOSTS", "--sharding.once_per_step=true"
 LORA = ["--adapter.r=64", "--model.dtype=bfloat16", "--model.compute_dtype=null"]
-# {name: options}; HOSTS is replaced by the number of hosts. A mode that needs several hosts is skipped on one host.
+# {name: options}; HOSTS is replaced by the host count. A mode that needs several hosts is skipped on one host.
 MODES = {
     "sharded over all cards": [SHARDED],
     "a replica for each host": [SHARDED, REPLICAS],
@@ -61,15 +61,15 @@ MODES = {
     "LoRA, sharded over all cards": [*LORA, SHARDED],
     "LoRA, not sharded": LORA,
 }
-# {name: number of network cards of a host}
+# {name: network cards per host}
 NETWORKS = {"8 network cards a host": 8, "1 network card a host": 1}
 NVLINK = 350  # GB/s that a card sends in a collective operation within a host
-NETWORK_CARD = 45  # GB/s of one network card of 400 Gb/s
+NETWORK_CARD = 45  # GB/s that one 400 Gb/s network card reaches
 START = 20e-6  # seconds that a collective operation takes in addition to its bytes
-HOP = 5e-6  # and seconds for each further card of its ring
-STEP_SECONDS = 4.7  # seconds of a step of 3B on one card without communication
-STEP_PARAMETERS = 3_754_622_976  # number of parameters to which STEP_SECONDS belongs
-HIDDEN = 0.6  # share of a step behind which communication is hidden in the best case
+HOP = 5e-6  # and seconds for each further card in its ring
+STEP_SECONDS = 4.7  # seconds for a 3B step on one card without communication
+STEP_PARAMETERS = 3_754_622_976  # parameter count to which STEP_SECONDS belongs
+HIDDEN = 0.6  # fraction of a step that hides communication in the best case
 ASSUMPTIONS = f"""Assumptions:
 - A card has {PROMPTS} prompts in a step, in {PROMPTS} micro-batches, each with an image of 896 x 896 pixels and 8 \
 completions of 256 tokens.
@@ -84,7 +84,7 @@ the time for its bytes on the slowest link.
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collective operations on weights and gradients, and the bytes of their full tensors."""
+    """Count the collective operations on weights and gradients, and their full tensors' bytes."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kind, full = collective(function, args)
-        # counts of tokens are int64, and metrics are float64, see World.sum; FSDP gathers a unit with weights of two
+        # token counts are int64, and metrics are float64, see World.sum; FSDP gathers a unit whose weights have two
         # dtypes as uint8
         if full is not None and full.dtype in (torch.float32, torch.bfloat16, torch.uint8):
             self.calls[kind] += 1
@@ -102,7 +102,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def collective(function, args: tuple) -> tuple[str, Tensor | None]:
-    """Return the kind of a collective operation and its full tensor; None for other operations."""
+    """Return a collective operation's kind and its full tensor; None for other operations."""
     match str(function):
         case "c10d._allgather_base_.default":
             return "gathered", args[0]
@@ -115,14 +115,14 @@ def collective(function, args: tuple) -> tuple[str, Tensor | None]:
 
 @dataclass
 class Communication:
-    """Collective operations of a step: {kind: number}, and {kind: bytes of the full tensors}."""
+    """A step's collective operations: {kind: number}, and {kind: bytes in the full tensors}."""
 
     calls: Counter
     bytes: Counter
 
 
 def recipe(cards: int, mode: list[str]) -> RunConfig:
-    """Return the recipe of a mode on a number of cards."""
+    """Return a mode's recipe for a given card count."""
     hosts = max(1, cards // CARDS_PER_HOST)
     options = [option.replace("HOSTS", str(hosts)) for option in mode]
     return load_config(RECIPE, [*OPTIONS, f"--grpo.prompts_per_step={PROMPTS * cards}", *options])
@@ -130,7 +130,7 @@ def recipe(cards: int, mode: list[str]) -> RunConfig:
 
 @contextmanager
 def pretend_ranks(number: int) -> Iterator[None]:
-    """Run a block in a process group of which only this process exists, and whose operations do nothing."""
+    """Run a block in a process group in which only this process exists, and whose operations do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
     try:
         yield
@@ -139,14 +139,14 @@ def pretend_ranks(number: int) -> Iterator[None]:
 
 
 class MetaStream(torch.cpu.Stream):
-    """A stream of the meta device, with events as FSDP2 expects them of every device except the CPU."""
+    """A stream for the meta device, with events as FSDP2 expects them from every device except the CPU."""
 
     def record_event(self, event=None):
         return torch.cpu.Event()
 
 
 def fsdp_on_meta():
-    """Return patches with which FSDP2 computes on the meta device, which has no streams of its own."""
+    """Return patches with which FSDP2 computes on the meta device, which has no streams."""
     streams = SimpleNamespace(**vars(torch.cpu) | {"Stream": MetaStream})
     return (
         mock.patch.object(torch, "meta", streams, create=True),
@@ -156,7 +156,7 @@ def fsdp_on_meta():
 
 
 def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Communication:
-    """Count the collective operations of the micro-batches of a step, and of the gathered weights of a rollout.
+    """Count the collective operations in a step's micro-batches, and in gathering weights for a rollout.
 
     The first, one middle and the last micro-batch are run, because all middle micro-batches communicate equally.
     """
@@ -167,11 +167,11 @@ def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Commun
         sharding = choose_sharding(run, world)
         if sharding:
             sharding.shard(model)
-        shape = BatchShape(1, 2, 8, 4, 2)  # the communication does not depend on the number of tokens
+        shape = BatchShape(1, 2, 8, 4, 2)  # the communication does not depend on the token count
         batch = meta_batch(estimator.config, shape, torch.bfloat16)
         run_micro_batch(
             model, batch, PROMPTS - 1, world
-        )  # because the first step of a run gathers some weights once more
+        )  # because a run's first step gathers some weights once more
         total = Communication(Counter(), Counter())
         for index, times in ((0, 1), (1, PROMPTS - 2), (PROMPTS - 1, 1)):
             with CollectiveCounter() as counter:
@@ -186,7 +186,7 @@ def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Commun
 
 
 def run_micro_batch(model: VisionLanguageModel, batch, index: int, world: World):
-    """Run the forward and the backward pass of one micro-batch, as run.loop.optimizer_step does."""
+    """Run one micro-batch's forward and backward pass, as run.loop.optimizer_step does."""
     is_last = index + 1 == PROMPTS
     begin_micro_batch(model, is_last)
     logps, _ = per_token_logps(model, batch)
@@ -205,11 +205,11 @@ def add(total: Communication, counter: CollectiveCounter, times: int):
 
 
 def seconds(communication: Communication, cards: int, shards: int, network_cards: int) -> float:
-    """Return the seconds of all collective operations of a step, one after the other.
+    """Return the seconds that a step's collective operations take, one after the other.
 
     Weights are gathered and gradients are reduced over `shards` cards, each of which sends (shards - 1) / shards of the
-    tensor. Over hosts, all network cards of a host work for the one ring. Gradients are all-reduced over the replicas:
-    each card does so for its own shard. The cards of a host that hold different shards share its network cards.
+    tensor. Over hosts, all network cards in a host work for the one ring. Gradients are all-reduced over the replicas:
+    each card does so for its own shard. Cards that hold different shards in the same host share its network cards.
     """
     replicas = cards // shards
     between_hosts = network_cards * NETWORK_CARD
@@ -226,14 +226,15 @@ def seconds(communication: Communication, cards: int, shards: int, network_cards
 
 
 def efficiency(step: float, communication: float) -> tuple[float, float]:
-    """Return the shares of linear speed if no communication is hidden, and if it is hidden behind HIDDEN of a step."""
+    """Return the fractions of linear speed if no communication is hidden, and if HIDDEN of a step hides it."""
     return step / (step + communication), step / (step + max(0.0, communication - HIDDEN * step))
 
 
 def predict(size: str, cards: int, name: str) -> dict:
-    """Return the predictions of a mode for one size of model and number of cards."""
+    """Return a mode's predictions for one model size and card count."""
     run = recipe(cards, MODES[name])
-    # gathered weights of 72B do not fit a card, so its rollout gathers one layer at a time, see docs/many_gpus.md
+    # a 72B model's gathered weights do not fit a card, so its rollout gathers one layer at a time, see
+    # docs/many_gpus.md
     run.rollout.gather_weights = size != "72b"
     estimator = MemoryEstimator(config_of(size))
     communication = count_step(run, estimator, cards)
@@ -250,7 +251,7 @@ def predict(size: str, cards: int, name: str) -> dict:
 
 
 def lines_of(row: dict) -> list[str]:
-    """Return the lines of the table for one prediction, one for each network."""
+    """Return the table rows for one prediction, one row for each network."""
     moved = [f"{row['bytes'][kind] / GB:.0f}" for kind in ("gathered", "reduced", "all-reduced")]
     first = [row["size"], str(row["cards"]), row["mode"], f"{row['memory'] / GB:.1f}", *moved, f"{row['calls']:,}"]
     lines = []

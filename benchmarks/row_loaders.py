@@ -1,9 +1,9 @@
-"""Read the files of tests/rows with the loaders of other projects, and print how many each of them reads right.
+"""Read the files in tests/rows with other projects' loaders, and print how many files each loader reads right.
 
 A loader runs in an environment in which its project is installed, without a GPU and without weights:
 
     python benchmarks/row_loaders.py trl trl.json             # TRL's vision collators, on rows that `datasets` loads
-    python benchmarks/row_loaders.py transformers hf.json     # apply_chat_template on the messages of a row
+    python benchmarks/row_loaders.py transformers hf.json     # apply_chat_template on a row's messages
     python benchmarks/row_loaders.py swift swift.json         # ms-swift: load_dataset and template.encode
     python benchmarks/row_loaders.py factory factory.json     # LLaMA-Factory: get_dataset, with a dataset_info.json
     python benchmarks/row_loaders.py minivlmrl ours.json
@@ -50,13 +50,13 @@ NAMES = {"minivlmrl": "minivlmrl", "trl": "TRL", "transformers": "transformers",
 DEFAULT_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 OUTCOMES = ("right", "wrong", "refused with a name", "refused without")
 
-# A loader is a function of a case. It returns, for each row, the token ids of its sequences (a prompt with its answer,
-# or two for a pair), and the mean colours of its pictures.
+# A loader is a function that takes a case. It returns, for each row, its sequences' token ids (a prompt with its
+# answer, or two sequences for a pair), and its pictures' mean colours.
 Rows = list[tuple[list[list[int]], list]]
 
 
 def colors_of(inputs) -> list:
-    """Return the mean colours of the pictures in the tensors of a processor."""
+    """Return the pictures' mean colours from a processor's tensors."""
     colors = []
     for patches, grid in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
         if inputs.get(grid) is not None:
@@ -65,7 +65,7 @@ def colors_of(inputs) -> list:
 
 
 def load_hub_rows(case: Case):
-    """Load rows as the examples of TRL do: with datasets, the image columns decoded."""
+    """Load rows as TRL's examples do: with datasets, the image columns decoded."""
     import datasets
 
     suffix = Path(case.file).suffix[1:]
@@ -120,7 +120,7 @@ def read_with_trl(case: Case) -> Rows:
 
 
 def conversations_of(row: dict) -> list[list[dict]]:
-    """Return the whole conversations of a row in TRL's formats: one, or two for a pair."""
+    """Return a row's whole conversations in TRL's formats: one conversation, or two for a pair."""
     if "messages" in row:
         return [row["messages"]]
     answers = [row[name] for name in ANSWERS if row.get(name)]
@@ -167,7 +167,7 @@ def read_with_swift(case: Case) -> Rows:
 
 
 FACTORY_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-FACTORY_TEXTS = {  # {name in dataset_info.json: names of columns}
+FACTORY_TEXTS = {  # {name in dataset_info.json: column names}
     "prompt": ("instruction", "query", "question", "problem", "prompt"),
     "query": ("input",),
     "response": ("output", "response", "answer", "completion", "solution"),
@@ -176,7 +176,7 @@ FACTORY_COLUMNS = {"system", "tools", "images", "videos", "chosen", "rejected", 
 
 
 def describe_for_factory(case: Case, columns: list[str]) -> dict:
-    """Write the entry of dataset_info.json that LLaMA-Factory's README asks for."""
+    """Write the dataset_info.json entry that LLaMA-Factory's README asks for."""
     entry = {"file_name": str(FILES / case.file), "ranking": case.stage == "dpo", "columns": {}}
     entry["columns"] = {name: name for name in columns if name in FACTORY_COLUMNS}
     if "image" in columns:
@@ -277,7 +277,7 @@ LOADERS = {
 
 
 def expected_rows(name: str, case: Case, recorded: dict) -> Rows:
-    """Return the recorded sequences and colours of a case; of several sequences of an answer the last one."""
+    """Return a case's recorded sequences and colours; for an answer with several sequences, the last sequence."""
     found = []
     for row in recorded[name]:
         prompt = unpack_ids(row["ids"])
@@ -320,7 +320,7 @@ def flatten(values) -> list[float]:
 
 
 def is_named(message: str, case: Case) -> bool:
-    """Return whether a message contains a text, a path or a column of the file, or words that cases.json demands."""
+    """Return whether a message contains a text, a path or a column from the file, or words that cases.json demands."""
     content = (FILES / case.file).read_bytes().decode("utf-8", "ignore")
     texts = {text for text in re.findall(r'"([^"\\]{6,60})"', content) if " " in text or "?" in text}
     paths = {*re.findall(r"[\w./-]+\.(?:png|jpg|webp|gif|mp4)", content)}
@@ -329,7 +329,7 @@ def is_named(message: str, case: Case) -> bool:
 
 
 def judge(name: str, case: Case, read, recorded: dict) -> tuple[str, str]:
-    """Return an outcome of OUTCOMES and the error message."""
+    """Return an outcome from OUTCOMES and the error message."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             found = read(case)
@@ -342,8 +342,8 @@ def judge(name: str, case: Case, read, recorded: dict) -> tuple[str, str]:
 
 
 def run(loader: str, path: str):
-    """Read all files with a loader, and write {name of a case: [outcome, message]} and the version."""
-    os.chdir(FILES)  # relative paths of pictures start here
+    """Read all files with a loader, and write {case name: [outcome, message]} and the version."""
+    os.chdir(FILES)  # pictures' relative paths start here
     recorded = json.loads(RECORDED.read_text())
     version = importlib.metadata.version(PACKAGES[loader]) if loader in PACKAGES else ""
     outcomes = {name: judge(name, case, LOADERS[loader], recorded) for name, case in read_cases().items()}
@@ -352,7 +352,7 @@ def run(loader: str, path: str):
 
 
 def table(paths: list[str]):
-    """Print a Markdown table: outcomes of the cases that can be read, and of those that must be refused."""
+    """Print a Markdown table: outcomes for the cases that can be read, and for the cases that must be refused."""
     cases = read_cases()
     readable = [name for name, case in cases.items() if not case.refused]
     print(f"| | {len(readable)} cases to read: {' | '.join(OUTCOMES)} | {len(cases) - len(readable)} to refuse: "

@@ -1,4 +1,4 @@
-"""Configs of the models of the benchmarks: Qwen2.5-VL 3B, 7B and 72B, and a toy model that a CPU runs in seconds."""
+"""Model configs for the benchmarks: Qwen2.5-VL 3B, 7B and 72B, and a toy model that a CPU runs in seconds."""
 
 import json
 from pathlib import Path
@@ -39,12 +39,12 @@ HUB = {
 
 
 def config_of(size: str) -> ModelConfig:
-    """Return a config of HUB: "3b", "7b", "72b" or "toy"."""
+    """Return a config from HUB: "3b", "7b", "72b" or "toy"."""
     return config_json.from_dict(HUB[size])
 
 
 def small_model(folder: Path):
-    """Create the toy model with random weights; return it, its processor, and the ids of its special tokens by name."""
+    """Create the toy model with random weights; return the model, its processor, and its special token ids by name."""
     path = folder / "toy.json"
     path.write_text(json.dumps(HUB["toy"]))
     model, processor = random_model(path, shapes.tokenizer(), seed=0)

@@ -1,4 +1,4 @@
-"""Time 5 rollouts (8 prompts x 8 completions of 64 tokens) in minivlmrl and in vLLM.
+"""Time 5 rollouts (8 prompts x 8 completions x 64 tokens) in minivlmrl and in vLLM.
 
 python benchmarks/vllm_speed.py
 """
