@@ -2,7 +2,7 @@
 
 The suite runs on the CPU, also on a machine with a GPU, because it forks processes, which CUDA forbids after its first
 use, and because it compares exact numbers. `pytest -m gpu` starts a process for each file with GPU tests, because after
-an illegal address, CUDA refuses all later work of the process.
+an illegal address, CUDA refuses all later work in the process.
 """
 
 import os
@@ -29,7 +29,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Run `pytest -m gpu`: start pytest for each file with GPU tests, where GPUs are visible, and print what failed.
+    """Run `pytest -m gpu`: start pytest for each file with GPU tests, with visible GPUs, and print which files failed.
 
     Returns:
         0 if all tests passed, 1 if a file failed, 5 if no test ran, or None for other command lines.
@@ -56,7 +56,7 @@ def pytest_cmdline_main(config):
 
 
 def gpu_targets(config) -> list[str]:
-    """Return the arguments of the command line, in which the test files with GPU tests replace folders."""
+    """Return the command-line arguments, in which the test files with GPU tests replace folders."""
     targets = []
     for argument in config.args:
         path = Path(config.invocation_params.dir, argument.partition("::")[0])

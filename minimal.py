@@ -1,19 +1,20 @@
 """GRPO on a vision-language model in one file, with the same steps as the default run of train.py.
 
-    python minimal.py                # 40 steps of SFT, then 160 steps of GRPO; a minute on 2 cores
+    python minimal.py                # 40 SFT steps, then 160 GRPO steps; a minute on 2 cores
     python minimal.py --seed=1       # other initial weights, images and samples
     python minimal.py --device=cpu   # without the GPU, which is used by default if there is one
 
 A randomly initialised model learns to name the shape in a small image. First, SFT on 96
 demonstrations, half of them mislabelled, teaches the answer format and a rough idea of the task.
 Then GRPO rewards answers that are well formed and correct, and the reward rises. On a CPU, the
-final weights equal those of `python train.py`, bit for bit. The script calls functions of the
-library, and only the optimizer has state. For your own data, several GPUs, checkpoints and logs, use train.py.
+final weights equal those of `python train.py`, bit for bit. The script calls the library's
+functions, and only the optimizer has state. For your own data, several GPUs, checkpoints and logs,
+use train.py.
 
 Three parts of other GRPO scripts are missing here, because they are not needed:
-- clipping, because the ratio of a single update per rollout is 1 (`grpo_loss` can clip)
+- clipping, because the ratio is 1 with a single update per rollout (`grpo_loss` can clip)
 - padding in the model, because all prompts and completions are packed into one sequence
-- the state of a random generator, because the key of each row seeds its samples
+- the state of a random generator, because each row's key seeds its samples
 
 Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
 """
@@ -43,7 +44,7 @@ from minivlmrl.rewards.text import accuracy, tag_format
 from minivlmrl.tasks.registry import FRESH_ROWS
 from minivlmrl.tasks.shapes import Shapes, tokenizer
 
-GROUP = 8  # G, number of completions per prompt
+GROUP = 8  # G, completions per prompt
 TEMPERATURE = 1.0
 MAX_NEW_TOKENS = 20
 REWARDS = {tag_format: 0.5, accuracy: 1.0}  # reward function -> weight
@@ -68,10 +69,10 @@ class Schedule:
 
 
 def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[list[Row]]:
-    """Yield the rows of each step, reshuffled in every epoch.
+    """Yield the rows for each step, reshuffled in every epoch.
 
-    Each row gets a key that seeds its samples. The samples do not depend on the state of a random
-    generator, so that they are the same on any number of GPUs and after a restart.
+    Each row gets a key that seeds its samples. The samples do not depend on a random generator's
+    state, so that they are the same on any number of GPUs and after a restart.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = []
@@ -110,7 +111,7 @@ def update(model: VisionLanguageModel, optimizer: torch.optim.Optimizer, loss: T
 
 
 def sft(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Run supervised fine-tuning, which raises the log-probability of demonstrations."""
+    """Run supervised fine-tuning, which raises the demonstrations' log-probability."""
     schedule = Schedule(3e-3, 10, max_steps, min_lr_ratio=0.3, cosine=True)
     optimizer = adamw(model, schedule.learning_rate, beta2=0.95)
     batches = shuffled(rows, 32, seed, "sft")
@@ -139,13 +140,13 @@ def grpo(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: i
         # 1. Convert images to patches and messages to tokens, and sample G completions per prompt.
         prompts = [row.prompt(processor) for row in batch]
         completions = sample(model, processor, prompts, [row.key for row in batch])
-        # 2. Compute K rewards of all n completions, (n, K), and their weighted sums, (n,).
+        # 2. Compute K rewards for all n completions, (n, K), and their weighted sums, (n,).
         columns = reward_columns(batch, completions, processor)
         rewards = combine(call_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
         # 3. Compute advantages (n,): compare each completion with the rest of its group.
         advantages = group_advantages(rewards, GROUP).to(device)
         # 4. Pack everything into one sequence, in which each prompt occurs once for its whole group.
-        #    The gradients are exactly those of processing every completion separately.
+        #    The gradients are exactly as if every completion were processed separately.
         group = pack(prompts, completions, model.config, device)
         # 5. Compute log-probabilities (n, T) in nats under reference and policy, without storing all
         #    logits.

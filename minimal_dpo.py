@@ -1,6 +1,6 @@
 """DPO on a vision-language model in one file, with the same steps as recipes/shapes_dpo.yaml.
 
-    python minimal_dpo.py              # 40 steps of SFT, then 150 steps of DPO; 30 s on 2 cores
+    python minimal_dpo.py              # 40 SFT steps, then 150 DPO steps; 30 s on 2 cores
     python minimal_dpo.py --seed=1     # other initial weights and images
     python minimal_dpo.py --device=cpu # without the GPU, which is used by default if there is one
 
@@ -37,7 +37,7 @@ ROWS_PER_STEP = 32
 
 
 def shuffled(rows: Shapes, seed: int) -> Iterator[list[Row]]:
-    """Yield the rows of each step, reshuffled in every epoch."""
+    """Yield the rows for each step, reshuffled in every epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator).tolist()
@@ -49,7 +49,7 @@ def encode(model: VisionLanguageModel, processor: Processor, rows: list[Row], na
     """Pack prompts and their answers into one sequence, in which each prompt occurs once.
 
     Args:
-        names: columns of the answers, for example "chosen" and "rejected".
+        names: answer columns, for example "chosen" and "rejected".
     """
     prompts = [row.prompt(processor) for row in rows]  # image -> patches, messages -> tokens
     answers = [[encode_completion(processor, row.messages, getattr(row, name)) for name in names] for row in rows]
@@ -57,7 +57,7 @@ def encode(model: VisionLanguageModel, processor: Processor, rows: list[Row], na
 
 
 def answer_logps(model: VisionLanguageModel, batch: GroupBatch) -> Tensor:
-    """Compute the log-probability of each token of the R answers, (R, T) in nats."""
+    """Compute the log-probability of each token in the R answers, (R, T) in nats."""
     logps, _ = per_token_logps(model, batch)  # (M,), for all answer tokens
     return batch.pad(logps)
 
@@ -75,7 +75,7 @@ def adamw(model: VisionLanguageModel, beta2: float) -> torch.optim.AdamW:
 def learning_rate(
     step: int, maximum: float, max_steps: int, warmup_steps: int, min_ratio: float, cosine=False
 ) -> float:
-    """Compute the learning rate of a step: linear warmup, then decay to min_ratio times maximum."""
+    """Compute the learning rate for a step: linear warmup, then decay to min_ratio times maximum."""
     if step < warmup_steps:
         return maximum * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - warmup_steps)
@@ -93,7 +93,7 @@ def update(model: VisionLanguageModel, optimizer: torch.optim.Optimizer, loss: T
 
 
 def sft(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Run supervised fine-tuning, which raises the log-probability of demonstrations."""
+    """Run supervised fine-tuning, which raises the demonstrations' log-probability."""
     optimizer = adamw(model, beta2=0.95)
     for step, batch in zip(range(max_steps), shuffled(rows, seed), strict=False):
         group = encode(model, processor, batch, ["completion"])
@@ -107,14 +107,14 @@ def dpo(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: in
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = adamw(model, beta2=0.99)
     for step, batch in zip(range(max_steps), shuffled(rows, seed), strict=False):
-        # 1. Pack B prompts, each with its chosen and its rejected answer, into one sequence.
+        # 1. Pack B prompts, each with its chosen and its rejected answer, into a single sequence.
         group = encode(model, processor, batch, ["chosen", "rejected"])
         # 2. Compute log-probabilities (2B, T) under the frozen reference and under the policy.
         with torch.no_grad():
             ref_logps = answer_logps(reference, group)
         logps = answer_logps(model, group)
         # 3. Compute the loss -log sigmoid(beta (u - v)) from tensors (B, 2, T). u is the log-ratio
-        #    of policy and reference for the chosen answer, summed over its tokens; v is the
+        #    between policy and reference for the chosen answer, summed over its tokens; v is the
         #    log-ratio for the rejected answer.
         loss, metrics = dpo_loss(
             by_pair(logps),

@@ -1,6 +1,6 @@
-"""Load the options of `pytest --pyargs minivlmrl.losses.parity`, and do nothing in other runs of pytest.
+"""Load the options of `pytest --pyargs minivlmrl.losses.parity`, and do nothing in other pytest runs.
 
-pytest imports this module in every run if minivlmrl is installed, because it finds no conftest.py of a `--pyargs`
+pytest imports this module in every run if minivlmrl is installed, because pytest finds no conftest.py for a `--pyargs`
 argument before it parses the command line. So this module imports neither minivlmrl nor torch.
 """
 

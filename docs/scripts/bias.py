@@ -1,9 +1,9 @@
 """Print the expected gradient of every loss, computed exactly and without sampling: python -m docs.scripts.bias
 
 The vocabulary has three tokens, one of which ends a completion. Completions have at most three tokens, so there are 15
-of them. The loss functions of training run on every completion, or on every group of G completions, and each result is
-weighted with its probability. A cell of a table has the cosine similarity between the expected gradient and the true
-gradient of the objective, and the ratio of their norms. See docs/notes/bias.md.
+completions. The loss functions that training uses run on every completion, or on every group of G completions, and each
+result is weighted with its probability. A table cell has the cosine similarity between the expected gradient and the
+objective's true gradient, and their norm ratio. See docs/notes/bias.md.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards
 from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss
 
-END, T = 2, 3  # id of the end token, and length of the longest completion
+END, T = 2, 3  # id of the end token, and maximum completion length
 PREFIXES = [prefix for n in range(T) for prefix in product(range(END), repeat=n)]  # 7: (), (0,), (1,), (0, 0), ...
 COMPLETIONS = sorted({c[: c.index(END) + 1] if END in c else c for c in product(range(END + 1), repeat=T)})  # 15
 ALL = torch.arange(len(COMPLETIONS))
@@ -29,11 +29,11 @@ POLICY = torch.randn(len(PREFIXES), END + 1, **RANDOM)  # (7, 3) logits of the t
 REFERENCE = POLICY + 0.5 * torch.randn(len(PREFIXES), END + 1, **RANDOM)
 GRADED = torch.rand(len(ALL), **RANDOM).round(decimals=1)  # (15,) rewards 0, 0.1, ... 1
 BINARY = (torch.rand(len(ALL), **RANDOM) < 0.3).double()  # (15,) rewards 0 and 1
-BETA = 0.5  # of the preference losses
+BETA = 0.5  # for the preference losses
 
 
 def logps_of(logits: Tensor) -> Tensor:
-    """Compute log-probabilities (15, T), in nats, of all completions' tokens from logits (7, 3)."""
+    """Compute log-probabilities (15, T), in nats, for all completions' tokens from logits (7, 3)."""
     return logits.log_softmax(-1)[PREFIX, TOKENS] * MASK
 
 
@@ -41,12 +41,12 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo
 
 
 def chances(logps: Tensor) -> Tensor:
-    """(15, T) -> (15,) probabilities of the completions."""
+    """(15, T) -> (15,) completion probabilities."""
     return logps.sum(1).exp()
 
 
 def by_prefix(per_completion: Tensor) -> Tensor:
-    """Sum values of completions (15,) over the completions that continue each prefix, (7,)."""
+    """Sum completions' values (15,) over the completions that continue each prefix, (7,)."""
     return torch.zeros(len(PREFIXES)).double().index_put((PREFIX,), per_completion[:, None] * MASK, accumulate=True)
 
 
@@ -62,8 +62,8 @@ def expected_policy_loss(
     """Return the mean of grpo_loss over all groups of G completions; logps, old, ref: (15, T), rewards: (15,).
 
     options: keyword arguments of grpo_loss.
-    one_group: the step has one group. Otherwise it has so many groups that its number of tokens and its standard
-    deviation of rewards are constants.
+    one_group: the step has one group. Otherwise the step has so many groups that its token count and its rewards'
+    standard deviation are constants.
     """
     sampler = logps.detach() if old is None else old
     chance, by_batch = chances(sampler), scale == "batch" and not one_group
@@ -81,7 +81,7 @@ def expected_policy_loss(
 
 
 def expected_ppo_loss(logps: Tensor, values: Tensor, lam: float, cliprange: float, old: Tensor) -> Tensor:
-    """Return the mean of ppo_loss over all completions, with GAE on graded rewards and values (7,) of prefixes."""
+    """Return the mean of ppo_loss over all completions, with GAE on graded rewards and the prefixes' values (7,)."""
     values, normalizer = values[PREFIX] * MASK, LossNormalizer(1, (chances(old) @ MASK.sum(1)).item())
     advantages, returns = gae(token_rewards(GRADED, old, old, MASK), values, lam=lam)
     fixed = {"old_per_token_logps": old, "old_values": values, "advantages": advantages, "returns": returns}
@@ -102,14 +102,14 @@ def expected_dpo_loss(logps: Tensor, options: dict) -> Tensor:
 
 
 def gradient(of: Callable, logits: Tensor, *given, **more) -> Tensor:
-    """Return the gradient of the function `of`(logps, ...) with respect to the logits, flattened."""
+    """Return the function's gradient with respect to the logits, flattened; `of` gets (logps, ...)."""
     logits = logits.detach().requires_grad_()
     return torch.autograd.grad(of(logps_of(logits), *given, **more), logits)[0].flatten()
 
 
 def reward_gradient(logits: Tensor, rewards: Tensor, beta: float = 0.0) -> Tensor:
-    """Return the gradient of the expected reward minus beta times the KL of completions to the reference."""
-    log_ratio = (logps_of(logits) - REF).sum(1)  # a constant, because the mean of its gradient is 0
+    """Return the gradient of: expected reward minus beta times the completions' KL to the reference."""
+    log_ratio = (logps_of(logits) - REF).sum(1)  # a constant, because its mean gradient is 0
     return gradient(lambda logps: chances(logps) @ (rewards - beta * log_ratio), logits)
 
 
@@ -121,18 +121,18 @@ def token_kl_gradient(logits: Tensor, sampler: Tensor) -> Tensor:
 
 
 def cell(found: Tensor, target: Tensor) -> str:
-    """Format the cosine of a gradient with its target, and the ratio of their norms."""
+    """Format a gradient's cosine with its target, and their norm ratio."""
     pair = found @ target / found.norm() / target.norm(), found.norm() / target.norm()
     return "0" if pair[1] < 1e-9 else ", ".join("1" if abs(x - 1) < 1e-9 else f"{x:.4f}" for x in pair)
 
 
 OLD, REF = logps_of(POLICY), logps_of(REFERENCE)
-MOVED = POLICY + 4 * reward_gradient(POLICY, GRADED).view_as(POLICY)  # a large step: ratios of tokens 0.75 to 1.33
+MOVED = POLICY + 4 * reward_gradient(POLICY, GRADED).view_as(POLICY)  # a large step: token ratios 0.75 to 1.33
 PAIRS = 2 * chances(REF).outer(chances(REF)) * (GRADED[:, None] - GRADED).sigmoid()  # (15, 15): chosen, rejected
 
 
 def policy_table() -> list[list[str]]:
-    """Compare the gradients of policy losses with the gradient of the expected reward."""
+    """Compare policy losses' gradients with the expected reward's gradient."""
     kinds = {name: (name, "token", "none") for name in LOSS_TYPES}
     kinds |= {f"dr_grpo, scale_rewards {scale}": ("dr_grpo", "token", scale) for scale in ("group", "batch")}
     kinds |= {"dr_grpo, level sequence": ("dr_grpo", "sequence", "none")}
@@ -156,7 +156,7 @@ def policy_table() -> list[list[str]]:
 
 
 def kl_table() -> list[list[str]]:
-    """Compare the gradient of the KL term alone with the gradients of two KLs."""
+    """Compare the KL term's gradient with the gradients of two KLs."""
     table, none = [["KL", "token KL", "KL of completions", "token KL, off-policy"]], 0 * GRADED
     tokens, completions = token_kl_gradient(POLICY, OLD), -reward_gradient(POLICY, none, 1.0)
     kinds = ("k1", "k1 corrected", "k2", "k3", "k3 straight-through", "k3 corrected")
@@ -173,7 +173,7 @@ def kl_table() -> list[list[str]]:
 
 
 def ppo_table() -> list[list[str]]:
-    """Compare the gradient of PPO's loss with the gradient of the expected reward."""
+    """Compare PPO's gradient with the expected reward's gradient."""
     table = [["values", "lam", "on-policy", "off-policy"]]
     true = by_prefix(chances(OLD) * GRADED) / by_prefix(chances(OLD))
     for (name, values), lam in product({"true": true, "half": true / 2, "zero": 0 * true}.items(), (1.0, 0.95, 0.0)):
@@ -186,10 +186,9 @@ def ppo_table() -> list[list[str]]:
 
 
 def preference_table() -> list[list[str]]:
-    """Compare the gradients of preference losses with the gradient of the KL-regularised reward.
+    """Compare preference losses' gradients with the gradient of the KL-regularised reward.
 
-    That is the gradient of the expected reward minus beta times the KL of completions to the
-    reference.
+    That is the expected reward minus beta times the completions' KL to the reference.
     """
     table = [["loss_type", "at the reference", "elsewhere", "at the optimum"]]
     best = (chances(REF) * (GRADED / BETA).exp())[:, None] * MASK  # the optimum's probabilities, up to a factor
@@ -198,15 +197,15 @@ def preference_table() -> list[list[str]]:
         options = {"loss_type": name, "beta": BETA, "label_smoothing": 0.1 * (name in ("exo_pair", "robust"))}
         here, there, left = (-gradient(expected_dpo_loss, x, options) for x in (REFERENCE, POLICY, optimum))
         cells = cell(here, reward_gradient(REFERENCE, GRADED)), cell(there, reward_gradient(POLICY, GRADED, BETA))
-        table.append([name, *cells, cell(left, here).split(", ")[-1]])  # only the ratio of norms
+        table.append([name, *cells, cell(left, here).split(", ")[-1]])  # only the norm ratio
     return table
 
 
 def noise(logits: Tensor, rewards: Tensor, G: int) -> dict[str, float]:
-    """Compute the variance of a completion's gradient for each baseline, relative to the expected reward as baseline.
+    """Compute a completion's gradient variance for each baseline, relative to the expected reward as baseline.
 
     With scores s = grad log p, V(b) = E (r - b)^2 |s|^2 - |E r s|^2 for a constant baseline b. The leave-one-out
-    baseline adds the variance of its own samples: V(E r) + (E (r - E r)^2 E |s|^2 + |E r s|^2) / (G - 1).
+    baseline adds its own samples' variance: V(E r) + (E (r - E r)^2 E |s|^2 + |E r s|^2) / (G - 1).
     """
     chance = chances(logps_of(logits))
     scores = torch.autograd.functional.jacobian(lambda x: logps_of(x).sum(1), logits).flatten(1)  # (15, 21)
@@ -221,7 +220,7 @@ def noise(logits: Tensor, rewards: Tensor, G: int) -> dict[str, float]:
 
 
 def noise_table() -> list[list[str]]:
-    """Compare the variance of gradients for an equal number of completions.
+    """Compare gradient variances for equally many completions.
 
     The values are means over 20 random policies with rewards 0 and 1.
     """

@@ -1,13 +1,13 @@
-"""Draw the diagrams of the pages that need no trained model: python -m docs.scripts.draw
+"""Draw those diagrams in docs/ that need no trained model: python -m docs.scripts.draw
 
 The diagrams call the functions that training uses, so they stay true:
-step.svg     functions of one GRPO step as a flow chart
+step.svg     functions that a GRPO step calls, as a flow chart
 clip.svg     the clipped policy term over the ratio, by losses.grpo.clipped
 gae.svg      values and advantages over one answer, by losses.ppo.gae
-mask.svg     attention mask of a packed sequence with two groups, by model.attention.visible
-windows.svg  attention windows of the vision tower for an odd grid, by model.vision.window_order
-mrope.svg    positions of text, an image and text on three axes, by model.rope.get_rope_index
-notes/recurrent.svg  inputs that each output of a recurrent layer depends on, found by gradients
+mask.svg     attention mask for a packed sequence with two groups, by model.attention.visible
+windows.svg  the vision tower's attention windows for an odd grid, by model.vision.window_order
+mrope.svg    positions for text, an image and text on three axes, by model.rope.get_rope_index
+notes/recurrent.svg  inputs that each output in a recurrent layer depends on, found by gradients
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 IMAGE, TEXT = 0, 1  # token ids in the M-RoPE diagram
-STEPS = {  # function -> (its result, shape or description of the result)
+STEPS = {  # function -> (its result, the result's shape or description)
     "Row.prompt": ("token ids, patches", "(P,), (patches, 294)"),
     "generate": ("completions", "G per prompt, sampled"),
     "call_rewards": ("rewards", "(n, K), from texts"),
@@ -68,7 +68,7 @@ class Picture:
         bold=False,
         halo="",
     ):
-        """Write text with its middle, start or end at x and its baseline at y; `halo` is the colour of its outline."""
+        """Write text with its middle, start or end at x and its baseline at y; `halo` is its outline's colour."""
         more = " font-weight='bold'" if bold else ""
         more += f" stroke='{halo}' stroke-width='3' stroke-linejoin='round' paint-order='stroke'" if halo else ""
         self.lines.append(
@@ -77,7 +77,7 @@ class Picture:
         )
 
     def note(self, x: float, y: float, *lines: str):
-        """Write lines of text below each other; the baseline of the first line is at y."""
+        """Write text lines below each other; the first line's baseline is at y."""
         for number, words in enumerate(lines):
             self.text(x, y + 17 * number, words, 12, INK, "start")
 
@@ -99,12 +99,12 @@ class Picture:
         )
 
     def svg(self) -> str:
-        """Return the text of the SVG file."""
+        """Return the SVG file's text."""
         return "\n".join([*self.lines, "</svg>"]) + "\n"
 
 
 def step() -> str:
-    """Draw a GRPO step as a flow chart, from a row of data to new weights, which sample the next rollout."""
+    """Draw a GRPO step as a flow chart, from a data row to new weights, which sample the next rollout."""
     width, height, gap, left, top = 178, 82, 34, 24, 92
     picture = Picture(left + 4 * (width + gap) + 10, top + 2 * height + 98, "A GRPO step as a flow")
     picture.text(left, 28, "A GRPO step, function by function", 16, anchor="start", bold=True)
@@ -147,7 +147,7 @@ def clip() -> str:
 
 
 def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: float, colours: tuple[str, ...]):
-    """Draw the objective of a token with this advantage, for ratios from 0.4 to 1.6."""
+    """Draw a token's objective for this advantage and ratios from 0.4 to 1.6."""
     lowest = min(1.6 * advantage, 0.0)
 
     def at(ratio: float, gain: float) -> tuple[float, float]:
@@ -171,7 +171,7 @@ def clip_panel(picture: Picture, left: int, top: int, size: int, advantage: floa
 
 
 def gae_picture() -> str:
-    """Draw values and advantages of an answer of eight tokens; the critic's value jumps after the token `blue`."""
+    """Draw values and advantages for an answer with eight tokens; the critic's value jumps after the token `blue`."""
     words = ["think", "I", "see", "blue", "answer", "blue", "square", "end"]
     values = torch.tensor([[0.5, 0.5, 0.5, 0.5, 0.9, 0.9, 0.95, 0.95]], dtype=torch.float64)
     rewards = torch.tensor([[0.0] * 7 + [1.0]], dtype=torch.float64)
@@ -207,7 +207,7 @@ def gae_picture() -> str:
 
 
 def mask() -> str:
-    """Draw the attention mask of one packed sequence with two prompts and two completions for each."""
+    """Draw the attention mask for one packed sequence with two prompts and two completions for each prompt."""
     prompts, completions = [4, 3], [[4, 3], [3, 4]]
     layout, cell, left, top = GroupLayout(prompts, completions), 24, 128, 92
     sees = visible(layout).tolist()
@@ -249,7 +249,7 @@ def mask() -> str:
 
 
 def windows() -> str:
-    """Draw the attention windows of an image of 168 x 308 pixels, which has 6 x 11 merged tokens."""
+    """Draw the attention windows for an image with 168 x 308 pixels, which has 6 x 11 merged tokens."""
     rows, cols, cell, left, top = 6, 11, 46, 30, 72
     config = Qwen2_5VisionConfig()
     merge = config.spatial_merge_size
@@ -284,7 +284,7 @@ def windows() -> str:
 
 
 def mrope() -> str:
-    """Draw the positions of 3 text tokens, an image of 3 x 4 merged tokens, and 3 text tokens."""
+    """Draw the positions for 3 text tokens, an image with 3 x 4 merged tokens, and 3 text tokens."""
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
     config = SimpleNamespace(image_token_id=IMAGE, video_token_id=-1, vision_config=vision)
     ids = torch.tensor([TEXT] * 3 + [IMAGE] * 12 + [TEXT] * 3)
@@ -320,7 +320,7 @@ def mrope() -> str:
 
 
 def recurrent() -> str:
-    """Draw which inputs each output of a recurrent layer depends on, with packed groups and as one plain row."""
+    """Draw which inputs each output in a recurrent layer depends on, with packed groups and as one plain row."""
     prompts, completions, cell, left, top = [4, 3], [[4, 3], [3, 4]], 15, 40, 96
     layout, names = GroupLayout(prompts, completions), iter("pabqcd")
     sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1)

@@ -27,7 +27,7 @@ def page() -> str:
 
 
 def output(*arguments: str) -> str:
-    """Return the output of `python -m docs.exercises` with these arguments."""
+    """Return the output from `python -m docs.exercises` with these arguments."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         main([*arguments])

@@ -20,7 +20,7 @@ from types import ModuleType
 
 import PIL.Image
 
-REPOSITORY = "minivlmrl/minivlmrl"  # repository in the links of the badges
+REPOSITORY = "minivlmrl/minivlmrl"  # repository in the badges' links
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
 BADGE += f"(https://colab.research.google.com/github/{REPOSITORY}/blob/main/docs/NAME.ipynb)"
 INSTALL = """
@@ -176,7 +176,7 @@ def notebook(name: str, cells: str) -> str:
 
 
 def with_outputs(text: str) -> str:
-    """Run the code cells of a notebook in an empty folder, and return the notebook with their outputs."""
+    """Run a notebook's code cells in an empty folder, and return the notebook with their outputs."""
     content = json.loads(text)
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     for number, (cell, outputs) in enumerate(zip(cells, run_cells(cells), strict=True), start=1):
@@ -188,7 +188,7 @@ def with_outputs(text: str) -> str:
 
 
 def run_cells(cells: list[dict]) -> list[list[dict]]:
-    """Run code cells in an empty folder, and return the outputs of each cell in the format of notebooks."""
+    """Run code cells in an empty folder, and return each cell's outputs in the notebook format."""
     space = {"__name__": "__main__"}
     # if this module is loaded, a run prints every tenth step instead of every step
     sys.modules["ipykernel"] = ModuleType("ipykernel")
@@ -200,7 +200,7 @@ def run_cells(cells: list[dict]) -> list[list[dict]]:
 
 
 def run_cell(source: str, space: dict) -> list[dict]:
-    """Run a code cell in a namespace, and return what it prints and the value of its last expression."""
+    """Run a code cell in a namespace, and return its printed text and its last expression's value."""
     statements = ast.parse(source).body
     last = statements.pop() if isinstance(statements[-1], ast.Expr) else None
     printed, value = io.StringIO(), None

@@ -3,9 +3,9 @@
 python -m docs.scripts.first_run     # train as `python train.py` does, a few minutes; options are those of training
 python -m docs.scripts.make_pages    # draw the recorded run again
 
-Before every fourth step of GRPO, the policy answers the run's held-out rows at temperature 1. Each row always has the
-random numbers of the run's own evaluation, so the first and the last point are `accuracy_sampled` of README's table.
-Random numbers go by key, so these additional answers change nothing in the run.
+Before every fourth GRPO step, the policy answers the run's held-out rows at temperature 1. Each row always has the same
+random numbers as in the run's own evaluation, so the first and the last point equal `accuracy_sampled` in README's
+table. Random numbers depend on keys, so the additional answers change nothing in the run.
 """
 
 import base64
@@ -32,16 +32,16 @@ from minivlmrl.run.evaluate import generate_for_rows
 from minivlmrl.run.loop import run_training
 from minivlmrl.tasks.shapes import CHANCE
 
-SHOWN = 4  # number of images in the animation
-EVERY = 4  # number of steps between two recordings
+SHOWN = 4  # images in the animation
+EVERY = 4  # steps between two recordings
 FILE = Path(__file__).with_suffix(".json")
-# edges of the chart in pixels
+# the chart's edges in pixels
 LEFT, RIGHT, BOTTOM, TOP = 58, 640, 408, 238
 REST, END, MOMENT = 3, 14, 0.25  # extra moments at the first and last one; seconds per moment
 
 
 class Recorder(Callback):
-    """Records the policy's answers to the held-out rows before each fourth step of GRPO."""
+    """Record the policy's answers to the held-out rows before each fourth GRPO step."""
 
     def __init__(self, config: RunConfig):
         self.rewards = held_out_rewards(config)
@@ -96,7 +96,7 @@ def held(values: list) -> list:
 
 
 def moving(attribute: str, values: list, discrete=False, kind="animate", more="") -> str:
-    """Return an SVG element that animates one attribute of its parent in an endless loop."""
+    """Return an SVG element that animates one attribute in its parent element in an endless loop."""
     values = held(values)
     mode = " calcMode='discrete'" if discrete else ""
     return (

@@ -1,4 +1,4 @@
-"""Write every generated page and image of docs/: python -m docs.scripts.make_pages
+"""Write every generated page and image in docs/: python -m docs.scripts.make_pages
 
 tests/repository/test_docs.py compares the pages with the files, test_exercises.py compares exercises.md.
 """

@@ -1,4 +1,4 @@
-"""Write the table of versions in docs/faq.md from the matrix of the workflow: python -m docs.scripts.tested_versions"""
+"""Write the versions table in docs/faq.md from the workflow's matrix: python -m docs.scripts.tested_versions"""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def page() -> str:
 
 
 def combinations() -> str:
-    """Return a table with a line for each job of the workflow."""
+    """Return a table with a line for each job in the workflow."""
     pins = pinned()
     lines = ["| system | Python | PyTorch | Triton | tests | must pass |", "|---|---|---|---|---|---|"]
     for job in yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["run"]["strategy"]["matrix"]["include"]:
@@ -30,7 +30,7 @@ def combinations() -> str:
 
 
 def pinned() -> dict[str, str]:
-    """Return {package: version} of constraints.txt."""
+    """Return {package: version} from constraints.txt."""
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
 

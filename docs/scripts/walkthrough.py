@@ -1,8 +1,8 @@
 """Generate docs/walkthrough.md and its images, which follow one prompt through a GRPO step.
 
-The page shows the first GRPO step of the default recipe, with 12 steps of SFT before GRPO. Weights
+The page shows the first GRPO step in the default recipe, with 12 SFT steps before GRPO. Weights
 and activations are float64, so that no printed number depends on the machine. `python -m
-docs.scripts.make_pages` writes the page, and a test compares the page with the output of this code.
+docs.scripts.make_pages` writes the page, and a test compares the page with this script's output.
 """
 
 import contextlib
@@ -161,7 +161,7 @@ class Walk:
 
     @torch.no_grad()
     def see(self) -> Iterator[Stop]:
-        """Yield the sections about images: from pixels to input vectors of the decoder."""
+        """Yield the sections about images: from pixels to the decoder's input vectors."""
         settings, grids = self.trainer.processor.image_processor, self.prompt.image_grid_thw
         pixels = np.asarray(image.to_rgb(self.row.images[0]))
         yield Stop("RGB", image.load_image, [shown("pixels", pixels, 9)], {"pixels": pixels})
@@ -201,7 +201,7 @@ class Walk:
         yield Stop("Text", Processor.decode, [f"{number}  {text!r}" for number, text in enumerate(texts)])
 
     def earn(self) -> Iterator[Stop]:
-        """Yield the sections about rewards and advantages of the completions."""
+        """Yield the sections about the completions' rewards and advantages."""
         about = list(groups(self.trainer, self.step))[self.index]
         lines = ["".join(f"{name:>12}" for name in ("completion", *self.trainer.run.rewards, "sum"))]
         for number, said in enumerate(about["completions"]):
@@ -229,24 +229,24 @@ class Walk:
 
     @torch.no_grad()
     def logps(self) -> Tensor:
-        """Compute log-probabilities (R, T) of the completions under the current policy."""
+        """Compute the completions' log-probabilities (R, T) under the current policy."""
         return self.group.pad(logprobs.per_token_logps(self.policy, self.group, self.temperature)[0])
 
     def spell(self, ids: Tensor) -> list[str]:
-        """Return the text of each token, with escapes such as \\n for invisible characters."""
+        """Return each token's text, with escapes such as \\n for invisible characters."""
         decode = self.trainer.processor.tokenizer.decode
         return [repr(decode([number]))[1:-1] for number in ids.tolist()]
 
 
 def link(code: Callable) -> str:
-    """Return a Markdown link to the source of a function."""
+    """Return a Markdown link to a function's source."""
     code = inspect.unwrap(code)
     path = Path(inspect.getsourcefile(code)).relative_to(DOCS.parent)
     return f"[`{code.__qualname__}`](../{path.as_posix()})"
 
 
 def gradient_norms(model) -> dict[str, float]:
-    """Compute the gradient norm of each layer, block, or other module."""
+    """Compute the gradient norm for each layer, block, or other module."""
     squares = Counter()
     for name, parameter in model.named_parameters():
         parts = name.removeprefix("policy.").split(".")[:-1]
@@ -268,7 +268,7 @@ def shown(name: str, value: Tensor | np.ndarray, count: int = 4) -> str:
 
 
 def write_step_page():
-    """Write step.html: the same step with two prompts of four completions, line by line."""
+    """Write step.html: the same step with two prompts and four completions for each prompt, line by line."""
     config, tracer = run_config(RECIPE, None, [*OPTIONS, *TRACE_OPTIONS]), StepTracer([], "grpo", 0)
     trainer, optimizer, step, _ = go_to(config, "grpo", 0, tracer)
     with tracer:
@@ -278,7 +278,7 @@ def write_step_page():
 
 @cache
 def begin() -> tuple[Walk, nn.Module]:
-    """Train 12 steps of SFT, and sample completions, which takes some seconds.
+    """Train 12 SFT steps, and sample completions, which takes some seconds.
 
     Also returns a copy of the policy, which the last sections of the walkthrough train.
     """
@@ -305,7 +305,7 @@ def page() -> str:
 
 
 def numbers() -> dict[str, float]:
-    """Return the numbers that the text of the page mentions."""
+    """Return the numbers that the page's text mentions."""
     walk, settings = begin()[0], begin()[0].trainer.processor.image_processor
     said, ids = data("Rewards")["completions"], walk.prompt.input_ids
     form, truth = walk.trainer.run.rewards.values()
@@ -321,7 +321,7 @@ def numbers() -> dict[str, float]:
 
 
 def data(title: str) -> dict:
-    """Return the data for images of the section with this title."""
+    """Return the data for images in the section with this title."""
     return next(stop.data for stop in stops() if stop.title == title)
 
 
@@ -402,7 +402,7 @@ def token(picture: Picture, x: float, y: float, word: str, colour: str) -> float
 
 
 def update() -> str:
-    """Draw the gradient norm of each module, and the change of completions' log-probabilities."""
+    """Draw each module's gradient norm, and the change in completions' log-probabilities."""
     norms, change = data("Gradient")["norms"], data("Update")["change"]
     worth = [one["advantage"] for one in data("Rewards")["completions"]]
     picture = Picture(760, 84 + 26 * max(len(norms), len(change)), "Gradients and what the update moves")
