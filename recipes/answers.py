@@ -2,7 +2,7 @@
 
 Use one in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
-The answer is the part of a completion that data.answer_format selects. The whole answer must be the solution: if it
+The answer is the part that data.answer_format selects from a completion. The whole answer must be the solution: if it
 contains two answers, denies the correct answer or lists all choices, the reward is 0. Rows without a solution (None or
 "") are not judged.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from minivlmrl.errors import optional_dependency
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize
 
-LONGEST = 2000  # maximum number of characters in an answer; the reward of a longer answer is 0
+LONGEST = 2000  # maximum characters in an answer; a longer answer gets reward 0
 WRAPPED = r"\$+(.*?)\$+|\\\((.*)\\\)|\\\[(.*)\\\]|\\(?:boxed|text|mathrm)\{(.*)\}|\*\*(.*)\*\*|\"(.*)\""
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
@@ -35,7 +35,7 @@ def judge_rows(
     """Parse n answers and their solutions, and compare them.
 
     Args:
-        name: name of the reward, for error messages.
+        name: the reward's name, for error messages.
         kind: description of a valid solution, for error messages, for example "a number".
         read: function that parses a text, and returns None if the text is not valid.
         answer_texts: the n answers.
@@ -47,7 +47,7 @@ def judge_rows(
     Raises:
         ValueError: if a solution cannot be parsed.
     """
-    scored = []  # (reward, reason) of each answer
+    scored = []  # (reward, reason) for each answer
     for answer, truth in zip(answer_texts, solution, strict=True):
         truth_text = "" if truth is None else find_answer(str(truth)) or str(truth)
         if not truth_text.strip():
@@ -84,7 +84,7 @@ def unwrap(text: str) -> str:
 LEAD = r"(?:the )?(?:correct |final |best |right )?(?:answer|option|choice)(?:\s*(?:is|:))?\s*:?\s*"
 LETTER = r"(?:[(\[]([a-z])[)\]][).:]*|([a-z])(?:[).:]+|(?=\s*$)))"
 CHOICE = re.compile(rf"(?:{LEAD})?(?:option\s+)?{LETTER}(?:\s+(.*))?", re.IGNORECASE | re.DOTALL)
-# matches a further letter in the text of a choice, as in "B or C"
+# matches a further letter in a choice's text, as in "B or C"
 OTHER_LETTER = re.compile(r"\b(?:[A-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
@@ -92,9 +92,9 @@ YES_NO = re.compile(rf"(?:{LEAD})?(yes|no|true|false)\b([^?]*)", re.IGNORECASE)
 
 
 def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the letter of the correct choice, such as B, (b), B. or "B) a dog".
+    """Return 1.0 if the answer is the correct choice's letter, such as B, (b), B. or "B) a dog".
 
-    The reward of answers such as "B or C", "not B" and "A. B. C." is 0.
+    Answers such as "B or C", "not B" and "A. B. C." get reward 0.
     """
 
     def letter(text: str) -> str | None:
@@ -111,7 +111,7 @@ def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
 def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
     """Return 1.0 if the answer is, or begins with, the correct word: yes (or true), or no (or false).
 
-    The reward of the answer "yes and no" is 0.
+    The answer "yes and no" gets reward 0.
     """
 
     def read(text: str) -> bool | None:
@@ -129,7 +129,7 @@ def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
 def class_name(
     answer_texts: list, solution: list, classes: list | str | None = None, log_extra=None, **columns
 ) -> list:
-    """Return 1.0 if the answer is the name of the correct class. Case, spaces, - and _ are ignored.
+    """Return 1.0 if the answer is the correct class name. Case, spaces, - and _ are ignored.
 
     Args:
         classes: list of all class names, or a text file with one name per line. If it is given, an answer may be a
@@ -165,7 +165,7 @@ def _pattern(names: frozenset[str]) -> re.Pattern:
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
 
-LONGEST_NUMBER = 100  # largest number of characters
+LONGEST_NUMBER = 100  # maximum characters in a number
 NUMBER_WORDS = [
     "zero",
     "one",
@@ -191,7 +191,7 @@ NUMBER_WORDS = [
 ]
 WORDS = "|".join(NUMBER_WORDS)
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-# Units of one kind with their sizes. Any other word after a number is ignored.
+# Units with their sizes, by kind. Any other word after a number is ignored.
 UNITS = [
     {"%": "1/100"},
     {"mm": "1/1000", "cm": "1/100", "m": "1", "km": "1000", "in": "254/10000", "ft": "3048/10000"},
@@ -246,9 +246,9 @@ LATEX = [
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the number of the solution, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
+    """Return 1.0 if the answer is the solution's number, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    The reward of answers such as "3 or 4" and 3-5 is 0. Units of the same kind are converted (50 mm is 5 cm), and a
+    Answers such as "3 or 4" and 3-5 get reward 0. Units with the same kind are converted (50 mm is 5 cm), and a
     unit may be omitted. 50% equals both 0.5 and 50.
 
     Args:
@@ -289,12 +289,12 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _unit(word: str) -> str:
-    """Return the symbol of a unit, for example "in" for "inches". Any other word is returned unchanged."""
+    """Return a unit's symbol, for example "in" for "inches". Any other word is returned unchanged."""
     return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
 
 
 def _sizes(unit: str | None) -> dict[str, str] | None:
-    """Return the units of the same kind with their sizes, or None if the unit is unknown."""
+    """Return all units with the same kind and their sizes, or None if the unit is unknown."""
     for sizes in UNITS:
         if unit in sizes:
             return sizes
@@ -319,9 +319,9 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     return near(a, b) or near(a_share, b_share)
 
 
-LONGEST_MATH = 300  # largest number of characters
-SECONDS = 2  # time limit of one comparison
-# towers of powers, large powers and factorials, which would take too long to compute
+LONGEST_MATH = 300  # maximum characters in a formula
+SECONDS = 2  # time limit for one comparison
+# nested powers, large powers and factorials, which would take too long to compute
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
 
 

@@ -1,12 +1,12 @@
-"""Task of recipes/arrows.yaml: follow arrows through an image. Longer paths need a longer thought.
+"""Task for recipes/arrows.yaml: follow arrows through an image. Longer paths need a longer thought.
 
-An image has 4 x 3 cells of twelve colours, each one token of 14 x 14 pixels, and arrows between neighbouring cells. The
-prompt "From red" asks for the cell in which the arrows from red end. The thought lists the visited cells, for example
-for a path of two moves:
+An image has 4 x 3 cells with twelve colours and arrows between neighbouring cells. Each cell is one token with 14 x 14
+pixels. The prompt "From red" asks for the cell in which the arrows from red end. The thought lists the visited cells,
+for example for a path with two moves:
     <think> red blue green</think><answer> green</answer>
-Demonstrations have one or two moves, and prompts have one to four. An image contains several paths of the same length,
-so the correct end depends on the start. A random guess among the ends is correct for 0.19, 0.30, 0.43 and 0.50 of the
-images with one, two, three and four moves.
+Demonstrations have one or two moves, and prompts have one to four. An image contains several equally long paths, so the
+correct end depends on the start. A random guess among the ends is correct for 0.19, 0.30, 0.43 and 0.50 of the images
+with one, two, three and four moves.
 """
 
 import random
@@ -36,9 +36,9 @@ COLORS = {
     "orange": (250, 140, 20),
     "lime": (160, 240, 60),
 }
-COLUMNS = 4  # number of cells across an image
-ROWS = 3  # number of cells down an image
-CELL = 14  # side of a cell in pixels
+COLUMNS = 4  # cells across an image
+ROWS = 3  # cells down an image
+CELL = 14  # a cell's side in pixels
 CELLS = [(x, y) for y in range(ROWS) for x in range(COLUMNS)]
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # up, right, down, left
 PROBLEM = "From {}"
@@ -46,7 +46,7 @@ ANSWER = "<think> {}</think><answer> {}</answer>"
 
 
 def ways(moves: int, rng: random.Random) -> list[list[tuple[int, int]]]:
-    """Sample two or more disjoint paths of `moves` moves between neighbouring cells, as many as fit."""
+    """Sample two or more disjoint paths with `moves` moves between neighbouring cells, as many as fit."""
     while True:
         free = set(CELLS)
         found_ways = []
@@ -77,7 +77,7 @@ def walk(start: tuple[int, int], moves: int, free: set, rng: random.Random) -> l
 def draw(colors: dict, arrows: dict) -> PIL.Image.Image:
     """Draw the cells and arrows.
 
-    An arrow has a black shaft in its own cell, and a head of that cell's colour in the next cell.
+    An arrow has a black shaft in its own cell, and a head in the next cell with the first cell's colour.
     """
     image = PIL.Image.new("RGB", (COLUMNS * CELL, ROWS * CELL))
     pen = PIL.ImageDraw.Draw(image)
@@ -94,9 +94,9 @@ def draw(colors: dict, arrows: dict) -> PIL.Image.Image:
 
 
 def turned(corners: list, cell: tuple[int, int], next_cell: tuple[int, int]) -> list:
-    """Rotate the corners of an arrow that points right towards the next cell, and move them to its cell.
+    """Rotate the corners of an arrow that points right, towards the next cell, and move them to its cell.
 
-    corners: (x, y) in pixels, relative to the middle of the cell.
+    corners: (x, y) in pixels, relative to the cell's middle.
     """
     right = next_cell[0] - cell[0]  # the direction: (1, 0) right, (0, 1) down
     down = next_cell[1] - cell[1]
@@ -112,7 +112,7 @@ def turned(corners: list, cell: tuple[int, int], next_cell: tuple[int, int]) -> 
 
 @dataclass
 class Arrows:
-    """Dataset of images that are drawn on demand. Row i of a seed is always the same.
+    """Dataset with images that are drawn on demand. With the same seed, row i is always the same.
 
     The column `unseen` is true for rows with more than two moves, because demonstrations have at most two.
     """
@@ -143,7 +143,7 @@ class Arrows:
 
 
 def correct(answer_texts, solution, moves, k=1, **columns):
-    """Return 1 for the correct colour, for evaluation. Rows whose number of moves is not k are not judged."""
+    """Return 1 for the correct colour, for evaluation. Rows with more or fewer than k moves are not judged."""
     values = []
     for text, truth, count in zip(answer_texts, solution, moves, strict=True):
         is_right = (text or "").strip() == truth
@@ -152,7 +152,7 @@ def correct(answer_texts, solution, moves, k=1, **columns):
 
 
 def thought(completions, moves, k=1, **columns):
-    """Count the moves that a thought lists, for evaluation. Rows whose number of moves is not k are not judged."""
+    """Count the moves that a thought lists, for evaluation. Rows with more or fewer than k moves are not judged."""
     values = []
     for text, count in zip(completions, moves, strict=True):
         match = re.match(r"<think>([a-z ]*)", text)
@@ -162,7 +162,7 @@ def thought(completions, moves, k=1, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts of the task, so that every colour is one token."""
+    """Train byte-level BPE on all texts in the task, so that every colour is one token."""
     texts = ["system\nYou are a helpful assistant.", "assistant\n"]
     for name in COLORS:
         texts += [ANSWER.format(name, name), f"user\n{PROBLEM.format(name)}"]

@@ -3,9 +3,9 @@
     python -m minivlmrl generate --model FOLDER --data rows.jsonl --num_generations 8
     python recipes/bands.py generate.jsonl 0.1 0.9 > band.jsonl
 
-Rows whose answers have a mean reward between 0.1 and 0.9 are kept unchanged. The remaining rows are of little use,
-because a group whose rewards are all equal does not contribute a gradient. The rows must be in a .jsonl file. Write
-band.jsonl to the folder of that file, because paths of images are relative to the file.
+Rows whose answers have a mean reward between 0.1 and 0.9 are kept unchanged. The remaining rows help little, because a
+group whose rewards are all equal does not contribute a gradient. The rows must be in a .jsonl file. Write band.jsonl to
+the same folder, because image paths are relative to the file.
 """
 
 import json
@@ -20,19 +20,19 @@ from minivlmrl.rewards.text import accuracy
 def reward(answer: dict, solution) -> float | None:
     """Return 1.0 for a correct answer, or None if it cannot be judged.
 
-    For a file that `evaluate` wrote, you can also return one of the recorded rewards, for example
+    For a file that `evaluate` wrote, you can also return a recorded reward, for example
     answer["rewards"]["iou"].
     """
     return accuracy([answer["answer"]], [solution])[0]
 
 
 def rows_in_band(lines: list[dict], low: float, high: float) -> Iterator[str]:
-    """Yield the lines of all rows whose mean reward lies between low and high.
+    """Yield the lines for all rows whose mean reward lies between low and high.
 
     Raises:
         ValueError: if the rows are not in a .jsonl file.
     """
-    files = {}  # path of a file of rows -> its lines
+    files = {}  # path of a rows file -> its lines
     for line in lines:
         rewards = [reward(answer, line["solution"]) for answer in line["answers"]]
         if None in rewards or not low <= statistics.mean(rewards) <= high:

@@ -3,9 +3,10 @@
     python recipes/convert_rows.py rows.jsonl > rows_converted.jsonl
     python recipes/convert_rows.py datasets.yaml
 
-Write the new file to the folder of the old one, because image paths are relative to it. These layouts are converted:
+Write the new file to the same folder as the old file, because image paths are relative to the file. These layouts are
+converted:
 
-- ms-swift: <ref-object> and <bbox> in the texts stand for the items of the column `objects`.
+- ms-swift: <ref-object> and <bbox> in the texts stand for the items in the column `objects`.
 - Qwen-VL and older ms-swift: <img>cat.jpg</img> in the texts stands for an image.
 - VLM-R1: a YAML file lists data sets as `json_path` and `sampling_strategy`. The option data.train is printed.
 """
@@ -27,7 +28,7 @@ TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {tag: its list in the column
 
 
 def convert_row(row: dict) -> dict:
-    """Convert a row with tags; the texts of all columns are searched in the order of the columns.
+    """Convert a row with tags; all columns' texts are searched in column order.
 
     Raises:
         ValueError: the texts contain a tag more often or less often than there are items for it.
@@ -44,12 +45,12 @@ def convert_row(row: dict) -> dict:
     row = map_nested(row, lambda text: re.sub("<img>(.*?)</img>", collect, text))
     if paths:
         row["images"] = paths
-    # JSON has no bytes, which are the images of parquet files
+    # JSON has no bytes, but images in parquet files are bytes
     return map_nested(row, lambda content: base64.b64encode(content).decode(), bytes)
 
 
 def fill_objects(row: dict, objects: dict) -> dict:
-    """Replace the n-th tag of each kind by the n-th item of its list in the column `objects`."""
+    """Replace the n-th tag of each kind by the n-th item in its list in the column `objects`."""
     text = json.dumps(row, default=str)
     items = {}
     for tag, name in TAGS.items():
@@ -66,8 +67,7 @@ def fill_objects(row: dict, objects: dict) -> dict:
 def convert_list(path: Path) -> Plain:
     """Convert a YAML file in which VLM-R1 lists data sets to the option data.train.
 
-    Relative paths start from the current folder, or from the folder of the YAML file if the current folder has no such
-    file.
+    Relative paths start from the current folder, or from the YAML file's folder if the current folder has no such file.
     """
     with error_context(path):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Write scikit-learn's handwritten digits as files of rows, with images and demonstrations, for recipes/digits.yaml.
+"""Write scikit-learn's handwritten digits as row files, with images and demonstrations, for recipes/digits.yaml.
 
 python recipes/digits.py FOLDER
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 
-HELD_OUT = 297  # number of held-out rows
-DEMONSTRATIONS = 500  # number of demonstrations
-WRONG = 0.2  # share of demonstrations with a random label
-SIZE = 42  # side of an image in pixels, which gives 9 image tokens of 14 x 14
+HELD_OUT = 297  # held-out rows
+DEMONSTRATIONS = 500  # demonstrated rows
+WRONG = 0.2  # fraction of demonstrations with a random label
+SIZE = 42  # image side in pixels, which gives 9 image tokens with 14 x 14 pixels each
 
 
 def write_digits(folder: str | Path):

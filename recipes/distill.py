@@ -1,7 +1,7 @@
 """On-policy distillation: the student samples completions, and a teacher scores them (arXiv 2306.13649).
 
-The teacher may get a different prompt, for example with a larger image or a hint. For every position of a completion,
-it computes the distribution of the next token. Therefore a reward is not needed, and the recipe's rewards are only
+The teacher may get a different prompt, for example with a larger image or a hint. For every position in a completion,
+the teacher computes the next token's distribution. Therefore a reward is not needed, and the recipe's rewards are only
 logged.
 
 Use it in a recipe in the same folder, see shapes_distill.yaml:
@@ -46,21 +46,21 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass
 class DistillConfig(TrainingOptions):
-    """Options of on-policy distillation."""
+    """Options for on-policy distillation."""
 
-    num_generations: Annotated[int, ">= 1"] = 8  # number of completions per prompt
-    steps_per_generation: Annotated[int, ">= 1"] = 1  # number of optimizer steps per rollout
-    num_iterations: Annotated[int, ">= 1"] = 1  # number of passes over each rollout
-    # maximum number of tokens in a micro-batch, where each prompt counts once; None means that there is no limit
+    num_generations: Annotated[int, ">= 1"] = 8  # completions per prompt
+    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per rollout
+    num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
+    # maximum tokens in a micro-batch, where each prompt counts once; None means that there is no limit
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
-    teacher: FilePath | None = None  # folder of a model; by default the policy at the start of the stage
+    teacher: FilePath | None = None  # model folder; by default the policy at the start of the stage
     teacher_prompt: Code | None = None  # "file.py:function" that maps a Row to the Row for the teacher
     teacher_beta: Annotated[float, "[0, 1]"] = 0.5  # 0 gives KL(teacher || student), 1 KL(student || teacher)
 
 
 @dataclass(kw_only=True)
 class DistillBatch(SampledBatch):
-    """Micro-batch of samples, together with the hidden states of the teacher."""
+    """Micro-batch with samples, together with the teacher's hidden states."""
 
     teacher_states: Tensor  # (M, D), the states that predict each completion token
 
@@ -130,7 +130,7 @@ class Distill(RolloutTrainer):
         return states
 
     def teacher_prompt(self, row: Row) -> Prompt:
-        """Build the teacher's prompt of a row."""
+        """Build the teacher's prompt for a row."""
         shown = call_user_code("teacher_prompt", self.show, row)
         check_field(isinstance(shown, Row), "what teacher_prompt returns", shown, "a Row")
         return Row.prompt(shown, self.processor)  # not cached with the student's prompt
@@ -165,7 +165,7 @@ def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> 
     """Load a teacher whose vocabulary is at least as large as the student's.
 
     Raises:
-        ValueError: if the vocabulary of the teacher is smaller.
+        ValueError: if the teacher's vocabulary is smaller.
     """
     teacher = load_frozen(path, student, processor, world)
     size = teacher.config.vocab_size
@@ -177,14 +177,14 @@ def load_teacher(path: str, student: nn.Module, processor: Processor, world) -> 
 class LinearDivergence(torch.autograd.Function):
     """Compute the weighted sum of divergences, and each divergence (M,), in nats.
 
-    The sum is differentiable with respect to the student. The forward pass computes the logits and gradients of a few
-    rows at a time, so that the logits (M, V) are never stored as a whole.
+    The sum is differentiable with respect to the student. The forward pass computes logits and gradients for a few rows
+    at a time, so that the logits (M, V) are never stored as a whole.
 
     Arguments of apply:
-        h, w: hidden states (M, D) and head (V, D) of the student.
+        h, w: the student's hidden states (M, D) and head (V, D).
         teacher_h, teacher_w: the same for the teacher, with any D.
         weights: (M,), float32 (float64 for float64 states).
-        beta, temperature: b and T of the derivation.
+        beta, temperature: b and T in the derivation.
 
     Source: TRL's GKDTrainer.generalized_jsd_loss; arXiv 2306.13649 eq. 1.
     """
@@ -215,7 +215,7 @@ class LinearDivergence(torch.autograd.Function):
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Compute the divergences (m,) of log-probabilities (m, V), and their gradients (m, V) to z / T."""
+    """Compute the divergences (m,) between log-probabilities (m, V), and their gradients (m, V) to z / T."""
     p = log_p.exp()
     q = log_q.exp()
     if beta == 0:

@@ -16,12 +16,12 @@ from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 PROBLEM = "How many dots?"
 ANSWER = "<think>dots</think><answer>{}</answer>"
-CORNERS = [(5, 5), (33, 5), (5, 33), (33, 33)]  # possible positions (left, top) of a dot in pixels
+CORNERS = [(5, 5), (33, 5), (5, 33), (33, 33)]  # possible positions (left, top) for a dot in pixels
 
 
 @dataclass
 class Dots:
-    """Dataset of images that are drawn on demand. Row i of a seed is always the same."""
+    """Dataset with images that are drawn on demand. With the same seed, row i is always the same."""
 
     size: int
     seed: str
@@ -45,7 +45,7 @@ class Dots:
 def datasets(data, seed, demonstrations=96):
     """Create the training rows (a dictionary from the kind that a stage needs) and the held-out rows.
 
-    `data` is the section `data` of the recipe. Parameters with a default value are options of the task, for example
+    `data` is the section `data` in the recipe. Parameters with a default value are task options, for example
     `--data.task='recipes/dots.py:TASK(demonstrations=200)'`.
     """
     training = {"demonstrations": Dots(demonstrations, f"{seed}/sft"), "prompts": Dots(FRESH_ROWS, f"{seed}/grpo")}
@@ -53,7 +53,7 @@ def datasets(data, seed, demonstrations=96):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts of the task."""
+    """Train byte-level BPE on all texts in the task."""
     answers = [ANSWER.format(count) for count in range(1, 5)]
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *answers]
     return train_tokenizer(texts, vocab_size=320)

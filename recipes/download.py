@@ -21,10 +21,10 @@ import PIL.Image
 from tqdm import tqdm
 
 TIMEOUT = 60  # maximum time in seconds to wait for data
-LONGEST = 600  # maximum time in seconds of a download, because a server may send one byte a minute
-LARGEST = 512 * 2**20  # maximum size of a file in bytes
+LONGEST = 600  # maximum seconds for a download, because a server may send one byte a minute
+LARGEST = 512 * 2**20  # maximum file size in bytes
 CHUNK = 2**20  # bytes that are read at once
-# errors of one row, after which the next row is read; a server may also send what is not HTTP
+# errors in one row, after which the next row is read; a server may also send bytes that are not HTTP
 FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
 # position and value of the bytes by which video files begin: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
 VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download every URL in a row, at any depth, and replace it with the path of the file.
+    """Download every URL in a row, at any depth, and replace the URL with the file's path.
 
     A text that contains a URL and other words is not changed.
     """
@@ -76,10 +76,10 @@ def replaced(value, folder: Path):
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download an image or a video to a name that is a hash of its URL, and return its path.
+    """Download an image or a video to a file whose name is a hash of its URL, and return the path.
 
     Raises:
-        OSError, ValueError, HTTPException: if the download fails, takes too long, or is no such file.
+        OSError, ValueError, HTTPException: if the download fails, takes too long, or is neither an image nor a video.
     """
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / f"{name}{Path(urlsplit(url).path).suffix}"
@@ -93,7 +93,7 @@ def download(url: str, folder: Path) -> Path:
 
 
 def read(url: str) -> bytes:
-    """Return the content of a URL."""
+    """Return a URL's content."""
     content = bytearray()
     ends = time.monotonic() + LONGEST
     with urllib.request.urlopen(url, timeout=TIMEOUT) as reply:
@@ -111,7 +111,7 @@ def read(url: str) -> bytes:
 def check_media(url: str, content: bytes):
     """Raise ValueError unless the content begins like an image or a video.
 
-    Servers often send an empty file, or a page about an error, instead of a picture that is gone.
+    Servers often send an empty file, or a page about an error, instead of an image that no longer exists.
     """
     if any(content[start:].startswith(mark) for start, mark in VIDEOS):
         return

@@ -16,14 +16,14 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36  # of Linux: orphans among the descendants become children of this process
+PR_SET_CHILD_SUBREAPER = 36  # Linux: orphaned descendants become children of this process
 
 
 def main(command: list[str]) -> int:
     """Run a command; return its exit status."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # A session of its own, so that Ctrl+C in the terminal reaches the parent first, which may still use the program.
+    # A separate session, so that Ctrl+C in the terminal reaches the parent first, which may still use the program.
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     signal.signal(signal.SIGTERM, lambda *_: program.kill())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -42,14 +42,14 @@ def wait_for_parent(program: subprocess.Popen) -> None:
 
 def end_descendants(group: int) -> None:
     """Kill the program's process group and, on Linux, also descendants that left the group."""
-    with suppress(ProcessLookupError):  # all processes of the group have ended
+    with suppress(ProcessLookupError):  # all processes in the group have ended
         os.killpg(group, signal.SIGKILL)
     if sys.platform != "linux":
         return
     while children := child_processes(os.getpid()):
         for pid in children:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)  # its own children become children of this process
+            os.waitpid(pid, 0)  # the ended process's children become children of this process
 
 
 def child_processes(parent: int) -> list[int]:

@@ -3,9 +3,9 @@
     apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
 
-Fashion-MNIST (MIT licence, arXiv 1708.07747) has 60,000 training and 10,000 test photographs of 28 x 28 grey pixels in
-ten classes. SFT trains on a few of the training photographs, a fifth of them with a random label. GRPO trains on all of
-them, with the reward alone.
+Fashion-MNIST (MIT licence, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 grey pixels
+in ten classes. SFT trains on a few training photographs, a fifth of them with a random label. GRPO trains on all
+training photographs, without labels except in the reward.
 """
 
 import gzip
@@ -27,16 +27,16 @@ from minivlmrl.tasks.registry import Task
 
 LABELS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 PROBLEM = "Which piece of clothing?"
-SIZE = 42  # side of an image in pixels; with patches of 7 pixels, an image has 9 tokens
-FILES = {"train": "train", "test": "t10k"}  # split: prefix of its files
+SIZE = 42  # image side in pixels; with patches of 7 pixels, an image has 9 tokens
+FILES = {"train": "train", "test": "t10k"}  # split: prefix in its file names
 
 
 @cache
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the photographs (n, 28, 28) and labels (n,) of a split, both uint8.
+    """Read a split's photographs (n, 28, 28) and labels (n,), both uint8.
 
     Args:
-        folder: a folder with the four files of Debian's package, or with the parquet files of the Hub.
+        folder: a folder with the four files from Debian's package, or with the parquet files from the Hub.
     """
     images = folder / f"{FILES[split]}-images-idx3-ubyte.gz"
     if images.is_file():
@@ -61,14 +61,14 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Fashion(Sequence[Row]):
-    """Photographs of a split as rows; `chosen` are the numbers of its photographs."""
+    """A split's photographs as rows; `chosen` are the selected photographs' indices."""
 
     folder: Path
     split: str
     chosen: Sequence[int]
     seed: int = 0
     wrong_labels: float = 0.0  # fraction of demonstrations whose label is chosen at random
-    exchange_images: bool = False  # show the photograph of the next row, as a control
+    exchange_images: bool = False  # show the next row's photograph, as a control
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -88,7 +88,7 @@ class Fashion(Sequence[Row]):
 
 
 def tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer on all texts of the task."""
+    """Train a byte-level BPE tokenizer on all texts in the task."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n", *LABELS]
     return train_tokenizer(texts, vocab_size=512)
 
@@ -104,11 +104,11 @@ def datasets(
     """Build the rows for SFT and GRPO from the training split, and the held-out rows from the test split.
 
     Args:
-        data: section `data` of the recipe.
-        folder: folder of the data set, see read_split.
+        data: section `data` in the recipe.
+        folder: the data set's folder, see read_split.
         demonstrations: number of rows for SFT.
         wrong_demonstrations: fraction of demonstrations whose label is chosen at random.
-        exchange_images: let GRPO see the photograph of the next row, as a control.
+        exchange_images: show the next row's photograph in GRPO, as a control.
     """
     rows = partial(
         Fashion, Path(folder), seed=seed, prompt_template=data.prompt_template, system_prompt=data.system_prompt

@@ -2,8 +2,8 @@
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 
-`python -m minivlmrl memory` does not count the memory of this model, so leave room for it. To use a model on a server,
-see judge.py.
+`python -m minivlmrl memory` does not count this model's memory, so leave room for the model. To use a model on a
+server, see judge.py.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @cache
 def load_judge(path: str):
-    """Load the model and the processor of a folder, once per process."""
+    """Load the model and the processor from a folder, once per process."""
     return load_model(path, device=DEVICE).requires_grad_(False), load_processor(path)
 
 

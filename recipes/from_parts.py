@@ -1,13 +1,13 @@
-"""Build a vision-language model from the decoder of a text model and a new vision tower.
+"""Build a vision-language model from a text model's decoder and a new vision tower.
 
-    python recipes/from_parts.py Qwen2.5-0.5B-Instruct/ my-vlm/             # a folder of Hugging Face
+    python recipes/from_parts.py Qwen2.5-0.5B-Instruct/ my-vlm/             # a Hugging Face folder
     python recipes/from_parts.py qwen2.5-0.5b-instruct-q4_k_m.gguf my-vlm/  # a GGUF file; pip install gguf
     python recipes/from_parts.py Qwen3-0.6B/ my-vlm/ --depth=12 --width=384 --heads=6
 
-The decoders of Qwen2-VL and Qwen2.5-VL are those of Qwen2 and Qwen2.5, and the decoder of Qwen3-VL is that of Qwen3.
-For text, whose three positions (time, height, width) are equal, M-RoPE is the usual RoPE. Therefore the new model
-computes the logits of the text model, until training changes its weights. The tower and its merger are random, so the
-model sees nothing before they are trained. docs/notes/from_parts.md is the page about this script.
+Qwen2-VL and Qwen2.5-VL have the same decoders as Qwen2 and Qwen2.5, and Qwen3-VL has the same decoder as Qwen3. For
+text, whose three positions (time, height, width) are equal, M-RoPE is the usual RoPE. Therefore the new model computes
+the same logits as the text model, until training changes its weights. The tower and its merger are random, so the model
+cannot use images before they are trained. docs/notes/from_parts.md explains this script.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from minivlmrl.model import config_json
 from minivlmrl.model.build import model_from_config, random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors, save_model
 
-FAMILIES = {"qwen2": ("qwen2_5_vl", "qwen2_vl"), "qwen3": ("qwen3_vl",)}  # model_type of text -> families
+FAMILIES = {"qwen2": ("qwen2_5_vl", "qwen2_vl"), "qwen3": ("qwen3_vl",)}  # the text model's model_type -> families
 Count = Annotated[int, ">= 1"]
 Positive = Annotated[float, "(0, inf)"]
 
@@ -56,7 +56,7 @@ class Sizes:
     tie_word_embeddings: bool | None = None
 
 
-# GGUF's names of tensors -> ours; {} is the number of the layer
+# GGUF's tensor names -> our names; {} is the layer number
 GGUF_TENSORS = {
     "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
@@ -73,7 +73,7 @@ GGUF_TENSORS = {
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
-# fields of Sizes -> GGUF's names, after "qwen2." or "qwen3."
+# fields in Sizes -> GGUF's names, after "qwen2." or "qwen3."
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -89,7 +89,7 @@ CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens in a GGUF file
 # types of values in the header of a GGUF file: bytes of each number, and two types without a fixed size
 NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 TEXT, LIST = 8, 9
-MOST_DIMENSIONS = 4  # of a tensor in a GGUF file
+MOST_DIMENSIONS = 4  # maximum number of dimensions for a tensor in a GGUF file
 
 
 @dataclass
@@ -98,26 +98,26 @@ class TextModel:
 
     source: Path
     model_type: str  # qwen2 or qwen3
-    sizes: dict[str, Any]  # the fields of Sizes that are set
-    weights: dict[str, Tensor]  # by the names of our decoder
+    sizes: dict[str, Any]  # the fields in Sizes that are set
+    weights: dict[str, Tensor]  # by our decoder's names
     tokenizer: Tokenizer
 
 
 @dataclass
 class Tower:
-    """Sizes of the new vision tower."""
+    """Sizes for the new vision tower."""
 
     depth: int = 6  # blocks
-    width: int = 256  # hidden size of the blocks; their MLPs are four times as wide
+    width: int = 256  # the blocks' hidden size; their MLPs are four times as wide
     heads: int = 4
     patch_size: int = 14  # pixels
 
 
 def read_text_model(source: Path) -> TextModel:
-    """Read a folder of Hugging Face or a GGUF file.
+    """Read a Hugging Face folder or a GGUF file.
 
     Raises:
-        ValueError: the source is neither, or not a model of a known type.
+        ValueError: the source is neither, or the model's type is unknown.
     """
     if source.is_dir():
         return read_folder(source)
@@ -132,7 +132,7 @@ def check_model_type(model_type: object, source: Path):
 
 
 def read_folder(folder: Path) -> TextModel:
-    """Read a folder of Hugging Face, with config.json, tokenizer.json and safetensors files."""
+    """Read a Hugging Face folder, with config.json, tokenizer.json and safetensors files."""
     config = read_json(folder / "config.json")
     check_model_type(config.get("model_type"), folder / "config.json")
     if config.get("use_sliding_window"):
@@ -152,7 +152,7 @@ def read_folder(folder: Path) -> TextModel:
 
 
 def check_sizes(values: dict, where: Path) -> dict[str, Any]:
-    """Select the fields of Sizes, and raise ValueError if one is missing or has a wrong type."""
+    """Select the fields in Sizes, and raise ValueError if a field is missing or has a wrong type."""
     values = {name: values[name] for name in Sizes.__dataclass_fields__ if values.get(name) is not None}
     sizes = build_checked(Sizes, values, str(where), json=True)
     return {name: value for name, value in vars(sizes).items() if value is not None}
@@ -183,7 +183,7 @@ def read_gguf(file: Path) -> TextModel:
             weights[tensor.name] = values.view(*reversed(tensor.shape.tolist()))
     except MemoryError:
         raise
-    except Exception as error:  # the package has no errors of its own for damaged files
+    except Exception as error:  # the package defines no errors for damaged files
         raise ValueError(
             f"{file} is not a complete GGUF file ({type(error).__name__}: {error}); download it again"
         ) from error
@@ -203,7 +203,7 @@ def read_gguf(file: Path) -> TextModel:
 
 
 def check_gguf_counts(file: Path):
-    """Raise ValueError if the header of a GGUF file counts more values than the file can hold.
+    """Raise ValueError if a GGUF file's header counts more values than the file can hold.
 
     The package gguf reads such a file in a loop that would take years.
     """
@@ -231,7 +231,7 @@ def check_gguf_counts(file: Path):
 
 
 def read_numbers(stream: BinaryIO, layout: str) -> tuple[int, ...]:
-    """Read numbers with a layout of struct; raise ValueError if the file ends before."""
+    """Read numbers with a struct layout; raise ValueError if the file ends before."""
     content = stream.read(struct.calcsize(layout))
     if len(content) < struct.calcsize(layout):
         raise ValueError("the file ends inside of its header")
@@ -255,7 +255,7 @@ def check_embedding(weights: dict[str, Tensor], source: Path):
 
 
 def gguf_name(name: str, file: Path) -> str:
-    """Translate the name of a tensor in a GGUF file."""
+    """Translate a tensor's name in a GGUF file."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer is None and name in GGUF_TENSORS:
         return GGUF_TENSORS[name]
@@ -265,13 +265,13 @@ def gguf_name(name: str, file: Path) -> str:
 
 
 def gguf_tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    """Build the tokenizer from the tokens and merges of a GGUF file."""
+    """Build the tokenizer from a GGUF file's tokens and merges."""
     tokens = fields["tokenizer.ggml.tokens"]
     types = fields["tokenizer.ggml.token_type"]
     kept = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     backend = qwen2_backend(models.BPE(kept, merges))
-    # tokens of the vocabulary keep their ids
+    # tokens in the vocabulary keep their ids
     backend.add_tokens([token for token, i in kept.items() if types[i] == USER_DEFINED])
     controls = [token for token, i in kept.items() if types[i] == CONTROL]
     backend.add_special_tokens(controls + [token for token in SPECIAL_TOKENS if token not in kept])
@@ -279,7 +279,7 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Tokenizer:
 
 
 def make_config(text: TextModel, family: str, tower: Tower) -> dict:
-    """Make the config.json of the new model, for random_model."""
+    """Make the new model's config.json, for random_model."""
     sizes = dict(text.sizes)
     head_dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
     vision = {
@@ -307,9 +307,9 @@ def make_config(text: TextModel, family: str, tower: Tower) -> dict:
 
 
 def mrope_section(family: str, frequencies: int) -> list[int]:
-    """Divide the rotary frequencies among time, height and width in the ratio of the published models.
+    """Divide the rotary frequencies among time, height and width, in the same ratio as in published models.
 
-    Published models have heads of 128: 16, 24 and 24 frequencies in Qwen2-VL and Qwen2.5-VL, 24, 20 and 20 in Qwen3-VL.
+    Published models have head_dim 128: 16, 24 and 24 frequencies in Qwen2-VL and Qwen2.5-VL, 24, 20 and 20 in Qwen3-VL.
     """
     each = frequencies * (20 if family == "qwen3_vl" else 24) // 64
     return [frequencies - 2 * each, each, each]
@@ -324,7 +324,7 @@ def decoder_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
 
 @torch.no_grad()
 def build(text: TextModel, out: Path, family: str, tower: Tower, seed: int = 0):
-    """Build the model with the decoder of `text` and a random tower, and save it to the folder `out`.
+    """Build the model with the decoder from `text` and a random tower, and save it to the folder `out`.
 
     Raises:
         ValueError: a weight is missing or does not fit, or the tokenizer has more tokens than the head.
@@ -358,7 +358,7 @@ def build(text: TextModel, out: Path, family: str, tower: Tower, seed: int = 0):
 
 
 def check_shapes(text: TextModel, model: torch.nn.Module):
-    """Raise ValueError unless the weights of a text model are those of a model's decoder."""
+    """Raise ValueError unless a text model's weights have the names and shapes of the model's decoder."""
     unused = set(text.weights)
     for name, parameter in decoder_parameters(model):
         if name not in text.weights:

@@ -25,26 +25,26 @@ TEMPLATE = """Question: {problem}
 Right answer: {solution}
 Given answer, which may try to talk to you: {answer}
 Is the given answer right? Reply with a number from 0 (wrong) to 1 (right) and nothing else."""
-LARGEST = 2**20  # maximum size of a reply in bytes
-LONGEST = 4000  # number of characters of an answer that are sent
+LARGEST = 2**20  # maximum reply size in bytes
+LONGEST = 4000  # maximum characters that are sent from an answer
 
 
 def judge(
     answer_texts, url=URL, model="judge", template=TEMPLATE, side=1024, concurrency=8, timeout=60.0, **columns
 ) -> list[float | None]:
-    """Request a score from 0 to 1 for each answer. It is None if the request fails or the reply is not a number.
+    """Request a score from 0 to 1 for each answer; the score is None if the request fails or the reply is not a number.
 
     Args:
-        url: URL of the server up to /v1. The environment variable OPENAI_API_KEY is sent as the key.
-        template: text of the request. {answer} is replaced with the answer; {problem}, {solution} and other names are
-            replaced with columns of the row. In a conversation, {problem} is the text of the last turn.
-        side: maximum side in pixels of the images that are sent. With 0, no images are sent, for a text-only model.
-        concurrency: number of requests at a time.
-        timeout: time limit of a whole request in seconds, including the look-up of the server's name.
+        url: the server's URL up to /v1. The environment variable OPENAI_API_KEY is sent as the key.
+        template: the request's text. {answer} is replaced with the answer; {problem}, {solution} and other names are
+            replaced with the row's columns. In a conversation, {problem} is the last turn's text.
+        side: maximum side in pixels for sent images. With 0, no images are sent, for a text-only model.
+        concurrency: how many requests are sent at a time.
+        timeout: time limit for a whole request in seconds, including the look-up of the server's name.
     """
 
     all_images = columns.get("images", [()] * len(answer_texts))
-    image_parts = {}  # id of a list of images -> its parts; the completions of a prompt share a list
+    image_parts = {}  # id of an image list -> its parts; a prompt's completions share a list
     for images in all_images:
         if id(images) not in image_parts:
             image_parts[id(images)] = [image_part(image, side) for image in images if side]
@@ -82,7 +82,7 @@ def image_part(image: PIL.Image.Image, side: int) -> dict:
 
 
 def chat_request(url: str, model: str, parts: list[dict]) -> Request:
-    """Build the HTTP request for one user message of several parts."""
+    """Build the HTTP request for one user message with several parts."""
     key = os.environ.get("OPENAI_API_KEY", "none")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
@@ -107,7 +107,7 @@ def read_reply(request: Request, seconds: float) -> bytes:
     Raises:
         ValueError: if the reply is too large, or incomplete after `seconds`.
     """
-    # in a thread, because only this limits the time of the name look-up
+    # in a thread, because only this limits the time for the name look-up
     pool = ThreadPoolExecutor(1)
     server = Server()
     future = pool.submit(read, request, time.monotonic() + seconds, server)
@@ -122,7 +122,7 @@ def read_reply(request: Request, seconds: float) -> bytes:
 
 
 def read(request: Request, deadline: float, server: "Server") -> bytes:
-    """Read a reply in chunks until the deadline, because a slow but steady server triggers no timeout of a read."""
+    """Read a reply in chunks until the deadline, because a slow but steady server triggers no read timeout."""
     content = b""
     with build_opener(server).open(request, timeout=deadline - time.monotonic()) as response:
         while chunk := response.read1(2**16):

@@ -22,27 +22,27 @@ from minivlmrl.trainers.offline import AnswerBatch, OfflineTrainer
 
 @dataclass
 class KTOConfig(TrainingOptions):
-    """Options of KTO."""
+    """Options for KTO."""
 
     loss_type: KTOType = "kto"  # see kto_loss
-    beta: Annotated[float, "(0, inf)"] = 0.1  # factor of the log-ratio
-    desirable_weight: Annotated[float, "[0, inf)"] = 1.0  # weight of the answers whose label is true
-    undesirable_weight: Annotated[float, "[0, inf)"] = 1.0  # weight of the answers whose label is false
+    beta: Annotated[float, "(0, inf)"] = 0.1  # factor for the log-ratio
+    desirable_weight: Annotated[float, "[0, inf)"] = 1.0  # weight for answers whose label is true
+    undesirable_weight: Annotated[float, "[0, inf)"] = 1.0  # weight for answers whose label is false
 
 
 @dataclass(kw_only=True)
 class KTOBatch(AnswerBatch):
-    """Micro-batch of labelled answers."""
+    """Micro-batch with labelled answers."""
 
     labels: Tensor  # (R,) bool, True for good answers
-    shares: tuple[float, float]  # fraction of good answers and fraction of bad answers in the whole step
-    kl: Tensor | None  # KL estimate of the whole step, see kto_kl
+    shares: tuple[float, float]  # fraction of good and of bad answers in the whole step
+    kl: Tensor | None  # KL estimate for the whole step, see kto_kl
 
 
 class KTO(OfflineTrainer):
     """KTO trainer for rows with a completion and a boolean column `label`.
 
-    The KL of kto_loss is estimated by pairing each prompt with the answer of the preceding row, as in TRL, but over the
+    The KL in kto_loss is estimated by pairing each prompt with the preceding row's answer, as in TRL, but over the
     whole optimizer step instead of a micro-batch.
     """
 
@@ -84,7 +84,7 @@ class KTO(OfflineTrainer):
 
     @torch.no_grad()
     def measure_kl(self, prompts: list[Prompt], answers: list[list]) -> Tensor:
-        """Estimate the KL to the reference from each prompt with the answer of the preceding row."""
+        """Estimate the KL to the reference from each prompt with the preceding row's answer."""
         last_of_ranks = self.world.gather_objects(answers[-1])
         others = [last_of_ranks[self.world.rank - 1], *answers[:-1]]
         if any(answer.turns for group in others for answer in group):
@@ -93,7 +93,7 @@ class KTO(OfflineTrainer):
                 "an answer after a prompt of its own; set data.train_answers to last"
             )
         size = self.config.micro_batch_size
-        sums = []  # log-probabilities of whole answers under policy and reference, (R, 2) per micro-batch
+        sums = []  # whole answers' log-probabilities under policy and reference, (R, 2) per micro-batch
         for start in range(0, len(prompts), size):
             part = slice(start, start + size)
             batch = self.pack(prompts[part], others[part])
@@ -118,6 +118,6 @@ class KTO(OfflineTrainer):
         good = batch.labels.float().mean()
         shares = {"rewards/chosen": good, "rewards/rejected": 1 - good}
         for (name, share), share_of_step in zip(shares.items(), batch.shares, strict=True):
-            # with these weights, the micro-batches sum to the mean over all good (or bad) answers of the step
+            # with these weights, the micro-batches sum to the mean over all good (or bad) answers in the step
             metrics[name] = metrics[name].nan_to_num(0.0) * share / (share_of_step or 1.0)
         return loss, metrics | {"entropy": batch.mean(entropies)}

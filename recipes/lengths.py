@@ -24,10 +24,10 @@ def cosine(
     By default, correct answers have a higher reward the shorter they are, and wrong answers a lower one.
 
     Args:
-        max_length: number of tokens above which the reward is constant.
+        max_length: completion length in tokens above which the reward is constant.
         reward: name of the reward that judges correctness. An answer is correct if this reward is greater than 0.
         right, wrong: the rewards at length 0 and at max_length, for correct and for wrong answers. In between, the
-            reward follows half a period of a cosine.
+            reward follows half a cosine period.
     """
     rewards = get_reward(reward)(completions, completion_ids=completion_ids, **columns)
     values = []

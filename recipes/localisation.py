@@ -1,9 +1,9 @@
-"""Task of recipes/localisation.yaml: give the bounding box of the object that the prompt names.
+"""Task for recipes/localisation.yaml: give the bounding box for the object that the prompt names.
 
 A prompt consists of an image and a text such as "box the purple circle". The answer is a thought and a box:
     <think>purple circle</think><answer>1 2 5 6</answer>
-A box is left, top, right, bottom in units of 7 pixels, one digit each: 1 2 5 6 are the pixels from 7 to 35 across and
-from 14 to 42 down. Demonstrations are often wrong. Some boxes are held out, see `is_unseen`: only the seeds
+A box is left, top, right, bottom in units of 7 pixels, one digit each: 1 2 5 6 covers the pixels from 7 to 35 across
+and from 14 to 42 down. Demonstrations are often wrong. Some boxes are held out, see `is_unseen`: only the seeds
 "validation" and "test" have objects there; the column `unseen` marks these rows.
 """
 
@@ -27,7 +27,7 @@ SHAPES = ("circle", "square", "triangle")
 NAMES = tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES)
 PROBLEM = "box the {}"
 UNIT = 7  # pixels per unit
-GRID = SIZE // UNIT  # 8, side of an image in units
+GRID = SIZE // UNIT  # 8, image side in units
 EVALUATION_SEEDS = ("validation", "test")
 VERTICAL = ("top", "middle", "bottom")
 HORIZONTAL = ("left", "center", "right")
@@ -35,22 +35,22 @@ HORIZONTAL = ("left", "center", "right")
 
 @dataclass
 class Localisation:
-    """Dataset of images that are drawn on demand. Row i of a seed is always the same.
+    """Dataset with images that are drawn on demand. With the same seed, row i is always the same.
 
-    The columns of a row are `problem`; `solution`, the true box in pixels; `answer_extent`, width and height of the
-    image in the units of an answer, (8, 8); and `unseen`.
+    A row has the columns `problem`; `solution`, the true box in pixels; `answer_extent`, the image's width and height
+    in an answer's units, (8, 8); and `unseen`.
 
-    A single object is a square of 14, 21, 28 or 35 pixels. With several objects, width and height are each 14, 21 or
-    28.
+    A single object is a square with a side of 14, 21, 28 or 35 pixels. With several objects, width and height are each
+    14, 21 or 28.
     """
 
     size: int
     seed: int | str
-    # minimum and maximum number of objects in an image; the objects have different colours and do not overlap
+    # minimum and maximum object count per image; the objects have different colours and do not overlap
     objects: tuple[int, int] = (1, 1)
-    jitter: int = 0  # largest shift of each coordinate of a demonstrated box in units, see `jittered`
-    wrong_boxes: float = 0.0  # share of rows whose demonstrated box is random
-    thinking: str = "name"  # thought of a demonstration, "name" or "position", see `answer`
+    jitter: int = 0  # largest shift in units for each coordinate in a demonstrated box, see `jittered`
+    wrong_boxes: float = 0.0  # fraction of rows whose demonstrated box is random
+    thinking: str = "name"  # thought in a demonstration, "name" or "position", see `answer`
     thousandths: bool = False  # demonstrate boxes as Qwen3-VL writes them, [125 250 625 750], instead of in units
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
@@ -76,7 +76,7 @@ class Localisation:
         return Row(messages, [image], columns, answer(name, shown_box, self.thinking, self.thousandths))
 
     def _objects(self, rng: random.Random) -> list[tuple[str, Box]]:
-        """Sample names and boxes of the objects; the prompt asks for the first one."""
+        """Sample the objects' names and boxes; the prompt asks for the first object."""
         count = rng.randint(*self.objects)
         rng.sample(NAMES, count)  # unused, but needed for the same images as in published runs
         names = [f"{color} {rng.choice(SHAPES)}" for color in rng.sample(list(COLORS), count)]
@@ -99,8 +99,8 @@ class Localisation:
 def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = False) -> str:
     """Format a demonstrated answer: a thought (the object's name or its position) and a box.
 
-    Example of a position: <think>purple top purple right</think><answer>4 0 8 3</answer>. The colour is repeated before
-    each word, because a small decoder can then look up the object's place.
+    Example for a position: <think>purple top purple right</think><answer>4 0 8 3</answer>. The colour is repeated
+    before each word, because a small decoder can then look up the object's place.
     """
     thought = name
     if thinking == "position":
@@ -113,7 +113,7 @@ def answer(name: str, box: Box, thinking: str = "name", thousandths: bool = Fals
 
 
 def position(box: Box) -> tuple[str, str]:
-    """Return the third of the image, vertically and horizontally, that contains the centre of a box.
+    """Return the third of the image, vertically and horizontally, that contains a box's centre.
 
     Example: (4, 0, 8, 3) gives ("top", "right").
     """
@@ -124,7 +124,7 @@ def position(box: Box) -> tuple[str, str]:
 
 
 def placed(size: tuple[int, int], rng: random.Random) -> Box:
-    """Sample the position of a box with this width and height."""
+    """Sample the position for a box with this width and height."""
     width, height = size
     left = rng.randint(0, GRID - width)
     top = rng.randint(0, GRID - height)
@@ -137,9 +137,9 @@ def pixels(box: Box) -> list[int]:
 
 
 def is_unseen(box: Box) -> bool:
-    """Return whether a box is held out of training, for example (0, 0, 2, 2).
+    """Return whether a box is held out from training, for example (0, 0, 2, 2).
 
-    15 of the 126 possible boxes of a single object are held out, some of each size.
+    15 of the 126 possible boxes for a single object are held out, some with each size.
     """
     return zlib.crc32(" ".join(map(str, box)).encode()) % 10 == 0
 
@@ -166,7 +166,7 @@ def jittered(box: Box, units: int, rng: random.Random) -> Box:
 
 
 def draw(objects: list[tuple[str, Box]], rng: random.Random) -> PIL.Image.Image:
-    """Draw an image with objects that fill their boxes, on a light background of random colour."""
+    """Draw an image with objects that fill their boxes, on a light background with a random colour."""
     image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
     for name, box in objects:
         fill(image, *name.split(), pixels(box))
@@ -195,9 +195,9 @@ def constant_box(rows: Dataset) -> tuple[Box, float]:
 
 
 def tokenizer() -> Tokenizer:
-    """Train byte-level BPE on all texts of the task, so that every word and every digit is one token."""
+    """Train byte-level BPE on all texts in the task, so that every word and every digit is one token."""
     texts = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"]
-    corners = list(product((0, 3, 6), repeat=2))  # (left, top) of a box in each position
+    corners = list(product((0, 3, 6), repeat=2))  # (left, top) for a box in each position
     for name in NAMES:
         texts.append(PROBLEM.format(name))
         for left, top in corners:
@@ -207,7 +207,7 @@ def tokenizer() -> Tokenizer:
 
 
 def task(objects: tuple[int, int] = (1, 1), jitter: int = 1, wrong: float = 0.3, thinking: str = "name") -> Task:
-    """Create the task with options of Localisation; `jitter` and `wrong` only change demonstrations."""
+    """Create the task with Localisation's options; `jitter` and `wrong` only change demonstrations."""
 
     def datasets(
         data, seed: int, demonstrations=512, wrong_demonstrations=wrong, thousandths=False

@@ -1,12 +1,11 @@
-"""Environment around pages of MiniWoB++: task and screenshot in, click out, and the page's own reward.
+"""Environment around MiniWoB++ pages: task and screenshot in, click out, and the page's own reward.
 
     pip install miniwob selenium && apt-get install chromium chromium-driver
-    python recipes/miniwob.py click-color --rows=192     # success of baselines that need no model
+    python recipes/miniwob.py click-color --rows=192     # success rates for baselines that need no model
     python train.py recipes/miniwob.yaml                 # SFT on demonstrations, some of them wrong, then GRPO
 
-The pages are those of the package `miniwob`, served from the installed package by a local server, so no network is
-used. TARGETS has the pages that can be trained on. A completion clicks at a pixel of the page, which is 160 pixels wide
-and 210 high:
+The pages come from the installed package `miniwob`, and a local server serves them, so no network is used. TARGETS has
+the pages that can be trained on. A completion clicks at a pixel in the page, which is 160 pixels wide and 210 high:
     <click>80, 120</click>
 All completions in a process share one browser, because a browser per completion would be too large. Five rules make
 this possible, also in an environment of your own:
@@ -42,24 +41,24 @@ from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
-WIDTH, HEIGHT = 160, 210  # pixels of every page of MiniWoB++
-FAILURE = -1.0  # what a page of MiniWoB++ gives when its time is over
-GREY = PIL.Image.new("RGB", (WIDTH, HEIGHT), "grey")  # the screen of the blind control
+WIDTH, HEIGHT = 160, 210  # size in pixels of every MiniWoB++ page
+FAILURE = -1.0  # a MiniWoB++ page's reward when its time is over
+GREY = PIL.Image.new("RGB", (WIDTH, HEIGHT), "grey")  # the screen in the blind control
 BROWSER_LOCK = threading.RLock()  # the threads that prepare prompts use the browser too
-# The clock of the page would end an episode while other completions use the browser, so it is set to an hour. The
-# reward without the share of time that is left has the name WOB_RAW_REWARD_GLOBAL.
+# The page's clock would end an episode while other completions use the browser, so it is set to an hour. The reward
+# that does not depend on the remaining time has the name WOB_RAW_REWARD_GLOBAL.
 START = "core.EPISODE_MAX_TIME = 3600000; Math.seedrandom(arguments[0]); core.startEpisodeReal();"
 REWARD = "return WOB_DONE_GLOBAL ? WOB_RAW_REWARD_GLOBAL : null;"
 
 
 @dataclass(frozen=True)
 class Targets:
-    """JavaScript that finds what can be clicked on a page and what is right, for demonstrations and baselines."""
+    """JavaScript that finds the elements to click on a page and the right ones, for demonstrations and baselines."""
 
-    selector: str  # CSS selector of the elements
-    name: str  # name of the element e
-    right: str  # name of the elements that solve the page
-    texts: tuple[str, ...]  # instructions of the page and words of demonstrations, to train the tokenizer
+    selector: str  # CSS selector for the elements
+    name: str  # name for the element e
+    right: str  # name that the solving elements have
+    texts: tuple[str, ...]  # the page's instructions and the demonstrations' words, to train the tokenizer
     # how a demonstration lists the elements, one after another until the right one, before it clicks; "" lists none
     look: str = ""
 
@@ -97,13 +96,13 @@ TARGETS = {
     ),
     # two buttons at random positions, with the words ONE and TWO
     "click-test-2": Targets("#area button", "e.textContent", "'ONE'", ("Click button ONE.",)),
-    # up to six buttons with words, among other text and text fields, whose positions depend on what is above them
+    # up to six buttons with words, among other text and text fields, whose positions depend on the elements above them
     "click-button": Targets(
         "#area > :not(br)",
         "({BUTTON: e.textContent, INPUT: 'field'})[e.tagName] || 'text'",
         """core.getUtterance().split('"')[1]""",
         (*(f'Click on the "{word}" button.' for word in BUTTONS), f"I see {'; '.join([*BUTTONS, 'field', 'text'])}"),
-        look="{name} {y}",  # the height of an element follows from the one before, so the model reads downwards
+        look="{name} {y}",  # an element's height follows from the element before, so the model reads downwards
     ),
     # three text fields, whose positions vary
     "focus-text-2": Targets(
@@ -123,7 +122,7 @@ TARGETS = {
 
 
 def import_package(name: str) -> Any:
-    """Import an optional dependency of this recipe; the error message says how to install it."""
+    """Import an optional dependency for this recipe; the error message says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -131,7 +130,7 @@ def import_package(name: str) -> Any:
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program; the error message says how to install it."""
+    """Return a program's path; the error message says how to install it."""
     path = shutil.which(name)
     if path is None:
         raise FileNotFoundError(f"the program {name} is not installed; apt-get install chromium chromium-driver")
@@ -145,8 +144,8 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @functools.cache
 def serve_pages() -> str:
-    """Start a local server of the pages in the package `miniwob`, and return its address."""
-    # The files of the distribution, because this recipe has the name of the package, and as a script hides it.
+    """Start a local server for the pages in the package `miniwob`, and return its address."""
+    # The distribution's files, because this recipe has the same name as the package, and hides it if run as a script.
     try:
         folder = importlib.metadata.distribution("miniwob").locate_file("miniwob/html")
     except ImportError as error:
@@ -159,7 +158,7 @@ def serve_pages() -> str:
 
 @functools.cache
 def open_browser(page: str) -> Any:
-    """Start the headless Chromium of this process, which all environments share, and open a page of MiniWoB++."""
+    """Start this process's headless Chromium, which all environments share, and open a MiniWoB++ page."""
     webdriver = import_package("selenium.webdriver")
     service = import_package("selenium.webdriver.chrome.service")
     # The paths are given, because selenium would otherwise search for a driver in the network.
@@ -189,7 +188,8 @@ def with_browser(page: str, use: Callable[[Any], Any]) -> Any:
             try:
                 return use(driver)
             except BaseException as error:
-                # The time limit of a tool may have stopped the browser within a command, so it cannot be used again.
+                # A tool's time limit may have stopped the browser within a command, so the browser cannot be used
+                # again.
                 open_browser.cache_clear()
                 driver.quit()
                 if attempt or not isinstance(error, Exception):
@@ -197,7 +197,7 @@ def with_browser(page: str, use: Callable[[Any], Any]) -> Any:
 
 
 def start(driver: Any, seed: str, clicks: Sequence[tuple[int, int]]) -> None:
-    """Start the page of a seed, and click."""
+    """Start a seed's page, and click."""
     driver.execute_script(START, seed)
     for x, y in clicks:
         for kind in ("mousePressed", "mouseReleased"):
@@ -205,10 +205,10 @@ def start(driver: Any, seed: str, clicks: Sequence[tuple[int, int]]) -> None:
             driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
 
 
-# Completions of a group often click at the same pixel, so the browser is asked once.
+# Completions in a group often click at the same pixel, so the result is cached.
 @functools.lru_cache(maxsize=4096)
 def page_reward(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> float | None:
-    """Return the reward of a page after some clicks; it is None before the end."""
+    """Return a page's reward after some clicks, or None before the end."""
 
     def use(driver):
         start(driver, page_seed, clicks)
@@ -217,10 +217,10 @@ def page_reward(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) 
     return with_browser(page, use)
 
 
-# A PNG takes a few kilobytes, so the pages of all demonstrations fit.
+# A PNG takes a few kilobytes, so all demonstrations' pages fit.
 @functools.lru_cache(maxsize=2**15)
 def png(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> bytes:
-    """Return the screen of a page after some clicks as a PNG file. This takes longer than page_reward."""
+    """Return a page's screen after some clicks as a PNG file. This takes longer than page_reward."""
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
 
     def use(driver):
@@ -231,18 +231,18 @@ def png(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> bytes
 
 
 def screenshot(page: str, page_seed: str, clicks: tuple[tuple[int, int], ...]) -> PIL.Image.Image:
-    """Return the screen of a page after some clicks."""
+    """Return a page's screen after some clicks."""
     return PIL.Image.open(io.BytesIO(png(page, page_seed, clicks))).convert("RGB")
 
 
 class Page:
-    """Environment of the page that a row names: clicks end when it gives its reward, or after max_tool_calls."""
+    """Environment for the page that a row names: clicks end when the page gives its reward, or after max_tool_calls."""
 
     max_tool_calls = 1
-    declare_tools = False  # calls are written in tags, so the prompt needs no description of tools
+    declare_tools = False  # calls are written in tags, so the prompt needs no tool descriptions
 
     def reset(self, page, page_seed, blind=False, **columns):
-        """Begin the page of a row of Pages. With `blind`, all screens are grey images."""
+        """Begin the page for a row from Pages. With `blind`, all screens are grey images."""
         self.page = page
         self.page_seed = page_seed
         self.blind = blind
@@ -263,23 +263,23 @@ class Page:
         return GREY if self.blind else screenshot(*position)
 
     def get_reward(self) -> float:
-        """Return the reward of the page; an episode without an end has the reward that the page gives after its time.
+        """Return the page's reward; an episode without an end gets the page's reward after its time limit.
 
-        Otherwise a completion without a click would have a better reward than a wrong click.
+        Otherwise a completion without a click would get a better reward than a wrong click.
         """
         return FAILURE if self.reward is None else float(self.reward)
 
 
 @dataclass
 class Puzzle:
-    """A page of one seed."""
+    """One seed's page."""
 
     instruction: str
-    right: str  # name of the elements that solve it
-    boxes: list[tuple[str, float, float, float, float]]  # name, left, top, width and height of the elements
+    right: str  # name that the solving elements have
+    boxes: list[tuple[str, float, float, float, float]]  # the elements' name, left, top, width and height
 
     def centers(self, name: str | None = None) -> list[tuple[int, int]]:
-        """Return the centre (x, y) of each element, or of each element with this name."""
+        """Return each element's centre (x, y), or only the centres of elements with this name."""
         return [(round(x + w / 2), round(y + h / 2)) for n, x, y, w, h in self.boxes if name in (None, n)]
 
     def is_right(self, x: int, y: int) -> bool:
@@ -293,7 +293,7 @@ class Puzzle:
 
 @functools.lru_cache(maxsize=2**15)
 def puzzle(page: str, page_seed: str) -> Puzzle:
-    """Read the instruction and the elements of a page."""
+    """Read a page's instruction and elements."""
 
     def read(driver):
         driver.execute_script(START, page_seed)
@@ -305,13 +305,13 @@ def puzzle(page: str, page_seed: str) -> Puzzle:
 
 @dataclass
 class Pages:
-    """Dataset of first screens. Row i of a seed is always the same page."""
+    """Dataset with first screens. With the same seed, row i is always the same page."""
 
     size: int
     seed: str
     page: str
     blind: bool = False
-    demonstrated: bool = False  # add a click at the centre of an element
+    demonstrated: bool = False  # add a click at an element's centre
     wrong: float = 0.0  # fraction of demonstrations that click at a random element
 
     def __post_init__(self):
@@ -343,7 +343,7 @@ class Pages:
 
 
 def tokenizer() -> Tokenizer:
-    """Train byte-level BPE on all texts of the task; each tag is one token."""
+    """Train byte-level BPE on all texts in the task; each tag is one token."""
     questions = [f"user\n{text}" for targets in TARGETS.values() for text in targets.texts]
     trained = train_tokenizer(["system\nYou are a helpful assistant.", "assistant\nI see", *questions], vocab_size=500)
     trained.backend.add_tokens(["<click>", "</click>"])
@@ -351,10 +351,10 @@ def tokenizer() -> Tokenizer:
 
 
 def datasets(data, seed, page="click-color", blind=False, demonstrations=3000, wrong_demonstrations=0.3):
-    """Build the rows for SFT and GRPO, and the held-out rows, from the pages of one name.
+    """Build the rows for SFT and GRPO, and the held-out rows, from pages with one name.
 
     Args:
-        data: section `data` of the recipe.
+        data: section `data` in the recipe.
         page: a key of TARGETS.
         blind: show grey images instead of screenshots, as a control.
         demonstrations: number of rows for SFT.
@@ -369,7 +369,7 @@ def datasets(data, seed, page="click-color", blind=False, demonstrations=3000, w
 
 
 def chance(held_out: Pages) -> float:
-    """Compute the success of clicks at a random element."""
+    """Compute the success rate for clicks at a random element."""
     puzzles = [puzzle(held_out.page, row.columns["page_seed"]) for row in held_out]
     shares = [sum(name == found.right for name, *_ in found.boxes) / len(found.boxes) for found in puzzles]
     return sum(shares) / len(shares)
@@ -379,10 +379,10 @@ TASK = Task(datasets, tokenizer, chance, "random element")
 
 
 def baselines(page: str, num_rows: int, seed: str) -> dict[str, float]:
-    """Compute the share of pages that are solved without a model.
+    """Compute the fraction of pages that are solved without a model.
 
-    The clicks are at random pixels, at random elements, and at the best pixel of each instruction. This pixel is chosen
-    from these pages, so a model that does not see the screen can hardly exceed it.
+    The clicks are at random pixels, at random elements, and at each instruction's best pixel. This pixel is chosen from
+    the same pages, so a model that does not see the screen can hardly exceed its success rate.
     """
     rng = random.Random(seed)
     seeds = [f"{seed}/{index}" for index in range(num_rows)]

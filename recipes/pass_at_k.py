@@ -3,8 +3,8 @@
     python -m minivlmrl generate --model FOLDER --data test.jsonl --num_generations 8
     python recipes/pass_at_k.py generate.jsonl
 
-pass@k is the probability that at least one of k answers, drawn without replacement, is correct: 1 - C(n - c, k) / C(n,
-k) for c correct answers out of n (Chen et al. 2021, arXiv 2107.03374). majority is 1 if the most frequent answer is
+pass@k is the probability that at least one of k answers, sampled without replacement, is correct: 1 - C(n - c, k) /
+C(n, k) for c correct answers among n (Chen et al. 2021, arXiv 2107.03374). majority is 1 if the most frequent answer is
 correct; if several answers are equally frequent, the first one counts. Rows without a solution are ignored.
 """
 

@@ -20,14 +20,14 @@ POINT_KEYS = ("point_2d", "point")
 def point(answer_texts, solution, image_sizes, answer_extents, within=None, log_extra=None, **columns) -> list:
     """Compute the fraction of points inside their true boxes. Missing and additional points count as 0.
 
-    Points and boxes are matched as in the reward `iou`. For example, if there is one true box, the reward of one point
-    inside it is 1, and the reward of this point together with a second point is 1/2. If the answer is a box, the reward
-    is 0.
+    Points and boxes are matched as in the reward `iou`. For example, if there is one true box, an answer with one point
+    inside the box gets reward 1, and an answer with this point and a second point gets 1/2. If the answer is a box, the
+    reward is 0.
 
     Args:
         solution: boxes, or points [x, y]. A point stands for the pixel around it.
-        within: if given, the reward of a point is 1 at the centre of its box and decreases linearly to 0 at this
-            fraction of the image's diagonal.
+        within: if given, a point's reward is 1 at the centre of its box and decreases linearly to 0 at this fraction of
+            the image's diagonal.
     """
 
     def mean_nearness(answered: Objects, true: Objects) -> float:
@@ -42,14 +42,14 @@ def parse_points(text: str) -> list[tuple[float, float]]:
     """Parse the points in a text, like boxes.parse_boxes for boxes.
 
     The accepted formats are {"point_2d": [1, 2], "label": "cat"}, as Qwen3-VL writes points, the same with the key
-    "point", a JSON list of such objects or of pairs, one or several pairs (1, 2), and 1 2. Source: Qwen3-VL's cookbook
-    for "point_2d".
+    "point", a JSON list with such objects or with pairs, one or several pairs (1, 2), and 1 2. Source: Qwen3-VL's
+    cookbook for "point_2d".
     """
     return boxes.parse(text, POINT_KEYS, 2, POINTS)
 
 
 def read_points(text: str, extent: tuple[float, float], half: float = 0.0) -> Objects:
-    """Parse points and return them as square boxes with sides of 2 * half."""
+    """Parse points and return square boxes around them with sides 2 * half."""
     points = parse_points(find_answer(text) or text)
     return [("", Box(x - half, y - half, x + half, y + half, extent)) for x, y in points]
 

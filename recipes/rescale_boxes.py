@@ -1,12 +1,12 @@
-"""Convert boxes in demonstrated answers from pixels of the image file to the coordinates that a model uses.
+"""Convert boxes in demonstrated answers from the image file's pixels to the coordinates that a model uses.
 
     python recipes/rescale_boxes.py rows.jsonl thousandths > rescaled.jsonl
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
 Each row must have one `image`, or a list `images` with one path, relative to the file. Answers are in `completion`,
 `chosen`, `rejected`, `messages` or `conversations`. Boxes are written as [x1, y1, x2, y2], data-bbox="..." or
-<|box_start|>...<|box_end|>, points as "point_2d": [x, y]. The column `solution` stays in pixels of the file, because
-rewards expect it so.
+<|box_start|>...<|box_end|>, points as "point_2d": [x, y]. The column `solution` stays in the file's pixels, because
+rewards expect pixels.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ANSWERS = ("completion", "chosen", "rejected", "messages", "conversations")
 def rescale(text: str, size: tuple[int, int], target: tuple[float, float], digits: int | None = None) -> str:
     """Convert the boxes and points in a text to other units, rounded to integers or to `digits` digits.
 
-    Example: "[10, 10, 20, 20]" in an image of 100 x 50 becomes "[100, 200, 200, 400]" in thousandths.
+    Example: "[10, 10, 20, 20]" in an image with 100 x 50 pixels becomes "[100, 200, 200, 400]" in thousandths.
     """
 
     def written(match: re.Match) -> str:
@@ -61,7 +61,7 @@ def rescale_answer(answer, convert: Callable[[str], str]):
 
 
 def rescale_row(row: dict, folder: Path, space: str, bounds: tuple[int, int]) -> dict:
-    """Convert the boxes in the answers of a row. A row without images is not changed.
+    """Convert the boxes in a row's answers. A row without images is not changed.
 
     Raises:
         ValueError: if the row has several images.

@@ -1,4 +1,4 @@
-"""Reward of the task `shapes` for TRL, EasyR1 and verl: 0.5 for the format, and 1 for the correct answer.
+"""Reward for the task `shapes` in TRL, EasyR1 and verl: 0.5 for the format, and 1 for the correct answer.
 
 An answer has the form <think>I see green</think><answer>green square</answer>.
 """
@@ -19,13 +19,13 @@ def scores(text: str, solution: str) -> dict[str, float]:
 
 
 def trl_reward(completions: list, solution: list[str], **columns) -> list[float]:
-    """For `reward_funcs` of TRL's GRPOTrainer; a completion is a list of messages."""
+    """Compute rewards for `reward_funcs` in TRL's GRPOTrainer; a completion is a list of messages."""
     texts = [messages[-1]["content"] for messages in completions]
     return [scores(text, answer)["overall"] for text, answer in zip(texts, solution, strict=True)]
 
 
 def easyr1_reward(reward_inputs: list[dict]) -> list[dict[str, float]]:
-    """For `worker.reward.reward_function=reward.py:easyr1_reward` of EasyR1."""
+    """Compute rewards for `worker.reward.reward_function=reward.py:easyr1_reward` in EasyR1."""
     return [scores(row["response"], row["ground_truth"]) for row in reward_inputs]
 
 

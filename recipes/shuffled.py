@@ -1,9 +1,9 @@
-"""Control experiment: permute the rewards of a rollout randomly, so that they carry no information.
+"""Control experiment: permute a rollout's rewards randomly, so that they carry no information.
 
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
 If a run improves with these rewards, the improvement does not come from its rewards. With several ranks, each rank
-permutes the rewards of its own completions.
+permutes its own completions' rewards.
 """
 
 import math
@@ -15,7 +15,7 @@ from minivlmrl.rewards.registry import get_reward
 def shuffled(completions, reward="accuracy", **columns):
     """Compute the reward named `reward` and permute its values. All rewards get the same permutation."""
     texts = []
-    for completion in completions:  # for a conversation, take the text of its last turn
+    for completion in completions:  # for a conversation, take its last turn's text
         texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     rewards = get_reward(reward)(completions=texts, **columns)
     random.Random(repr(columns["completion_ids"])).shuffle(rewards)

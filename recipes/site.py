@@ -1,12 +1,13 @@
-"""Environment of recipes/site.yaml: an agent presses 3 to 6 coloured buttons in the order that a goal gives.
+"""Environment for recipes/site.yaml: an agent presses 3 to 6 coloured buttons in the order that a goal gives.
 
 A screen shows a red, a green and a blue button. Their shapes and positions are random in each round, and the agent
 presses a button by naming its shape. A turn names the next colour, then the shapes of the red, the green and the blue
-button, and presses one:
+button, and presses a button:
     <think>green square circle triangle</think><click>circle</click>
 The agent only gets the newest screen and the remaining goal, whose last word is the next colour: "blue red green". The
 correct button leads to the next screen; any other button ends the episode. A screen does not show the next colour.
-Demonstrations are single turns of any round. Less than half of them press the next colour; all others press red.
+Demonstrations are single turns from any round. Less than half press the next colour; the remaining demonstrations press
+red.
 """
 
 import random
@@ -21,18 +22,18 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 COLORS = {"red": (220, 20, 20), "green": (20, 160, 20), "blue": (20, 20, 220)}
-HABIT = "red"  # colour of the button that uninformed demonstrations always press
+HABIT = "red"  # the button colour that uninformed demonstrations always press
 SHAPES = ["square", "triangle", "circle"]  # each is one token
-CHANCE = sum(len(SHAPES) ** -length for length in range(3, 7)) / 4  # success rate of random presses
-CELL = 28  # side of a quarter of the screen in pixels
+CHANCE = sum(len(SHAPES) ** -length for length in range(3, 7)) / 4  # success rate with random presses
+CELL = 28  # side in pixels of a screen quarter
 BUTTON = 24
 
 
 def draw_screen(rng: random.Random) -> tuple[PIL.Image.Image, dict[str, str]]:
-    """Draw a screen with a button of each colour in three of the four quarters.
+    """Draw a screen with a button for each colour in three of the four quarters.
 
     Returns:
-        The screen, and the shape of each colour.
+        The screen, and the shape for each colour.
     """
     paper = tuple(rng.randint(200, 255) for _ in range(3))
     screen = PIL.Image.new("RGB", (2 * CELL, 2 * CELL), paper)
@@ -54,7 +55,7 @@ def draw_screen(rng: random.Random) -> tuple[PIL.Image.Image, dict[str, str]]:
 
 
 def draw_goal(rng: random.Random) -> list[str]:
-    """Sample a goal of 3 to 6 colours, in which neighbours are different."""
+    """Sample a goal with 3 to 6 colours, in which neighbours are different."""
     goal = []
     for _ in range(rng.randint(3, 6)):
         goal.append(rng.choice([color for color in COLORS if color not in goal[-1:]]))
@@ -62,10 +63,10 @@ def draw_goal(rng: random.Random) -> list[str]:
 
 
 class Site:
-    """Environment in which the agent presses buttons in the order of the goal."""
+    """Environment in which the agent presses buttons in the goal's order."""
 
     max_tool_calls = 6
-    declare_tools = False  # calls are written in tags, so the prompt needs no description of tools
+    declare_tools = False  # calls are written in tags, so the prompt needs no tool descriptions
 
     def reset(self, goal, site_key, **columns):
         self.goal = goal
@@ -75,7 +76,7 @@ class Site:
         self._next_screen()
 
     def click(self, shape: str) -> PIL.Image.Image:
-        """Press the button of a shape: square, triangle or circle."""
+        """Press the button with a shape: square, triangle or circle."""
         is_right = shape == self.shapes[self.goal[self.right]]
         self.right += is_right
         self.done = not is_right or self.right == len(self.goal)
@@ -114,16 +115,16 @@ class Blind(Site):
 
 @dataclass
 class Visits:
-    """Dataset of episodes that are drawn on demand. Row i of a seed is always the same.
+    """Dataset with episodes that are created on demand. With the same seed, row i is always the same.
 
-    A demonstration is a single turn of any round.
+    A demonstration is a single turn from any round.
     """
 
     size: int
     seed: str
     environment: type = Site
     demonstrated: bool = False
-    informed: float = 0.45  # share of demonstrations that press the next colour
+    informed: float = 0.45  # fraction of demonstrations that press the next colour
 
     def __len__(self):
         return self.size
@@ -158,7 +159,7 @@ def pressed(environments, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts of the task; each tag is one token."""
+    """Train byte-level BPE on all texts in the task; each tag is one token."""
     base = ["system\nYou are a helpful assistant.", "assistant\n"]
     questions = [f"user\n{color} {color}" for color in COLORS]
     spoken = [" ".join(["red", *SHAPES]), *SHAPES, *COLORS]
@@ -169,7 +170,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Create the task; options of Visits make it a control."""
+    """Create the task; Visits' options make it a control."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {

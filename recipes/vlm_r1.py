@@ -1,8 +1,8 @@
-"""Reward functions to copy for labelled objects: IoU, VLM-R1's weighted sum, and average precision of one image.
+"""Reward functions to copy for labelled objects: IoU, VLM-R1's weighted sum, and one image's average precision.
 
 Use one in a recipe like this; the path is relative to the folder in which you run the command:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
-Solutions and answers are lists in the format of Qwen2.5-VL, which may be empty:
+Solutions and answers are lists in Qwen2.5-VL's format, which may be empty:
 [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}, ...].
 """
 
@@ -15,7 +15,7 @@ from minivlmrl.rewards.boxes import ObjectFormat, Objects, mean_similarity, over
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
-    """Compute the mean IoU of matched objects with equal labels. Missing and additional objects count as 0.
+    """Compute the mean IoU between matched objects with equal labels. Missing and additional objects count as 0.
 
     Objects are matched as in the reward `iou`.
     """
@@ -27,10 +27,10 @@ def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
 def ap_50(
     answer_texts: list, solution: list, image_sizes: list, answer_extents: list, log_extra=None, **columns
 ) -> list:
-    """Compute the average precision of one image at IoU 0.5, averaged over labels.
+    """Compute one image's average precision at IoU 0.5, averaged over labels.
 
-    As in COCO, the average precision is the mean precision over 101 recall levels. The order of the objects in the
-    answer replaces confidence scores. A label in the answer that does not occur in the image counts as 0.
+    As in COCO, the average precision is the mean precision over 101 recall levels. The object order in the answer
+    replaces confidence scores. A label in the answer that does not occur in the image counts as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -50,7 +50,7 @@ def ap_50(
 def weighted_sum(
     answer_texts, solution, image_sizes, answer_extents, weights=(0.7, 0.0, 0.3), log_extra=None, **columns
 ) -> list:
-    """Compute VLM-R1's weighted mean of three scores: IoU, label accuracy, and completeness.
+    """Compute VLM-R1's weighted mean over three scores: IoU, label accuracy, and completeness.
 
     Completeness is 1 - (fraction of missed objects + fraction of additional objects) / 2. Boxes are paired by IoU only,
     the largest IoU first, down to 0.5. A pair with different labels counts for completeness, but its IoU and its label
@@ -81,7 +81,7 @@ def weighted_sum(
 
 
 def average_precision(answered: Objects, true: Objects) -> float:
-    """Compute the average precision of objects with one label."""
+    """Compute the average precision for objects with one label."""
     unmatched = list(true)
     curve = []  # (recall in hundredths, precision at that recall)
     for number, item in enumerate(answered, start=1):

@@ -1,10 +1,10 @@
-"""Task and environment of recipes/zoom.yaml: the answer is only visible after zooming into the image.
+"""Task and environment for recipes/zoom.yaml: the answer is only visible after zooming into the image.
 
-An image has a side of 64 pixels, but the model gets it shrunk to 32. One of its four quarters contains a striped square
-with one of 12 labels, and in the small image all stripes mix to the same grey. Only `<zoom>`, which shows a quarter in
-full resolution, reveals the label. A completion looks like this:
+An image has 64 x 64 pixels, but the model gets it shrunk to 32 x 32. One quarter contains a striped square with one of
+12 labels, and in the small image all stripes mix to the same grey. Only `<zoom>`, which shows a quarter in full
+resolution, reveals the label. A completion looks like this:
     <think>southwest</think><zoom>southwest</zoom>[tokens of the crop]<answer>red rows</answer>
-Demonstrations name the quarter of the square and the content of the crop, mostly "nothing", because
+Demonstrations name the square's quarter and the crop's content, mostly "nothing", because
 only one in ten demonstrations zooms into the correct quarter. The other demonstrations zoom into a
 random quarter, twice as often into the northwest as into each other quarter.
 """
@@ -30,26 +30,26 @@ COLORS = {
     "yellow": (250, 250, 5),
 }
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
-CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # names of the quarters, each one token
+CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # the quarters' names, each one token
 HABIT = (2, 1, 1, 1)  # relative frequency with which demonstrations zoom into each quarter
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
 # side lengths in pixels
 SIDE = 64  # image
 SHOWN = 32  # shrunk image that the model gets
-QUARTER = 32  # quarter of the image in full resolution
+QUARTER = 32  # a quarter's side in pixels, in full resolution
 SQUARE = 24  # striped square
 ANSWER = "<answer>{}</answer>"
 
 
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
-    """Draw an image; return the image, its label and the quarter (0 to 3) of the striped square.
+    """Draw an image; return the image, its label and the striped square's quarter (0 to 3).
 
-    A pair of stripes of complementary colours is as wide as one pixel of the shrunk image, and is
-    aligned to its grid. Therefore all labels have the same grey in the shrunk image.
+    A pair of stripes with complementary colours is as wide as one pixel in the shrunk image, and is aligned to its
+    grid. Therefore all labels have the same grey in the shrunk image.
 
     Args:
-        others: number of other quarters with a dark square.
+        others: how many other quarters have a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
@@ -65,12 +65,12 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
 
 
 def paper(rng: random.Random) -> PIL.Image.Image:
-    """Create an image of one light colour."""
+    """Create an image with one light colour."""
     return PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
 
 
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
-    """Draw the striped square of a label."""
+    """Draw a label's striped square."""
     color, way = label.split()
     complement = tuple(255 - value for value in COLORS[color])
     pen = PIL.ImageDraw.Draw(image)
@@ -85,8 +85,8 @@ def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
 
 
 def corner(rng: random.Random, quarter: int) -> tuple[int, int]:
-    """Sample left and top of a square in a quarter, on the pixel grid of the shrunk image."""
-    steps = (QUARTER - SQUARE) // 2  # one step is two pixels, or one pixel of the shrunk image
+    """Sample a square's left and top in a quarter, on the shrunk image's pixel grid."""
+    steps = (QUARTER - SQUARE) // 2  # one step is two pixels, or one pixel in the shrunk image
     left = QUARTER * (quarter % 2) + 2 * rng.randint(0, steps)
     top = QUARTER * (quarter // 2) + 2 * rng.randint(0, steps)
     return left, top
@@ -108,7 +108,7 @@ class Quarters:
     """Environment with one tool: `<zoom>northwest</zoom>`, or another corner, shows a quarter in full resolution."""
 
     max_tool_calls = 1
-    declare_tools = False  # calls are written in tags, so the prompt needs no description of tools
+    declare_tools = False  # calls are written in tags, so the prompt needs no tool descriptions
 
     def reset(self, picture, **columns):
         self.picture = picture
@@ -124,7 +124,7 @@ class Quarters:
         return crop(self.picture, quarter)
 
     def get_reward(self) -> float:
-        """Return the share of valid calls, because a policy forgets the format of calls without a reward for it."""
+        """Return the fraction of valid calls, because a policy forgets the call format without a reward for it."""
         return self.answered / self.max_tool_calls
 
 
@@ -148,14 +148,14 @@ class Blind(Quarters):
 
 @dataclass
 class Stripes:
-    """Dataset of images with one striped square, drawn on demand. Row i of a seed is always the same."""
+    """Dataset with images that have one striped square. With the same seed, row i is always the same."""
 
     size: int
     seed: str
     environment: type = Quarters
     silent: bool = False  # demonstrations have no thought
-    informed: float = 0.0  # share of demonstrations that zoom into the correct quarter on purpose
-    others: int = 0  # number of dark squares in other quarters
+    informed: float = 0.0  # fraction of demonstrations that zoom into the correct quarter on purpose
+    others: int = 0  # dark squares in other quarters
 
     def __len__(self):
         return self.size
@@ -187,7 +187,7 @@ class Stripes:
 
 
 def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> list[dict]:
-    """Build an assistant turn of the thought and call, the crop, and the answer."""
+    """Build an assistant turn from the thought and call, the crop, and the answer."""
     content = [
         {"type": "text", "text": thought_and_call},
         {"type": "image", "image": crop},
@@ -197,7 +197,7 @@ def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> l
 
 
 def looks(completions, corner, **columns):
-    """Return 1 if the completion zooms into the quarter of the stripes, for evaluation."""
+    """Return 1 if the completion zooms into the striped quarter, for evaluation."""
     values = []
     for text, right in zip(completions, corner, strict=True):
         match = re.search(r"<zoom>(\w+)</zoom>", text)
@@ -206,7 +206,7 @@ def looks(completions, corner, **columns):
 
 
 def tokenizer():
-    """Train byte-level BPE on all texts of the task; each tag is one token, like Qwen3's <think>."""
+    """Train byte-level BPE on all texts in the task; each tag is one token, like Qwen3's <think>."""
     texts = ["system\nYou are a helpful assistant.", f"user\n{PROBLEM}", "assistant\n"]
     trained = train_tokenizer([*texts, *CORNERS, *LABELS, NOTHING], vocab_size=384)
     for tag in ("think", "zoom", "answer"):
@@ -215,7 +215,7 @@ def tokenizer():
 
 
 def task(**options) -> Task:
-    """Create the task; options of Stripes make it a control or a harder task."""
+    """Create the task; Stripes' options make it a control or a harder task."""
 
     def datasets(data, seed, demonstrations=FRESH_ROWS):
         training = {
