@@ -1,4 +1,4 @@
-"""What a cell is, how two results are compared, and what is said about a family of cells. Knows nothing of TRL."""
+"""Define cells, compare their two results, and summarise each family of cells. This file does not use TRL."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,18 +20,18 @@ Result = dict[str, Tensor]  # names of metrics begin with "metric "
 
 @dataclass
 class Cell:
-    """One question that both sides answer: a loss, its options and a batch."""
+    """A comparison between our result and TRL's: a loss, its options and a batch."""
 
-    family: str  # the row of the table
+    family: str  # the table row
     name: str  # its options, unique in the family
     ours: Callable[[], Result]
     theirs: Callable[[], Result]  # imports TRL only when it is called
-    tolerance: float = 1e-10  # of value and gradient, relative to the larger of 1 and TRL's largest entry
+    tolerance: float = 1e-10  # for value and gradient, relative to max(1, TRL's largest entry)
 
 
 @dataclass
 class Question:
-    """A cell as families.yaml has it: options, the kind and the seed of its batch, and what only TRL is told."""
+    """A cell as in families.yaml: options, the batch's kind and seed, and options that only TRL gets (`asked`)."""
 
     family: str
     options: dict
@@ -46,7 +46,7 @@ class Question:
 
 
 def questions(kind: str) -> Iterator[Question]:
-    """The cells of a section of families.yaml."""
+    """Yield the cells in a section of families.yaml."""
     for row in FAMILIES[kind]:
         for options, (batch, seeds) in product(grid(**row["options"]), row.get("batches", {"plain": 2}).items()):
             for seed in range(seeds) if isinstance(seeds, int) else seeds:
@@ -54,14 +54,14 @@ def questions(kind: str) -> Iterator[Question]:
 
 
 def grid(**choices) -> list[dict]:
-    """All choices of options; a map is several: grid(a=(1, 2), more=[{"b": 3}]) is [{"a": 1, "b": 3}, ...]."""
+    """Return all option combinations; values can be maps: grid(a=(1, 2), more=[{"b": 3}]) is [{"a": 1, "b": 3}, ...]"""
     of = [[x if isinstance(x, dict) else {name: x} for x in values] for name, values in choices.items()]
     return [dict(chain(*(part.items() for part in parts))) for parts in product(*of)]
 
 
 @dataclass
 class Outcome:
-    """What became of one cell."""
+    """The result of comparing one cell."""
 
     name: str
     agrees: bool
@@ -71,23 +71,23 @@ class Outcome:
 
 @dataclass
 class Row:
-    """What became of a family."""
+    """The summary of a family."""
 
     family: str
     cells: int
-    agrees: bool  # all of them
-    error: float  # the worst
+    agrees: bool  # whether all cells agree
+    error: float  # the largest error
     verdict: str
     example: str = ""  # the cell that differs most
 
 
 def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",), tolerance=1e-10) -> Cell:
-    """A cell about (loss, metrics), which both sides compute from the batch, and the gradients to its `leaves`."""
+    """Create a cell that compares the loss, the metrics, and the gradients with respect to the batch's `leaves`."""
 
     def answer(loss_of: Callable) -> Result:
         given = {leaf: batch[leaf].clone().requires_grad_() for leaf in leaves}
         loss, metrics = loss_of(batch | given)
-        gradients = [torch.zeros_like(leaf) for leaf in given.values()]  # of a loss that depends on no leaf
+        gradients = [torch.zeros_like(leaf) for leaf in given.values()]  # for a loss that depends on no leaf
         if loss.requires_grad:
             gradients = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
         result = {f"d loss / d {leaf}": gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
@@ -98,7 +98,7 @@ def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",
 
 
 def ask(cell: Cell) -> Outcome:
-    """Ask TRL about a cell and compare; metrics count where both sides have them."""
+    """Compute both results for a cell and compare them; metrics are compared if both sides have them."""
     ours, theirs = cell.ours(), cell.theirs()
     errors = {name: distance(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
     metrics = {name: errors.pop(name) for name in [*errors] if name.startswith("metric ")}
@@ -111,7 +111,7 @@ def ask(cell: Cell) -> Outcome:
 
 
 def judge(family: str, outcomes: list[Outcome]) -> Row:
-    """One row of the table from the outcomes of a family's cells."""
+    """Create a table row from the outcomes of a family's cells."""
     wrong, total = [outcome for outcome in outcomes if not outcome.agrees], len(outcomes)
     worst = max(wrong or outcomes, key=lambda o: o.error)
     if not wrong:
@@ -122,12 +122,12 @@ def judge(family: str, outcomes: list[Outcome]) -> Row:
 
 
 def digits(error: float) -> int:
-    """Decimal digits to which two numbers agree: 3e-12 -> 11; at most 16, those of a float64."""
+    """Return the decimal digits to which two numbers agree: 3e-12 -> 11; at most 16, the digits of a float64."""
     return 16 if error < 1e-16 else math.floor(-math.log10(error))
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Write the rows as lines."""
+    """Format the rows as lines."""
     lines = []
     for row in rows:
         lines.append(f"{row.family:40}{row.cells:5}  {row.verdict}")
@@ -136,7 +136,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def summary(rows: list[Row]) -> str:
-    """Count how the families ended."""
+    """Count the families that agree and differ."""
     differ = sum(not row.agrees for row in rows)
     ends = f"{len(rows) - differ} agree" + f", {differ} differ" * bool(differ)
     return f"{len(rows)} families, {sum(row.cells for row in rows)} cells: {ends}"

@@ -1,10 +1,10 @@
-"""All cells: every loss and option of ours that TRL has too."""
+"""All cells: every loss and option that both minivlmrl and TRL have."""
 
 from tests.parity import policy_cells as policy
 from tests.parity import preference_cells as preference
 from tests.parity.compare import Cell, questions
 
-CELLS = {  # a section of families.yaml: what makes a cell of it
+CELLS = {  # section of families.yaml: function that creates a cell from an entry
     "policy": policy.grpo_cell, "together": policy.together_cell, "advantages": policy.advantages_cell,
     "rloo": policy.rloo_advantages_cell, "correction": policy.correction_cell, "overlong": policy.overlong_cell,
     "dpo": preference.dpo_cell, "kto": preference.kto_cell, "sft": preference.sft_cell,
@@ -13,7 +13,7 @@ CELLS = {  # a section of families.yaml: what makes a cell of it
 
 
 def families() -> dict[str, list[Cell]]:
-    """The cells by family, the rows of the table in order."""
+    """Return the cells by family, in the order of the table rows."""
     table: dict[str, list[Cell]] = {}
     for kind, cell in CELLS.items():
         for question in questions(kind):

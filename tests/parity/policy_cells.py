@@ -1,6 +1,6 @@
-"""Cells of the policy-gradient losses, of advantages and of the sampler's correction: batches, grids, and our call.
+"""Cells for policy-gradient losses, advantages and the sampler correction: batches, and calls to our functions.
 
-A batch comes from a seed alone. The names of options are ours, which are TRL's but for NAMES_OF_TRL.
+A batch depends only on its seed. Options have our names, which equal TRL's names except for NAMES_OF_TRL.
 """
 
 import random
@@ -18,19 +18,19 @@ from policy_by_hand import loss_of
 
 NAMES_OF_TRL = {"epsilon_low": "epsilon", "accumulation": "gradient_accumulation_steps", "processes": "num_processes"}
 MASKED = {"a row masked": (1,), "all rows masked": (0, 1, 2, 3)}
-B, T, MAX_LENGTH, ITEMS = 4, 6, 9, 50  # ITEMS: completion tokens of the generation batch on all processes
+B, T, MAX_LENGTH, ITEMS = 4, 6, 9, 50  # ITEMS: completion tokens in the generation batch on all processes
 WEIGHTS = [0.5, 1.0]
 
 
 def trl(question: str, *arguments, **options):
-    """Ask the oracle, which imports TRL only now."""
+    """Call a function in trl_oracle.py; the import is here, so that TRL is imported only when a cell is computed."""
     from tests.parity import trl_oracle
 
     return getattr(trl_oracle, question)(*arguments, **options)
 
 
 def policy_batch(seed: int, old: bool = True, empty=(), by_token: bool = False) -> dict[str, Tensor | None]:
-    """Ratios well outside the clip range, rows of 1 to T tokens (0 in `empty`), advantages of both signs and a zero."""
+    """Create rows with 1 to T tokens (0 in `empty`), ratios far outside the clip range, and mixed-sign advantages."""
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     logps = -normal(B, T).abs() - 0.1
@@ -46,9 +46,9 @@ def policy_batch(seed: int, old: bool = True, empty=(), by_token: bool = False) 
 
 
 def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_generation=None, **options):
-    """grpo_loss, with what TRL's options ask for.
+    """Compute grpo_loss with the totals that follow from TRL's options.
 
-    TRL averages gradients over processes and adds them up over accumulation steps, so its divisors are shares of ours.
+    TRL averages gradients over processes and sums them over accumulation steps, so its divisors are fractions of ours.
     """
     share = accumulation / (steps_per_generation or accumulation) / processes
     totals = {"sequences": B * accumulation, "tokens": ITEMS * share, "max_completion_length": MAX_LENGTH}
@@ -56,7 +56,7 @@ def our_loss(batch: dict, accumulation: int = 1, processes: int = 1, steps_per_g
 
 
 def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
-    """A batch as families.yaml names it."""
+    """Create a batch from its kind in families.yaml."""
     batch = policy_batch(seed, kind != "no old", MASKED.get(kind, ()), "advantages (B, T)" in kind)
     logps, far = batch["per_token_logps"], re.match(r"far off by (\d+)", kind)
     if kind == "tied entropies":
@@ -75,7 +75,7 @@ def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
 
 
 def grpo_cell(q: Question) -> Cell:
-    """GRPOTrainer._compute_loss."""
+    """Create a cell for GRPOTrainer._compute_loss."""
     told = {NAMES_OF_TRL.get(name, name): value for name, value in q.options.items()} | q.asked
     ours = partial(our_loss, **q.options, **({"loss_type": "rloo"} if q.asked.get("kind") == "RLOO" else {}))
     sides = ours, partial(trl, "grpo_loss", items=ITEMS, max_completion_length=MAX_LENGTH, **told)
@@ -83,7 +83,7 @@ def grpo_cell(q: Question) -> Cell:
 
 
 def together_cell(q: Question) -> Cell:
-    """Many options at once, drawn at random: the order in which they are applied."""
+    """Create a cell with many randomly chosen options at once, because their order of application matters."""
     draw = random.Random(q.seed)
     options = {name: draw.choice(values) for name, values in q.asked.items()}
     kind = "advantages (B, T)" if draw.random() < 0.3 else "plain"
@@ -93,7 +93,7 @@ def together_cell(q: Question) -> Cell:
 
 
 def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
-    """Rewards of 0, 1/2 and 1, (n, 2) float32, a share of them NaN."""
+    """Create rewards (n, 2) with the values 0, 1/2 and 1 in float32; the fraction `missing` is NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 3, (n, 2), generator=generator).float() / 2
     values[torch.rand(n, 2, generator=generator) < missing] = torch.nan
@@ -101,7 +101,7 @@ def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
 
 
 def advantages_cell(q: Question) -> Cell:
-    """Over the sum of rewards, by scale, and GDPO. TRL works on float32 rewards, so these agree to float32's digits."""
+    """Create a cell for advantages (or GDPO). TRL computes them with float32 rewards, hence the larger tolerance."""
     rewards, size = random_rewards(q.seed, missing=q.options["missing"]), q.options["num_generations"]
 
     def ours() -> Result:
@@ -118,7 +118,7 @@ def advantages_cell(q: Question) -> Cell:
 
 
 def rloo_advantages_cell(q: Question) -> Cell:
-    """Rewards are clipped, then pay for the KL of their completion, then are held against the others of the group."""
+    """Create a cell: clip rewards, subtract the completion's KL, and compare with the rest of the group."""
     size, beta, normalize, clip, missing = q.options.values()
     rewards, batch = random_rewards(q.seed, n=B * 2, missing=missing), policy_batch(q.seed)
     old, ref, mask = (
@@ -135,7 +135,7 @@ def rloo_advantages_cell(q: Question) -> Cell:
 
 
 def correction_cell(q: Question) -> Cell:
-    """The ratio between trainer and sampler; TRL keeps the sampler's log-probabilities in float32."""
+    """Create a cell for the ratio between trainer and sampler; TRL keeps the sampler's log-probabilities in float32."""
     batch = policy_batch(q.seed)
     old, mask, lengths = batch["old_per_token_logps"], batch["mask"], batch["mask"].sum(1).long().tolist()
     sampling = (old + 0.3 * (batch["ref_per_token_logps"] - old)).float()
@@ -149,7 +149,7 @@ def correction_cell(q: Question) -> Cell:
 
 
 def overlong_cell(q: Question) -> Cell:
-    """The punishment of a completion's length, which is a number."""
+    """Create a cell for the penalty on a completion's length, which is a number."""
     inputs, name = (q.options["tokens"], 100, q.options["cache"]), "soft_overlong_punishment"
     sides = partial(getattr(grpo_trainer, name), *inputs), partial(trl, name, *inputs)
     return Cell(q.family, q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))

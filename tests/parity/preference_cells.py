@@ -1,4 +1,4 @@
-"""Cells of what learns from demonstrations and preferences: SFT, DPO and its family, KTO, the reward model."""
+"""Cells for learning from demonstrations and preferences: SFT, DPO and its variants, KTO, and the reward model."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tests.parity.policy_cells import T, policy_batch, trl
 
 
 def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Pairs (3, 2, T) with answers of 1 to T tokens."""
+    """Create pairs (3, 2, T) with 1 to T tokens per answer."""
     generator, shape = torch.Generator().manual_seed(seed), (3, 2, T)
     logps = -torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 0.05
     ref = logps + 0.6 * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -22,15 +22,16 @@ def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str,
 
 
 def dpo_cell(q: Question) -> Cell:
-    """DPOTrainer._compute_loss.
+    """Create a cell for DPOTrainer._compute_loss.
 
-    In TRL alpha_divergence knows no float64 (so the batch is float32), and exo_pair's label_smoothing is float32. It
-    ignores that of sigmoid: a share e of pairs is exchanged for it.
+    TRL's alpha_divergence does not support float64 (so the batch is float32), and its exo_pair label_smoothing is
+    float32. For the loss sigmoid, TRL ignores label_smoothing e. There the oracle computes (1 - e) times the loss plus
+    e times the loss with chosen and rejected exchanged.
     """
     single, given = q.options.get("f_divergence_type") == "alpha_divergence", {}
     batch = preference_batch(q.seed, torch.float32 if single else torch.float64)
-    if "use_weighting" in q.options:  # of the oracle's two tokens, p and 1 - p
-        batch["per_token_logps"] *= 0.1 if q.seed % 2 else 1.0  # likely tokens: a weight over 1
+    if "use_weighting" in q.options:  # for the oracle's two tokens, p and 1 - p
+        batch["per_token_logps"] *= 0.1 if q.seed % 2 else 1.0  # likely tokens have a weight over 1
         p = batch["per_token_logps"].exp()
         given = {"log_sum_sq_probs": (p.square() + (1 - p).square()).log()}
 
@@ -56,7 +57,7 @@ def dpo_cell(q: Question) -> Cell:
 
 
 def kto_cell(q: Question) -> Cell:
-    """KTOTrainer._compute_loss: the KL is measured on the same tokens with another mask."""
+    """Create a cell for KTOTrainer._compute_loss; the KL is measured on the same tokens with another mask."""
 
     def ours(batch: dict):
         kl = preference.kto_kl(batch["per_token_logps"], batch["ref_per_token_logps"], batch["kl_mask"])
@@ -70,7 +71,7 @@ def kto_cell(q: Question) -> Cell:
 
 
 def sft_cell(q: Question) -> Cell:
-    """SFTTrainer.compute_loss with and without num_items_in_batch, the tokens of the step on all processes."""
+    """Create a cell for SFTTrainer.compute_loss, with or without num_items_in_batch (tokens on all processes)."""
     items, processes = q.options["items"], q.options["num_processes"]
     kind = q.options["loss_type"].removeprefix("chunked_")
     normalizer = None if items is None else SimpleNamespace(tokens=items / processes)
@@ -82,7 +83,7 @@ def sft_cell(q: Question) -> Cell:
 
 
 def reward_cell(q: Question) -> Cell:
-    """RewardTrainer.compute_loss."""
+    """Create a cell for RewardTrainer.compute_loss."""
     center = q.options["center_rewards_coefficient"]
 
     def ours(batch: dict):

@@ -1,4 +1,4 @@
-"""Every loss and option of ours against TRL, cell by cell; test_parity.py holds them to recorded numbers."""
+"""Compare every loss and option with TRL, cell by cell; test_parity.py compares them with recorded numbers."""
 
 from dataclasses import asdict
 

@@ -1,7 +1,7 @@
-"""Asks the real methods of TRL's trainers for losses, gradients and advantages, with no model and no training run.
+"""Compute losses, gradients and advantages with the real methods of TRL's trainers, without a model or a training run.
 
-A trainer is made without __init__; what its methods read is set from a real config, and its forward pass is replaced by
-given log-probabilities. Import this file inside functions.
+A trainer is created without __init__. The attributes that its methods read are set from a real config, and its forward
+pass returns given log-probabilities. Import this file inside functions.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from transformers import TrainingArguments
 from tests.parity.compare import FAMILIES
 
 VERSION = trl.__version__
-Loss = tuple[Tensor, dict[str, float]]  # a loss and what TRL logs with it
-PROMPT = 2  # tokens before an answer; their log-probabilities count for nothing
+Loss = tuple[Tensor, dict[str, float]]  # a loss and TRL's metrics
+PROMPT = 2  # tokens before an answer; their log-probabilities have no effect
 
 
 class Outputs(dict):
-    """A model's output by attribute and by name."""
+    """A model output, with access by attribute and by name."""
 
     __getattr__ = dict.get
 
@@ -57,7 +57,7 @@ class GivenLogps(torch.nn.Module):
 
 
 def bare(kind: str, num_processes: int = 1, **options):
-    """A trainer without __init__: its real config, its own options, the first of `num_processes`."""
+    """Create a trainer without __init__, with its real config, as the first process among `num_processes`."""
     trainer_class, config_class = (getattr(trl, f"{kind}{part}") for part in ("Trainer", "Config"))
     known, common = (found.__dataclass_fields__.keys() for found in (config_class, TrainingArguments))
     self = trainer_class.__new__(trainer_class)
@@ -77,14 +77,14 @@ def bare(kind: str, num_processes: int = 1, **options):
 
 @functools.cache
 def _unpacked(function, name: str) -> list[str]:
-    """The names to which a method assigns what self.<name>(...) returns: they differ by version."""
+    """Return the names to which a method assigns the results of self.<name>(...); they differ between TRL versions."""
     function = inspect.unwrap(function)
     found = re.search(rf"^ *\(?([\w,\s]+?),?\s*\)? = self\.{name}\(", inspect.getsource(function), re.MULTILINE)
     return re.findall(r"\w+", found[1])
 
 
 def _policy_trainer(kind: str, reward_weights=(1.0,), **options):
-    """A GRPOTrainer or RLOOTrainer with what both of its methods read."""
+    """Create a GRPOTrainer or RLOOTrainer with the attributes that grpo_loss and rollout need."""
     self = bare(kind, **{"per_device_train_batch_size": 4, "num_generations": 2} | options)
     args, functions = self.args, range(len(reward_weights))
     self.epsilon_low = args.epsilon
@@ -108,7 +108,7 @@ def _loss(self, method, *inputs) -> Loss:
 
 
 def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Loss:
-    """GRPOTrainer._compute_loss (or RLOOTrainer's) for one micro-batch; items: tokens of the step, all processes."""
+    """Call GRPOTrainer._compute_loss (or RLOOTrainer's) for a micro-batch; items: the step's tokens, all processes."""
     self, mask = _policy_trainer(kind, **options), batch["mask"].long()
     returned = _unpacked(self._compute_loss.__func__, "_get_per_token_logps_and_entropies")
     forward = {name: batch[name] for name in ("per_token_logps", "entropies")}
@@ -122,8 +122,9 @@ def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Los
 
 
 def rollout(rewards, kind="GRPO", logps=(None, None), completions=None, sampling=None, output="advantages", **options):
-    """What _generate_and_score_completions makes of rewards (n, K), logps (n, T) of policy and reference, completions
-    (lists of ids, 1 ends a text) and the sampler's log-probabilities (lists), under the name `output`."""
+    """Return `output` from _generate_and_score_completions for rewards (n, K), logps (n, T) under policy and reference,
+    completions (id lists, 1 ends a text) and the sampler's log-probabilities (lists).
+    """
     n = len(rewards)
     self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
     generated = {"prompt_ids_list": [[7]] * n, "completion_ids_list": completions or [[5, 1]] * n}
@@ -146,13 +147,13 @@ def rollout(rewards, kind="GRPO", logps=(None, None), completions=None, sampling
 
 
 def _sequences(mask: Tensor) -> dict[str, Tensor]:
-    """Sequences (n, PROMPT + T) with answers where the mask (n, T) is 1."""
+    """Create sequences (n, PROMPT + T) with answers where the mask (n, T) is 1."""
     answer, real = (pad(mask.long(), (PROMPT, 0), value=value) for value in (0, 1))
     return {"input_ids": torch.ones_like(answer), "attention_mask": real, "completion_mask": answer}
 
 
 def _with_models(kind: str, logps: Tensor, ref_logps: Tensor | None = None, **options):
-    """A trainer with models that give the log-probabilities (n, T) to answers after a prompt."""
+    """Create a trainer whose models return the log-probabilities (n, T) for answers after a prompt."""
     self = bare(kind, **options)
     policy, ref = (x if x is None else GivenLogps(pad(x, (PROMPT - 1, 0), value=-9.0)) for x in (logps, ref_logps))
     self.model, self.ref_model, self.precompute_ref_logps = policy.train(), ref, False
@@ -160,9 +161,9 @@ def _with_models(kind: str, logps: Tensor, ref_logps: Tensor | None = None, **op
 
 
 def dpo_loss(batch: dict, **options) -> Loss:
-    """DPOTrainer._compute_loss for pairs (B, 2, T), chosen first."""
+    """Call DPOTrainer._compute_loss for pairs (B, 2, T), chosen first."""
     names = "per_token_logps", "ref_per_token_logps", "mask"
-    policy, ref, mask = (batch[name].transpose(0, 1).flatten(0, 1) for name in names)  # TRL: first all chosen ones
+    policy, ref, mask = (batch[name].transpose(0, 1).flatten(0, 1) for name in names)  # TRL: first all chosen answers
     self = _with_models("DPO", policy, ref, **options)
     self.loss_types, self.loss_weights = self.loss_type, self.loss_weights or [1.0] * len(self.loss_type)
     inputs = _sequences(mask)
@@ -174,7 +175,7 @@ def dpo_loss(batch: dict, **options) -> Loss:
 
 
 def kto_loss(batch: dict, **options) -> Loss:
-    """KTOTrainer._compute_loss for answers (B, T); the KL is measured with batch["kl_mask"] on the same tokens."""
+    """Call KTOTrainer._compute_loss for answers (B, T); the KL is measured with batch["kl_mask"] on the same tokens."""
     self = _with_models("KTO", batch["per_token_logps"], batch["ref_per_token_logps"], **options)
     self.calculate_KL = self.loss_type != "apo_zero_unpaired"
     inputs = _sequences(batch["mask"]) | {"label": batch["labels"]}
@@ -183,7 +184,7 @@ def kto_loss(batch: dict, **options) -> Loss:
 
 
 def sft_loss(batch: dict, items: int | None, **options) -> Loss:
-    """SFTTrainer.compute_loss for the tokens (B, T) that the mask selects; items: tokens of the step, all processes."""
+    """Call SFTTrainer.compute_loss for the tokens (B, T) in the mask; items: the step's tokens on all processes."""
     self, inputs = _with_models("SFT", batch["per_token_logps"], **options), _sequences(batch["mask"])
     dft_loss = getattr(importlib.import_module(type(self).__module__), "dft_loss", None)
     self.compute_loss_func = dft_loss if self.args.loss_type == "dft" else None
@@ -193,7 +194,7 @@ def sft_loss(batch: dict, items: int | None, **options) -> Loss:
 
 
 def reward_loss(batch: dict, **options) -> Loss:
-    """RewardTrainer.compute_loss for rewards (B,) of chosen and rejected answers."""
+    """Call RewardTrainer.compute_loss for rewards (B,) for chosen and rejected answers."""
     self, rewards = bare("Reward", **options), torch.cat([batch["chosen"], batch["rejected"]])
     self.model = torch.nn.Linear(1, 1).train()
     inputs = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(len(rewards), 2))
@@ -202,19 +203,19 @@ def reward_loss(batch: dict, **options) -> Loss:
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """TRL's reward function for one completion."""
+    """Call TRL's reward function for one completion."""
     make = importlib.import_module("trl.rewards").get_soft_overlong_punishment
     return make(max_completion_len, soft_punish_cache)([[1] * length])[0]
 
 
 def what_trl_says(batch: dict, options: dict) -> dict[str, Tensor | dict]:
-    """TRL's loss for tensors of your own, its gradient to `per_token_logps`, and what it logs.
+    """Return TRL's loss for your own tensors, its gradient to `per_token_logps`, and its metrics.
 
     Args:
-        batch: as in the docstring of parity.check; of kto also `labels` (B,), true for a wanted
-            answer, and `kl_mask` (B, T).
-        options: kind (grpo, rloo, dpo, kto, sft), `tokens` of the step (none: of the batch), and fields of TRL's
-            config; epsilon_low may stand for its epsilon. A field that is left out is TRL's default.
+        batch: as in the docstring of parity.check; for kto also `labels` (B,), true for a good answer, and
+            `kl_mask` (B, T).
+        options: kind (grpo, rloo, dpo, kto, sft), the step's `tokens` (by default the batch's tokens), and fields of
+            TRL's config; epsilon_low is an alias for its epsilon. A missing field has TRL's default.
     """
     asked = {{"epsilon_low": "epsilon"}.get(name, name): value for name, value in options.items()}
     kind, tokens = asked.pop("kind"), asked.pop("tokens", None)
