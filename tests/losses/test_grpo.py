@@ -1,4 +1,6 @@
-"""grpo_loss by arithmetic done by hand, and what holds for each loss of the family; against TRL: tests/parity."""
+"""Compare grpo_loss with arithmetic done by hand, and test properties of all loss types; tests/parity compares with
+TRL.
+"""
 
 import math
 from math import log
@@ -18,10 +20,10 @@ from policy_by_hand import OFF_POLICY, loss_of, policy
     [("grpo", (2, 6)), ("bnpo", (4, 4)), ("dapo", (4, 4)), ("dr_grpo", (20, 20)), ("luspo", (2, 2))],
 )
 def test_clipped_losses(loss_type, divisors):
-    """Terms -min(r A, clip(r) A): -1.2 | 0.8, 1, 1.1. What is clipped (the first two) has no gradient.
+    """Terms -min(r A, clip(r) A): -1.2 | 0.8, 1, 1.1. The first two terms are clipped and have no gradient.
 
-    grpo divides by 2 rows, then by the row's 1 or 3 tokens; bnpo and dapo by 4 tokens; dr_grpo by 2 rows of 10; luspo
-    by 2 rows. The gradient of a term is -r A.
+    grpo divides by 2 rows, then by the row's 1 or 3 tokens; bnpo and dapo by 4 tokens; dr_grpo by 2 rows with 10
+    tokens; luspo by 2 rows. A term's gradient is -r A.
     """
     loss, gradient, metrics = policy(*OFF_POLICY, loss_type=loss_type, max_completion_length=10)
     first, second = divisors
@@ -32,7 +34,7 @@ def test_clipped_losses(loss_type, divisors):
 
 
 def kl(estimator):
-    """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
+    """Return value and gradient at a token with probability 0.5 (policy) and 0.25 (reference); other tokens agree."""
     logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
     value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
     assert value.flatten()[1:].tolist() == [0.0] * 3
@@ -50,7 +52,7 @@ def test_kl_estimators(estimator, value, gradient):
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4, 1e-5])
 def test_k3_is_exact_in_float32(scale):
-    """d.exp() - d - 1 would have a negative mean for d of size 1e-4, and a tenth of its values would be negative."""
+    """With d near 1e-4, d.exp() - d - 1 would have a negative mean, and a tenth of its values would be negative."""
     d = scale * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     k3 = kl_term(torch.zeros_like(d), d, "k3")
     exact = kl_term(torch.zeros_like(d).double(), d.double(), "k3")
@@ -68,9 +70,9 @@ def test_the_docstring_example():
 
 @pytest.mark.parametrize("loss_type", AVERAGES)
 def test_a_batch_of_one_token_has_the_mean_of_two_such_batches(loss_type):
-    """Loss and metrics are means, so a divisor that is at least 2 would halve those of the single token.
+    """Loss and metrics are means, so a divisor clamped to at least 2 would halve the single token's values.
 
-    The mean of the log-ratios of a completion with one token is the log-ratio of the token.
+    For a completion with one token, the mean log-ratio is the token's log-ratio.
     """
     options = {"loss_type": loss_type, "max_completion_length": 3, "beta": 0.1}
     options |= {"top_entropy_quantile": 0.5, "entropy_coef": 0.2}
@@ -88,7 +90,7 @@ def test_a_batch_of_one_token_has_the_mean_of_two_such_batches(loss_type):
 
 
 def test_a_metric_of_a_single_token_is_its_value():
-    """The completion has two tokens, of which only the second one, whose ratio is clipped, is trained on."""
+    """The completion has two tokens; only the second token is trained on, and its ratio is clipped."""
     logps, mask = tensor([-1.0, -1.0]), tensor([0.0, 1.0])
     _, metrics = grpo_loss(logps, tensor(1.0), mask, old_per_token_logps=logps - log(1.5))
     assert metrics["clip_ratio/high_mean"].item() == 1
@@ -97,7 +99,7 @@ def test_a_metric_of_a_single_token_is_its_value():
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", AVERAGES)
 def test_a_batch_without_tokens_has_the_loss_0(loss_type, level):
-    """All metrics are finite; NaN of one micro-batch would end a run."""
+    """All metrics are finite, because NaN in one micro-batch would end a run."""
     zeros = torch.zeros(2, 3, dtype=torch.float64)
     logps = torch.full_like(zeros, -1.0).requires_grad_()
     options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 3, "beta": 0.1}

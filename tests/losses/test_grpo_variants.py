@@ -1,4 +1,4 @@
-"""The rest of the policy-gradient family by arithmetic done by hand; against TRL: tests/parity."""
+"""Compare the other policy-gradient losses with arithmetic done by hand; tests/parity compares with TRL."""
 
 import inspect
 import math
@@ -28,7 +28,7 @@ NAN = float("nan")
 
 
 def test_options_have_the_names_and_defaults_of_trl(trl):
-    """But for epsilon, which is epsilon_low here, tensors, and the estimator of the KL, which TRL does not have."""
+    """Exceptions: tensors, epsilon (here epsilon_low), and the KL estimator, which TRL does not have."""
     tensors = {"old_per_token_logps", "ref_per_token_logps", "token_weights", "normalizer"}
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
@@ -44,12 +44,12 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
     (RewardModelOptions, reward_loss, 1),
 ])  # fmt: skip
 def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, number):
-    """A run does not depend on the defaults of a signature, because its trainer passes all options of its section."""
+    """A run does not depend on a signature's defaults, because its trainer passes all options in its section."""
     options = loss_arguments(section(), loss)
     assert len(options) == number
     defaults = {name: p.default for name, p in inspect.signature(loss).parameters.items() if name in options}
     if loss is dpo_loss:
-        defaults["loss_type"] = [defaults["loss_type"]]  # a recipe has a list of names
+        defaults["loss_type"] = [defaults["loss_type"]]  # a recipe has a list with names
     assert options == defaults
 
 
@@ -80,7 +80,7 @@ def test_straight_through_has_the_gradient_of_k2_whatever_the_value(estimator, v
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("estimator", ("k1", "k2", "k3"))
 def test_the_correction_gives_every_estimator_the_gradient_of_the_kl_off_policy_too(estimator, straight_through):
-    """Every token of a vocabulary of three, drawn with the old policy's probability, as a row of its own."""
+    """Each of three tokens in a vocabulary, weighted with the old policy's probability, is a separate row."""
     logits, ref = tensor(0.3, -0.5, 1.1).requires_grad_(), tensor(0.2, 0.5, 0.3).log()
     logps, old = logits.log_softmax(0), tensor(0.5, 0.3, 0.2).log()
     losses = [
@@ -108,7 +108,7 @@ def test_a_given_entropy_threshold_goes_before_the_batchs_own():
 
 
 def test_a_token_at_the_entropy_threshold_is_kept():
-    """The quantile 0.7 of four tokens lies between the entropies of the first and the second."""
+    """The quantile 0.7 over four tokens lies between the first and the second token's entropy."""
     assert policy([[1.0] * 4], [1.0], entropies=ENTROPIES, top_entropy_quantile=0.7)[0] == -3 / 4
     options = {"top_entropy_quantile": 0.5, "entropies": ENTROPIES, "entropy_threshold": 0.2}
     assert policy([[1.0] * 4], [1.0], **options)[0] == -3 / 4
@@ -127,13 +127,13 @@ def test_no_tokens_have_an_infinite_entropy_threshold():
 
 
 def test_the_default_correction_masks_rows_over_three():
-    """Products 4 and 2.9 of two tokens each."""
+    """The ratio products over two tokens are 4 and 2.9."""
     ratio = rollout_importance_ratio(tensor([log(2), log(2)], [log(2.9), 0.0]), torch.zeros(2, 2), torch.ones(2, 2))
     assert ratio.flatten().tolist() == near(0.0, 2.9)
 
 
 def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
-    """Entropies 1 | 0, 0, 0 in rows of 1 and 3 tokens: their mean is 1 / 4, but that of the rows' means 1 / 2."""
+    """Entropies 1 | 0, 0, 0 in rows with 1 and 3 tokens: the token mean is 1 / 4, but the mean of row means 1 / 2."""
     rows, mask = tensor([1.0, 0.0, 0.0], [0.0, 0.0, 0.0]), tensor([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])
 
     def bonus(part, **totals):

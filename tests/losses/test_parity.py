@@ -22,7 +22,7 @@ def chosen(loss, options):
 
 
 def my_loss(batch, options):
-    """Ours, as someone would write it who compares theirs."""
+    """Compute our loss as a user would write the comparison."""
     if options["kind"] == "sft":
         return sft.sft_loss(**batch, loss_type=options["loss_type"])
     if options["kind"] == "dpo":
@@ -36,7 +36,7 @@ def token_mean(x, mask):
 
 
 def usual(batch, options, average=token_mean, weight=True, change_log=lambda x: x, change_ratio=lambda x: x):
-    """A token mean over the batch, as most people write it."""
+    """Compute a token mean over the batch, as most people write GRPO."""
     logps, mask, advantages = batch["per_token_logps"], batch["mask"], batch["advantages"][:, None]
     ratio = change_ratio(change_log(logps - batch["old_per_token_logps"]).exp())
     clipped = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_high"])
@@ -118,7 +118,7 @@ def test_common_mistakes_differ_in_the_recorded_steps():
 
 
 def row_means(batch, options, empty_rows_count=True):
-    """GRPO's average: mean over the tokens of each row, then over all rows, or only over the rows with tokens."""
+    """Average as GRPO: over each row's tokens, then over all rows, or only over rows with tokens."""
 
     def average(x, mask):
         means = x.sum(1) / mask.sum(1).clamp(min=1)
@@ -127,7 +127,7 @@ def row_means(batch, options, empty_rows_count=True):
     return usual(batch, options, average)
 
 
-STABLE = {  # mistakes for the sake of stability, which no batch of a policy near the old one shows
+STABLE = {  # mistakes made for stability, which a batch shows only if the policy is far from the old policy
     "log-ratio clamped to 2": {"change_log": lambda x: x.clamp(-2, 2)},
     "log-ratio of at most 2": {"change_log": lambda x: x.clamp(max=2)},
     "log-ratio of at least -2": {"change_log": lambda x: x.clamp(min=-2)},
@@ -208,7 +208,7 @@ def test_the_audit_does_not_divide_grpo_by_pairs_and_names_an_undetached_ratio_o
 
 
 def test_the_recorded_micro_batches_are_parts_of_a_step():
-    """Losses of the two micro-batches add up to the loss of the step, and their divisor is that of the step."""
+    """The two micro-batches' losses sum to the step's loss, because both use the step's divisor."""
     recorded = [(batch, value) for _, _, batch, value, _ in cases(kind="grpo", tokens=27, **DAPO)]
     assert len(recorded) == 18
     for (step, total), (first, one), (second, other) in zip(recorded[::3], recorded[1::3], recorded[2::3], strict=True):
@@ -230,7 +230,7 @@ def test_the_audit_names_a_wrong_mask():
 
 
 def test_what_trl_says_of_ones_own_tensors(trl):
-    """The installed TRL gives the recorded values and gradients."""
+    """The installed TRL returns the recorded values and gradients."""
     from tests.parity.trl_oracle import what_trl_says
 
     for only in ({"kind": "grpo", "loss_type": "cispo", "beta": 0.1}, {"kind": "dpo", "beta": 0.3}, {"kind": "sft"}):
@@ -240,12 +240,12 @@ def test_what_trl_says_of_ones_own_tensors(trl):
 
 
 def logps_of(logits, ids):
-    """Compute the log-probability of each next token: (B, L, V), (B, L) -> (B, L - 1)."""
+    """Compute each next token's log-probability: (B, L, V), (B, L) -> (B, L - 1)."""
     return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
 def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids, rows: grids, with_pictures=True):
-    """Return a my_logps with transformers' model, whose list of images is replaced by `change`."""
+    """Return a my_logps with transformers' model; `change` replaces its image list."""
 
     def my_logps(ids, pixels, grids):
         inputs = {}
@@ -260,12 +260,12 @@ def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids
 
 
 def by_row(change):
-    """Apply `change` to the images of each row."""
+    """Apply `change` to each row's images."""
     return lambda x, rows: [y for r in range(rows) for y in change(x[r * len(x) // rows :][: len(x) // rows])]
 
 
 ORDER, OTHER = "images are used in a wrong order", "rows use the images of other rows"
-FAULTS = {  # as docs/audit.md has them
+FAULTS = {  # as in docs/audit.md
     "pixel_values are not passed on": ({"with_pictures": False}, "image 0 has no effect"),
     "placeholders keep their embeddings": ({}, "image 0 has no effect"),
     "all pixels are 0": ({"change": lambda x, rows: [0 * picture for picture in x]}, "image 0 has no effect"),
@@ -284,7 +284,7 @@ FAULTS = {  # as docs/audit.md has them
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_check_images_finds_planted_faults(model_type, tmp_path, monkeypatch):
-    """Correct models (ours and transformers') pass; each planted fault has the message of docs/audit.md."""
+    """Correct models (ours and transformers') pass; each planted fault gets the message from docs/audit.md."""
     oracle = pytest.importorskip("oracle")
     theirs, ours = oracle.saved_pair(tmp_path, model_type)
 

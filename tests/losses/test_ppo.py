@@ -1,4 +1,4 @@
-"""Other advantages than GRPO's, and PPO's, by hand; PPO against what TRL 1.12.0, the last with a PPOTrainer, gave."""
+"""Compare PPO's loss and advantages with arithmetic by hand, and with TRL 1.12.0, the last version with PPOTrainer."""
 
 import json
 from math import log
@@ -24,7 +24,7 @@ def test_leave_one_out():
 
 
 def test_token_rewards_by_hand():
-    """Rows of 2 and 1 tokens: -0.1 * (log pi - log ref), and the score on the last token."""
+    """Rows with 2 and 1 tokens: -0.1 * (log pi - log ref), and the score on the last token."""
     logps = torch.tensor([[-1.0, -2.0], [-1.0, 9.0]])
     ref = torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
@@ -80,11 +80,11 @@ def test_equal_to_the_recorded_trl(case):
 
 
 def test_metrics_by_hand():
-    """A ratio counts as clipped where its bound is the loss, a value where the one near the old value is; no padding.
+    """A ratio or value counts as clipped if the loss uses its clipped form. Padding does not count.
 
-    Ratios 1.5 and 0.5 with advantage 1, 1.1 and 0.5 with -1, and 1.1: clipped are the first and the fourth. Values, of
-    a return 2 and an old value 1: (1.1 - 2)^2 / 2 within the range; (1.2 - 2)^2 / 2 where 1.5 or 1.6 moved too far;
-    (0.5 - 2)^2 / 2 where it moved away, for the unclipped one is larger.
+    Ratios 1.5 and 0.5 with advantage 1, 1.1 and 0.5 with -1, and 1.1: clipped are the first and the fourth. Value
+    losses with return 2 and old value 1: (1.1 - 2)^2 / 2 within the range; (1.2 - 2)^2 / 2 where the value 1.5 or 1.6
+    moved too far; (0.5 - 2)^2 / 2 where the value moved away, because the unclipped loss is larger.
     """
     ratios = torch.tensor([[1.5, 0.5, 1.1, 0.5, 1.1, 9.0]])
     advantages = torch.tensor([[1.0, 1.0, -1.0, -1.0, 1.0, 1.0]])
@@ -106,7 +106,7 @@ def test_metrics_by_hand():
 
 @pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=1)])
 def test_a_single_token_is_divided_by_one(normalizer):
-    """The example of the docstring, beside a token that is not trained on, whose return is not reached either."""
+    """The docstring's example, with an additional token that is not trained on and does not reach its return."""
     mask = torch.tensor([[1.0, 0.0]])
     fixed = {"old_per_token_logps": 0 * mask, "old_values": mask, "advantages": 2 * mask, "returns": 3 * mask}
     loss, metrics = ppo_loss(0 * mask, mask, mask, **fixed, normalizer=normalizer)
@@ -134,7 +134,7 @@ def test_whitening_of_no_value_or_of_one_is_0(mask):
 
 @pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=0)])
 def test_no_token_is_no_loss(normalizer):
-    """Of rows that are all left out, as of a step without any: loss, gradients and metrics are 0 and not NaN."""
+    """If the mask excludes all rows, or there are no rows, then loss, gradients and metrics are 0 and not NaN."""
     logps, values = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
     fixed = dict.fromkeys(("old_per_token_logps", "old_values", "advantages", "returns"), torch.ones(2, 3))
     loss, metrics = ppo_loss(logps, values, torch.zeros(2, 3), **fixed, normalizer=normalizer)

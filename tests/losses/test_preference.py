@@ -1,4 +1,4 @@
-"""Preference losses by arithmetic that a reader can follow by hand; what only TRL can tell is in tests/parity."""
+"""Compare preference losses with arithmetic that a reader can follow by hand; tests/parity compares with TRL."""
 
 from math import exp, log
 
@@ -29,14 +29,14 @@ def pair_loss(loss_type, **given):
 
 
 def pairs(chosen, rejected, ref_chosen, ref_rejected):
-    """Pairs of answers of one token each."""
+    """Create pairs with one token per answer."""
     logps = torch.stack([tensor(*chosen), tensor(*rejected)], 1)[..., None]
     ref = torch.stack([tensor(*ref_chosen), tensor(*ref_rejected)], 1)[..., None]
     return {"per_token_logps": logps, "ref_per_token_logps": ref, "mask": torch.ones_like(logps)}
 
 
 def test_a_divergence_that_grows_too_fast_is_bounded():
-    """(e^80 - 1) / 2 instead of e^2000: the gradient of a pair that is already won stays finite."""
+    """(e^80 - 1) / 2 instead of e^2000: if the chosen answer is already far more likely, the gradient stays finite."""
     batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
     logps = batch.pop("per_token_logps").float().requires_grad_()
     loss, _ = dpo_loss(logps, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0, **batch)
@@ -44,13 +44,13 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
 
 
 def test_label_smoothing_of_sigmoid_is_cdpo():
-    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75), the loss of labels of which one in ten is flipped."""
+    """0.9 * -log s(0.75) + 0.1 * -log s(-0.75), the expected loss if one label in ten is flipped."""
     expected = 0.9 * softplus(-0.75) + 0.1 * softplus(0.75)
     assert pair_loss("sigmoid", label_smoothing=0.1) == near(expected)
 
 
 def test_reference_sums_stand_for_those_of_tokens():
-    """-1.5 and -2 of the references of PAIR; with ld_alpha 0.5 the second token of the rejected answer counts half."""
+    """PAIR's references sum to -1.5 and -2; with ld_alpha 0.5 the rejected answer's second token counts half."""
     for ld_alpha, rejected in ((None, -2.0), (0.5, -1.5)):
         sums = losses.answer_logps(PAIR_REF, PAIR_MASK, ld_alpha)
         assert sums.tolist() == [[-1.5, rejected]]
