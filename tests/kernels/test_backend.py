@@ -1,5 +1,4 @@
-"""Tests of the choice between the torch path and the Triton path: with and without Triton, a GPU, the interpreter, and
-MINIVLMRL_KERNELS."""
+"""Test the choice between torch and Triton: with and without Triton, a GPU, the interpreter and MINIVLMRL_KERNELS."""
 
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def test_the_device_decides():
 
 
 def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
-    """Auto mode does not advise auto mode, which is already set; only the error of the mode triton does."""
+    """The error in auto mode does not recommend auto mode; only the error in the mode triton does."""
     reasons = "slower torch path, because the Triton kernels cannot run: "
 
     def warning_and_error():
@@ -132,7 +131,7 @@ def test_all_kernels_in_the_interpreter():
 
 @pytest.mark.slow
 def test_the_model_computes_where_triton_is_not_installed():
-    """sys.modules["triton"] = None makes the import of triton fail, as if it was not installed."""
+    """sys.modules["triton"] = None makes `import triton` fail, as if Triton was not installed."""
     code = """
 import sys
 sys.modules["triton"] = None

@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def sample(model, prompts, generations=4, new_tokens=40, temperature=1.0, options=None):
-    """Sample completions, some of which end early, so that fewer rows run in later steps."""
+    """Sample completions; some end early, so that fewer rows run in later steps."""
     keys = [f"key {i}" for i in range(len(prompts))]
     uniforms = sample_by_uniforms(uniform_numbers(keys, generations, new_tokens))
     if options is not None:
@@ -40,7 +40,7 @@ def sample(model, prompts, generations=4, new_tokens=40, temperature=1.0, option
 
 @torch.no_grad()
 def score(model, prompts, completions, temperature=1.0):
-    """Return the log-probabilities of the trainer, for all tokens in order."""
+    """Return the trainer's log-probabilities, for all tokens in order."""
     return per_token_logps(model, pack(prompts, completions, model.config), temperature)[0]
 
 
@@ -92,7 +92,7 @@ def test_twenty_thousand_tokens_have_equal_bits(model_type, dtype):
 
 @pytest.mark.parametrize("temperature", [0.7, 0.0])
 def test_the_temperature_is_that_of_the_trainer(temperature):
-    """A temperature of 0 takes the likeliest token, and its log-probability is that at a temperature of 1."""
+    """Temperature 0 takes the likeliest token, with the log-probability at temperature 1."""
     model = tiny.model()
     prompts = draws.prompts(3)
     with batch_invariant_mode():
@@ -119,7 +119,7 @@ def test_two_threads_compute_the_bits_of_one():
 
 
 def test_a_long_row_is_summed_alike_alone_and_in_a_batch():
-    """With two threads, torch divides the sum of a single row of this length, but not the sums of two rows."""
+    """With two threads, torch divides a single row's sum at this length, but not the sums over two rows."""
     torch.set_num_threads(2)
     x = torch.rand(40, 2**18 + 5)
     rows = torch.cat([x[i : i + 1].sum(-1) for i in range(40)])
@@ -193,7 +193,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(dtype, inner):
             assert torch.equal(products(x.flip(0), weight).flip(1), expected), f"{outputs} outputs, other order"
 
 
-# functions of torch that have a rule, with the shapes of their arguments
+# torch functions that have a rule, with their arguments' shapes
 RULES = {
     "linear": (F.linear, (5, 7), (3, 7), (3,)),
     "linear without bias": (F.linear, (5, 7), (3, 7)),
@@ -243,7 +243,7 @@ def test_in_place_activations_are_refused():
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_recomputed_activations_follow_the_rules(in_thread, monkeypatch):
-    """Tensor.backward runs outside the function mode of torch, and the mode belongs to one thread."""
+    """Tensor.backward runs outside torch's function mode, and the mode belongs to one thread."""
     calls = []
     usual = batch_invariant.silu
     monkeypatch.setitem(batch_invariant.RULES, F.silu, lambda x, inplace: calls.append(x) or usual(x))
@@ -292,7 +292,7 @@ def test_the_mode_ends_after_an_error():
 
 
 def test_the_backward_pass_uses_the_usual_functions(monkeypatch):
-    """The gradient of attention is that of the fused kernels, which do not store the scores."""
+    """Attention's gradient comes from the fused kernels, which do not store the scores."""
     calls = []
     usual = dense_attention.attention_scores
     modes = lambda *arguments: calls.append(batch_invariant.is_batch_invariant()) or usual(*arguments)  # noqa: E731

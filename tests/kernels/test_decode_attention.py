@@ -1,4 +1,4 @@
-"""Attention of new tokens, interpreted (by test_backend.py): the formula row by row, and DecodeAttention in torch."""
+"""Compare attention for new tokens, interpreted by test_backend.py, with the formula and DecodeAttention in torch."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from minivlmrl.kernels import decode_attention as module
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayout
 
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # of the norm
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # relative to the norm
 DEVICE = "cpu" if INTERPRETED else "cuda"
 runs = (lambda test: test) if INTERPRETED else pytest.mark.gpu  # a compiled kernel needs a GPU
-CASES = [  # heads, key heads, head_dim; tokens of the prompts, rows of each; own keys, those that are there
+CASES = [  # heads, key heads, head_dim; prompt lengths, rows per prompt; own keys, written own keys
     (16, 2, 128, [70, 33, 1], 2, 40, 17), (28, 4, 128, [40, 37], 3, 33, 33),  # 3B, 7B
-    (16, 2, 128, [33], 9, 5, 1), (8, 2, 256, [20, 35], 2, 70, 40),  # two tiles of queries; Qwen3.5
+    (16, 2, 128, [33], 9, 5, 1), (8, 2, 256, [20, 35], 2, 70, 40),  # two query tiles; Qwen3.5
     (4, 4, 16, [3, 0, 64], 1, 32, 3), (4, 2, 64, [0, 0], 3, 9, 9),  # no prompt
 ]  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     P = max(prompts)
     R = B * slots
     q, *keys = (numbers(*shape, dtype=dtype) for shape in ((R, H, D), *[(B, K, P, D)] * 2, *[(R, K, C, D)] * 2))
-    there = (own - torch.arange(R) % 3).clamp(min=1)  # own keys of each row
+    there = (own - torch.arange(R) % 3).clamp(min=1)  # each row's own keys
     hidden = [torch.arange(P) >= torch.tensor(prompts)[:, None], torch.arange(C) >= there[:, None]]
     masks = [torch.zeros(unseen.shape, dtype=dtype).masked_fill(unseen, float("-inf")) for unseen in hidden]
     for x, unseen in zip(keys, (hidden[0], hidden[0], hidden[1], hidden[1]), strict=True):
@@ -51,7 +51,7 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
     found = decode_attention(*given).cpu()
 
     def joined(prompt_keys, num_row_keys):
-        """Join the keys of the prompt and the own keys of each row: (R, H, P + C, D)."""
+        """Join the prompt's keys and each row's own keys: (R, H, P + C, D)."""
         keys = torch.cat([prompt_keys.repeat_interleave(slots, 0), num_row_keys], 2)
         return keys.double().repeat_interleave(H // K, 1)
 

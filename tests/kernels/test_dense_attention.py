@@ -1,4 +1,4 @@
-"""Dense attention in each of its forms, against the formula; gathered rows: test_attention.py, test_decoder.py."""
+"""Compare all forms of dense attention with the formula; test_attention.py and test_decoder.py test gathered rows."""
 
 import pytest
 import torch

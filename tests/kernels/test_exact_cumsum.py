@@ -8,7 +8,7 @@ from minivlmrl.kernels.exact_cumsum import BLOCK, running_sum
 
 
 class Lengths(TorchDispatchMode):
-    """Dispatch mode that records the length of each cumulative sum."""
+    """Dispatch mode that records each cumulative sum's length."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

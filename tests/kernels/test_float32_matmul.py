@@ -1,4 +1,4 @@
-"""Products of bfloat16 tensors in float32. On a GPU PyTorch makes them; here only what is asked of it can be seen."""
+"""Test bfloat16 products in float32. On a GPU, PyTorch computes them; without a GPU, only its arguments are tested."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""The paths of kernels/ that only a GPU takes, on the simulated GPU of pretend_cuda.py, against float64 on the CPU.
+"""Compare the paths in kernels/ that only a GPU takes, on pretend_cuda.py's simulated GPU, with float64 on the CPU.
 
 The operators that only CUDA has are computed by their definition, see cuda_operators.py. So these tests find wrong
-arguments, shapes, dtypes, masks and factors, but no mistake of CUDA's own kernels.
+arguments, shapes, dtypes, masks and factors, but no mistakes in CUDA's kernels.
 """
 
 from types import SimpleNamespace
@@ -24,12 +24,12 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 from minivlmrl.model.nf4 import BLOCK, pack_nf4, unpack_nf4
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-6}  # of the norm
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-6}  # relative to the norm
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the operators of CUDA_OPERATORS that were called. Their tensors must have 16 bits."""
+    """Return the names of called CUDA_OPERATORS. Their tensors must have 16 bits."""
     names = []
 
     def recorded(operator, function):
@@ -47,7 +47,7 @@ def calls(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def flash_attention_of_a_gpu(monkeypatch):
-    """Answer as an H100: flash attention takes 16-bit tensors whose head dimension is a multiple of 8."""
+    """Support flash attention as on an H100: for 16-bit tensors whose head dimension is a multiple of 8."""
     monkeypatch.setattr(dense_module, "SDPAParams", lambda q, *_: SimpleNamespace(query=q))
     can_use = lambda params: params.query.element_size() == 2 and params.query.shape[-1] % 8 == 0  # noqa: E731
     monkeypatch.setattr(dense_module, "can_use_flash_attention", can_use)
@@ -86,7 +86,7 @@ def test_dense_attention(calls, dtype, D, L, T):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_completion_attention(calls, dtype):
-    """In 16 bits flash attention runs twice, so no key of a prompt is copied. In float32 the keys are copied."""
+    """In 16 bits flash attention runs twice, so no prompt key is copied. In float32 the keys are copied."""
     shapes = (5, 4, 6, 16), (5, 2, 6, 16), (5, 2, 6, 16), (2, 2, 9, 16), (2, 2, 9, 16)
     inputs = [random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
@@ -99,7 +99,7 @@ def test_completion_attention(calls, dtype):
 
 @pytest.mark.parametrize(("shape", "given"), [((), False), ((), True), ((2, 3), False)], ids=str)
 def test_products_with_float32_results(calls, shape, given):
-    """The result is not rounded to bfloat16. It may be written into given memory."""
+    """The result is not rounded to bfloat16. The function can write the result into given memory."""
     a, b = random(*shape, 5, 16), random(*shape, 16, 7, seed=1)
     with PretendCuda():
         out = torch.empty(5, 7, device=CUDA) if given else None
@@ -147,7 +147,7 @@ def test_rows_are_gathered_by_an_index(monkeypatch):
 
 
 def test_nf4_is_unpacked_in_one_piece(monkeypatch):
-    """A CPU unpacks 4,096 blocks at a time, a GPU all blocks. Both compute the same bits."""
+    """A CPU unpacks 4,096 blocks at a time, a GPU all blocks. The bits are the same."""
     pieces, original = set(), Tensor.take
     monkeypatch.setattr(Tensor, "take", lambda x, i: (pieces.add((i.device.type, len(i))), original(x, i))[1])
     packed = pack_nf4(random(4100, BLOCK, dtype=torch.float32))

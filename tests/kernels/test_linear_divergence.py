@@ -1,4 +1,4 @@
-"""Divergences from hidden states against TRL's generalized_jsd_loss of all logits: value and gradient."""
+"""Compare divergences from hidden states with TRL's generalized_jsd_loss on all logits: value and gradient."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def states(rows, width, vocab, scale=0.5):
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_equals_trl(beta, temperature, monkeypatch):
-    """Compute 37 rows in pieces of 8. Teacher and student have different hidden sizes."""
+    """Compute 37 rows, 8 at a time. Teacher and student have different hidden sizes."""
     gkd = pytest.importorskip("trl.experimental.gkd", reason="extra missing: pip install trl")
     monkeypatch.setattr(distill, "rows_per_piece", lambda *_: 8)
     h, w = states(37, 5, 301)

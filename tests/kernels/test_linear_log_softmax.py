@@ -1,4 +1,4 @@
-"""Log-probabilities by pieces against log_softmax of whole logits, in torch; in the interpreter by test_backend.py."""
+"""Compare log-probabilities by pieces with log_softmax on whole logits, in torch; test_backend.py interprets them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at th
 # the kernels compute in float32, the torch path in float64 for float64 inputs
 EXACT = torch.float32 if INTERPRETED else torch.float64
 ROWS, TILE = (26, 12) if INTERPRETED else (70, 24)  # the interpreter takes some milliseconds a row and tile
-# relative to the norm; in float32 a product of tiles is already rounded elsewhere than the whole product
+# relative to the norm; in float32 products by tiles are rounded at other places than the whole product
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 
@@ -49,13 +49,13 @@ def assert_exact(actual, expected, tolerance):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """ROWS rows and 31 ids in several pieces of both paths, the last of them smaller."""
+    """Divide ROWS rows and 31 ids into several pieces in both paths; the last piece is smaller."""
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 1)
     monkeypatch.setattr(kernel, "TILE", TILE)
 
 
 def test_tiles_of_few_rows_have_more_ids():
-    """Widths are multiples of 1,024, or the vocabulary; no tile has more logits than one of 4,096 rows."""
+    """Widths are multiples of 1,024, or the vocabulary; no tile has more logits than a tile with 4,096 rows."""
     widths = {rows: kernel.tile_width(rows, 151936) for rows in (1, 1024, 1500, 2048, 3000, 4096)}
     assert widths == {1: 8192, 1024: 8192, 1500: 5120, 2048: 4096, 3000: 2048, 4096: 2048}
     assert kernel.tile_width(1024, 5000) == 5000
@@ -127,7 +127,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
 
 @only_torch
 def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
-    """256 rows of 31 logits; with the vocabulary of Qwen2.5-VL 32 rows, 19 MB of float32."""
+    """256 rows with 31 logits; with Qwen2.5-VL's vocabulary 32 rows, which take 19 MB in float32."""
     sizes = []
     original = kernel.float32_matmul
     monkeypatch.setattr(

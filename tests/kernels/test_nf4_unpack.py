@@ -1,4 +1,4 @@
-"""Weights of 4 bits unpacked in Triton's interpreter (by test_backend.py), to the bits of the torch path."""
+"""Compare 4-bit weights, unpacked in Triton's interpreter by test_backend.py, with the torch path bit by bit."""
 
 import interpreter  # noqa: F401 (mends bfloat16)
 import pytest

@@ -1,4 +1,4 @@
-"""Rotary embeddings and cache writes of new tokens, interpreted (by test_backend.py): against apply_rotary in torch."""
+"""Compare new tokens' rotation and cache writes, interpreted by test_backend.py, with apply_rotary in torch."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def rotation(R, D, dtype):
 
 
 def heads(R, H, K, D, dtype, joined):
-    """Return q, k and v (R, heads, D) as views of one product, or as tensors of their own."""
+    """Return q, k and v (R, heads, D) as views of one product, or as separate tensors."""
     sizes = [H * D, K * D, K * D]
     parts = numbers(R, sum(sizes), dtype=dtype).to(DEVICE).split(sizes, -1)
     return [(x if joined else x.clone()).unflatten(-1, (-1, D)) for x in parts]
@@ -43,7 +43,7 @@ def heads(R, H, K, D, dtype, joined):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("H", "K", "D"), [(16, 2, 128), (28, 4, 128), (6, 3, 16), (1, 1, 256)], ids=str)  # 3B, 7B
 def test_on_a_gpu_or_interpreted_it_is_the_rotation_of_the_trainer(H, K, D, dtype):
-    """In 16 bits the results are equal to the bit. The other cells of the cache do not change."""
+    """In 16 bits the results are equal to the bit. The other cache cells do not change."""
     R, C = 5, 7
     newest = torch.tensor([0, 6, 3, 3, 1], device=DEVICE)
     for joined in (True, False):
@@ -54,7 +54,7 @@ def test_on_a_gpu_or_interpreted_it_is_the_rotation_of_the_trainer(H, K, D, dtyp
         for cache, new in zip(expected, (apply_rotary(k, cos, sin), v), strict=True):
             cache[torch.arange(R), :, newest] = new
         rotated = rotary_cache(q, k, v, cos, sin, *caches, newest)
-        # A GPU and a CPU may round the sum of two products once or twice in float32.
+        # A GPU and a CPU may round a sum of two products once or twice in float32.
         close = {"atol": 1e-6, "rtol": 0} if dtype == torch.float32 else {"atol": 0, "rtol": 0}
         torch.testing.assert_close(rotated, apply_rotary(q, cos, sin), **close)
         torch.testing.assert_close(caches[0], expected[0], **close)
@@ -65,7 +65,7 @@ def test_on_a_gpu_or_interpreted_it_is_the_rotation_of_the_trainer(H, K, D, dtyp
 
 @runs
 def test_on_a_gpu_or_interpreted_rows_get_different_numbers_of_tokens(monkeypatch):
-    """Tool responses advance some rows only. The buffers of the cache grow."""
+    """Tool responses advance only some rows. The cache buffers grow."""
     monkeypatch.setattr(cuda_graphs, "KEYS", 3)
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     prefill = GroupAttention(GroupLayout([5, 9, 2], [[]] * 3, DEVICE), keep_keys=True)
@@ -75,7 +75,7 @@ def test_on_a_gpu_or_interpreted_rows_get_different_numbers_of_tokens(monkeypatc
         for kind in (StaticDecodeAttention, DecodeAttention)
     )
     for step in range(1, 6):
-        # in step 3, a tool response of two tokens precedes the new token of each second row
+        # in step 3, a tool response with two tokens precedes each second row's new token
         extra = [0, 2 * (step == 3)] * 3
         for attention in (fused, formula):
             if step == 3:
@@ -94,7 +94,7 @@ def test_on_a_gpu_or_interpreted_rows_get_different_numbers_of_tokens(monkeypatc
 @runs
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_on_a_gpu_or_interpreted_a_rollout_samples_the_same_tokens(monkeypatch, model_type):
-    """The decode step is captured on a GPU. Qwen3 normalises the heads of q and k before the rotation."""
+    """The decode step is captured on a GPU. Qwen3 normalises q's and k's heads before the rotation."""
     calls = []
     monkeypatch.setattr(cuda_graphs, "rotary_cache", lambda *given: calls.append(1) or rotary_cache(*given))
     # the kernel needs a power of two as head_dim

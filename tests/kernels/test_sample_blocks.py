@@ -1,7 +1,7 @@
-"""Sampling in blocks, interpreted (by test_backend.py): with the same probabilities, the ids are those of inverse_cdf.
+"""Test sampling in blocks, interpreted by test_backend.py: with equal probabilities, the ids equal inverse_cdf's ids.
 
-The kernels round probabilities in another way than torch's softmax. So the exact tests compute the probabilities of the
-kernels, and give them to inverse_cdf.
+The kernels round probabilities in another way than torch's softmax. So the exact tests compute the kernels'
+probabilities, and pass them to inverse_cdf.
 """
 
 import math
@@ -36,9 +36,9 @@ def numbers(rows, width, seed=0):
 
 @runs
 def test_on_a_gpu_or_interpreted_powers_of_two_give_the_ids_of_inverse_cdf():
-    """The temperature log2(e) makes 2^z of exp(z / T). So all probabilities are exact, and so are the edges of tokens.
+    """With temperature log2(e), exp(z / T) equals 2^z. So all probabilities and all token boundaries are exact.
 
-    Tokens with a probability of 0 are on both sides of the edges of blocks, and at the end.
+    Tokens with probability 0 are on both sides of the block boundaries, and at the end.
     """
     V = 2 * module.BLOCK.value + 700
     weights = torch.zeros(V)
@@ -57,7 +57,7 @@ def test_on_a_gpu_or_interpreted_powers_of_two_give_the_ids_of_inverse_cdf():
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("width", [1, 1023, 1024, 5000])
 def test_interpreted_the_ids_are_those_of_inverse_cdf(width, temperature):
-    """The formula of the module in numpy has the same rounding as the interpreter."""
+    """The module's formula in numpy has the same rounding as the interpreter."""
     logits, uniforms = numbers(24, width)
     logits = logits.float()
     logits[::2, ::3] = float("-inf")
@@ -70,7 +70,7 @@ def test_interpreted_the_ids_are_those_of_inverse_cdf(width, temperature):
 
 
 def kernel_probabilities(logits, temperature):
-    """Compute the probabilities (r, V) of the kernels, each rounded down to a multiple of 2^-52."""
+    """Compute the kernels' probabilities (r, V), each rounded down to a multiple of 2^-52."""
     tops, sums = torch.empty(2, len(logits))
     k = module.LOG2E / temperature
     module._top_kernel[(len(logits),)](logits, tops, sums, logits.stride(0), logits.shape[1], k)
@@ -83,9 +83,9 @@ def kernel_probabilities(logits, temperature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_on_a_gpu_or_interpreted_ids_and_log_probabilities_are_exact_to_float32(dtype, temperature):
-    """The random number is inside the interval that the token has in the cumulative distribution in float64.
+    """The random number is inside the token's interval in the cumulative distribution in float64.
 
-    Each row gives the same token in a batch of its own.
+    Each row gives the same token in a separate batch.
     """
     logits, uniforms = numbers(9, 3001, seed=1)
     logits = logits.to(dtype)
@@ -103,7 +103,7 @@ def test_on_a_gpu_or_interpreted_ids_and_log_probabilities_are_exact_to_float32(
 @runs
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 def test_on_a_gpu_or_interpreted_logits_that_are_not_finite_give_no_finite_log_probability():
-    """The ids stay inside the vocabulary, so that the next step does not read outside of the embeddings."""
+    """The ids stay inside the vocabulary, so that the next step does not read outside the embeddings."""
     logits, uniforms = numbers(4, 2500)
     logits = logits.float()
     logits[0, 7] = float("nan")

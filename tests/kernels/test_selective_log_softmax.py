@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of logits against float64, in torch; in Triton's interpreter by test_backend.py."""
+"""Compare log-probabilities and entropies from logits with float64, in torch; test_backend.py interprets them."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16] + ([] if INTERPRETED else [torch.float6
 
 
 def inputs(rows, vocab, dtype=torch.float32, seed=0):
-    """Random logits of standard deviation 3, and ids that begin with the first and end with the last."""
+    """Create random logits with standard deviation 3, and ids that begin with the first and end with the last id."""
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
     ids = torch.randint(0, vocab, (rows,), generator=generator)
@@ -96,7 +96,7 @@ def test_nan_is_not_hidden():
 def test_rows_beyond_32_bit_offsets():
     """Three rows 2^30 + 8 elements apart: the last begins after element 2^31. Nothing between them is touched."""
     apart, vocab = 2**30 + 8, 600
-    memory = torch.empty(2 * apart + vocab, dtype=torch.bfloat16)  # 4 GB of addresses, not of memory
+    memory = torch.empty(2 * apart + vocab, dtype=torch.bfloat16)  # takes 4 GB of address space, but no memory
     logits, ids, upstream = inputs(3, vocab, torch.bfloat16)
     far = memory.as_strided((3, vocab), (apart, 1))
     far.copy_(logits.detach())

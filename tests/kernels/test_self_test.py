@@ -1,4 +1,4 @@
-"""Tests of kernels/self_test.py: its checks pass on a GPU and in the interpreter, and notice wrong kernels."""
+"""Test kernels/self_test.py: its checks pass on a GPU and in the interpreter, and detect wrong kernels."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_a_correct_kernel_passes(kernel, monkeypatch):
 
 
 def test_without_a_gpu_the_process_of_a_check_says_so(monkeypatch):
-    """The check runs in a process as on a GPU; in the interpreter, the same process returns an error of a kernel."""
+    """The check runs in a process as on a GPU; in the interpreter, the same process returns a kernel's error."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     if INTERPRETED:
         assert 0 < check_kernel("cpu", "nf4_unpack") < LIMIT
@@ -35,7 +35,7 @@ def test_without_a_gpu_the_process_of_a_check_says_so(monkeypatch):
 
 
 def wrong_columns(x):
-    """Copy a result with a quarter of its elements 10 % too large, which is an error of 5 % of the norm."""
+    """Copy a result, with a quarter of its elements 10 % too large, which is a relative error of 5 % in the norm."""
     x = x.clone()
     x[..., : x.shape[-1] // 4] *= 1.1
     return x

@@ -1,4 +1,4 @@
-"""Test the arrangement of rows by their prompt, and each way to compute the attention of completions."""
+"""Test how rows are arranged by prompt, and each way to compute completions' attention."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_products_with_prompts_equal_those_of_each_row(prompt_index):
     assert torch.equal(slots.expand_to_rows(keys), keys[prompt_index])
 
 
-# prompt of each completion, query heads, key heads, prompt tokens, completion tokens, head dimension
+# each completion's prompt, query heads, key heads, prompt tokens, completion tokens, head dimension
 SIZES = [
     ([0, 0, 0], 4, 2, 7, 5, 8),
     ([0, 0, 1], 6, 3, 130, 70, 16),  # prompt 1 has an empty slot
@@ -34,7 +34,7 @@ SIZES = [
 
 
 def completions_and_prompts(prompt_index, H, K, P, C, D, dtype=torch.float64):
-    """Return random q, k, v, prompt_k, prompt_v and upstream gradient, and the slots of the completions."""
+    """Return random q, k, v, prompt_k, prompt_v and upstream gradient, and the completions' slots."""
     R, B = len(prompt_index), max(prompt_index) + 1
     generator = torch.Generator().manual_seed(0)
     shapes = [(R, C, H, D), (R, C, K, D), (R, C, K, D), (B, P, K, D), (B, P, K, D), (R, C, H, D)]
@@ -51,7 +51,7 @@ def copied_attention(q, k, v, prompt_k, prompt_v, prompt_index):
 
 @pytest.fixture(params=["written out", "joined", "copied"])
 def way(request, monkeypatch):
-    """Make completion_attention compute in one of its three ways."""
+    """Select one of three ways in which completion_attention computes."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 2**30 if request.param == "written out" else 0)
     if request.param == "copied":
         monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: False)
@@ -70,7 +70,7 @@ def test_each_way_equals_attention_with_copied_keys(sizes, way):
 
 @pytest.mark.parametrize("sizes", [*SIZES[:4], ([0] * 8, 4, 1, 40, 600, 16)], ids=str)
 def test_each_way_in_bfloat16(sizes, way):
-    """The error in bfloat16 is a few roundings of 2^-9, also for gradients that are sums over 4,800 queries."""
+    """The error in bfloat16 is a few times the rounding error 2^-9, also for gradients summed over 4,800 queries."""
     inputs, upstream, slots = completions_and_prompts(*sizes, dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = copied_attention(*exact, sizes[0])
@@ -88,10 +88,10 @@ def test_each_way_in_bfloat16(sizes, way):
 @pytest.mark.parametrize("way", ["written out", "joined"], indirect=True)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sharp_scores_lose_no_digits_in_bfloat16(sizes, way):
-    """With scores times 30, most queries give one key nearly the whole weight, and gradients of q and k are small.
+    """With scores times 30, most queries give one key nearly the whole weight, and the q and k gradients are small.
 
-    They are differences of nearly equal products, in which rounded outputs would be an error of up to 98 %. The copied
-    keys use the fused kernel of PyTorch, whose outputs are rounded, so they are not tested here.
+    These gradients are differences between nearly equal products, in which rounded outputs would cause errors up to 98
+    %. Copied keys use PyTorch's fused kernel, whose outputs are rounded, so copied keys are not tested here.
     """
     inputs, upstream, slots = completions_and_prompts(*sizes, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_sharp_scores_lose_no_digits_in_bfloat16(sizes, way):
 
 
 def test_the_keys_of_a_prompt_are_not_copied(way):
-    """All tensors of the forward and backward pass are smaller than one copy of the keys for each completion."""
+    """All tensors in the forward and backward pass are smaller than a copy of the keys for each completion."""
     inputs, upstream, slots = completions_and_prompts([0] * 8, 2, 2, 1000, 4, 16)
     with AllocationTracker([*inputs, upstream]) as tracker:
         torch.autograd.grad(completion_attention(*inputs, slots), inputs, upstream)
@@ -120,7 +120,7 @@ def test_the_keys_of_a_prompt_are_not_copied(way):
 
 
 def test_the_kernel_of_a_gpu_accepts_the_arguments():
-    """Call the kernel of a GPU with tensors that have shapes but no values."""
+    """Call the GPU kernel with tensors that have shapes but no values."""
     with FakeTensorMode():
         q = torch.empty(6, 8, 50, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(6, 2, 50, 64, device="cuda", dtype=torch.bfloat16)

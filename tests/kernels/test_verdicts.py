@@ -1,6 +1,6 @@
-"""Tests of kernels/verdicts.py: kernels are checked once per setup, in processes, and rejected if they are wrong.
+"""Test kernels/verdicts.py: kernels are checked once per setup, in processes, and wrong kernels are rejected.
 
-The GPU and the processes of the checks are stand-ins; test_self_test.py runs the checks themselves.
+The GPU and the checking processes are stand-ins; test_self_test.py runs the real checks.
 """
 
 import json
@@ -36,7 +36,7 @@ class Tensor:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch, tmp_path):
-    """Simulate a machine with H100 GPUs, on which a shell script replaces the processes of the checks."""
+    """Simulate a machine with H100 GPUs, on which a shell script replaces the checking processes."""
     script = tmp_path / "python"
     script.write_text(STAND_IN.format(folder=tmp_path))
     script.chmod(0o755)
@@ -57,13 +57,13 @@ def gpu(monkeypatch, tmp_path):
 
 
 def new_process():
-    """Forget what this process knows, as if a new process started."""
+    """Clear the cached verdicts, as if a new process started."""
     rejected_kernels.cache_clear()
     backend._warn.cache_clear()
 
 
 def started(tmp_path) -> list[str]:
-    """Return the device and the kernel of each check that was started, sorted."""
+    """Return the device and the kernel for each started check, sorted."""
     path = tmp_path / "started"
     return sorted(path.read_text().splitlines()) if path.exists() else []
 
@@ -99,7 +99,7 @@ def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
 def test_the_check_runs_on_the_device_of_the_rank(tmp_path):
     assert backend_for(Tensor("cuda:3"), "nf4_unpack") == "triton"
     assert started(tmp_path) == sorted(f"cuda:3 {kernel}" for kernel in CHECKED)
-    assert backend_for(Tensor("cuda:1"), "nf4_unpack") == "triton"  # a GPU of the same model
+    assert backend_for(Tensor("cuda:1"), "nf4_unpack") == "triton"  # the same GPU model
     assert len(started(tmp_path)) == len(CHECKED)
 
 

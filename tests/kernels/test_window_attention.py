@@ -11,7 +11,7 @@ from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels import window_attention as module
 from minivlmrl.kernels.window_attention import Segments, block_sizes, window_attention
 
-# of the norm. The torch path rounds scores and weights to bfloat16, the kernels only weights.
+# relative to the norm. The torch path rounds scores and weights to bfloat16, the kernels only weights.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 if not INTERPRETED:
     TOLERANCE |= {torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -105,14 +105,14 @@ def test_block_sizes_are_powers_of_two():
 
 @pytest.fixture
 def varlen(monkeypatch):
-    """Simulate a GPU with flash attention for segments of different lengths, computed in float64.
+    """Simulate a GPU with flash attention for segments with different lengths, computed in float64.
 
-    Returns the list of the calls, which are "forward" or "backward".
+    Returns the list of calls, which are "forward" or "backward".
     """
     calls = []
 
     def check(q, k, v, starts, k_starts, longest, k_longest, dropout, is_causal, **options):
-        """Check the requirements of the kernel; return q, k and v in float64 and the lengths of the segments."""
+        """Check the kernel's requirements; return q, k and v in float64 and the segment lengths."""
         assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
         assert q.shape == k.shape == v.shape and q.shape[2] % 8 == 0
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
@@ -193,7 +193,9 @@ def test_the_operator_keeps_its_promises():
 
 @interpreted
 def test_rows_may_lie_beyond_2_to_the_31():
-    """The last rows of 2^27 of 16 numbers each. Nothing touches the others, so 4 GiB tensors cost no memory."""
+    """Use the last among 2^27 rows with 16 numbers each. The other rows are never touched, so 4 GiB tensors cost no
+    memory.
+    """
     T = 2**27 + 8
     cu_seqlens = torch.tensor([T - 8, T], dtype=torch.int32)
     q, k, v, grad = (torch.empty(T, 1, 16, dtype=torch.bfloat16) for _ in range(4))
