@@ -9,9 +9,9 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention, GroupLayo
 
 
 def random_lengths(seed):
-    """Return random lengths of up to 4 prompts, and of up to 3 completions for each.
+    """Return random lengths for up to 4 prompts, and for up to 3 completions per prompt.
 
-    A completion of length 1 has no input token.
+    A completion with length 1 has no input token.
     """
     rng = random.Random(seed)
     prompts = [rng.choice([1, 2, 7, rng.randint(1, 150)]) for _ in range(rng.randint(1, 4))]
@@ -34,7 +34,7 @@ def masked_softmax(q, k, v, mask):
 def test_the_mask_is_the_rule(seed):
     """Compare the mask with the rule for each pair of tokens."""
     prompts, completions = random_lengths(seed)
-    tokens = []  # (group, completion or None for the prompt, index in it) of each token
+    tokens = []  # (group, completion or None for the prompt, index in it) for each token
     for group, (length, rows) in enumerate(zip(prompts, completions, strict=True)):
         tokens += [(group, None, t) for t in range(length)]
         for row, n in enumerate(rows):
@@ -49,7 +49,7 @@ def test_the_mask_is_the_rule(seed):
 @pytest.mark.parametrize("max_score_bytes", [2**30, 0], ids=["written out", "fused"])
 @pytest.mark.parametrize("seed", range(4))
 def test_group_attention_equals_masked_attention(seed, max_score_bytes, monkeypatch):
-    """Compare the values and gradients of GroupAttention with attention under the full mask."""
+    """Compare GroupAttention's values and gradients with attention under the full mask."""
     monkeypatch.setattr("minivlmrl.kernels.shared_prefix.MAX_SCORE_BYTES", max_score_bytes)
     layout = GroupLayout(*random_lengths(seed))
     inputs = [x.requires_grad_() for x in qkv(layout.num_tokens, seed)]
@@ -62,7 +62,7 @@ def test_group_attention_equals_masked_attention(seed, max_score_bytes, monkeypa
 
 
 def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
-    """The values of decoding are tested in test_generate.py and test_tool_sampler.py."""
+    """test_generate.py and test_tool_sampler.py test the values in decoding."""
     prefill = GroupAttention(GroupLayout([5, 9], [[], []]), keep_keys=True)
     prefill(0, *qkv(14))
     decoding = DecodeAttention(prefill, torch.tensor([0, 0, 1]), 3, torch.zeros(2))

@@ -31,7 +31,7 @@ from minivlmrl.tasks import shapes
 import tiny
 
 RECIPE_MODEL = "recipes/shapes_model.json"
-# files of a folder on the Hub besides the weights, with its own chat template and stop ids
+# files in a Hub folder besides the weights, with its own chat template and stop ids
 FOREIGN = {
     "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
     "generation_config.json": b'{"do_sample": true, "eos_token_id": [7, 8], "repetition_penalty": 1.05}',
@@ -72,11 +72,10 @@ def test_initializer_range_is_the_deviation_of_new_position_embeddings(written, 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_weights(model_type):
-    """Check the distribution of random weights.
+    """Check the random weights' distribution.
 
-    Linear layers keep the standard deviation of their input, and the L layers of a residual
-    stream add as much as one. Norms scale by 1, biases are 0, and the states of recurrent heads
-    decay to one half after 0.4 to 700 tokens.
+    Linear layers keep their input's standard deviation, and the L layers in a residual stream together add as much as
+    one. Norms scale by 1, biases are 0, and recurrent heads' states decay to one half after 0.4 to 700 tokens.
     """
     model = FAMILIES[model_type].model(tiny.config(layers=3, model_type=model_type))
     build.initialize(model, torch.Generator().manual_seed(0))
@@ -98,9 +97,9 @@ def test_random_weights(model_type):
             spread = 0.02 if "embed_tokens" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
             ends = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
             if "merger" not in name and any(part in name for part in ends):
-                # attention and MLP of each layer add to the residual stream
+                # each layer's attention and MLP add to the residual stream
                 spread /= (2 * (4 if "visual" in name else 3)) ** 0.5
-            # four standard errors of the mean, and more than that of the standard deviation
+            # four standard errors for the mean, and more for the standard deviation
             error = 4 / parameter.numel() ** 0.5
             assert abs(parameter.mean() / spread) < error and abs(parameter.std() / spread - 1) < error, name
             maps += 1
@@ -133,7 +132,7 @@ def test_saved_models_load_in_transformers_with_equal_logits(tmp_path, processor
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_rope_theta_of_the_tower_is_read_from_the_folder(tmp_path, processor, model_type, oracle):
-    """The theta is read from our folders, and from rope_parameters in folders of transformers."""
+    """The theta is read from our folders, and from rope_parameters in transformers' folders."""
     config = tiny.config(model_type=model_type)
     config.vision_config = replace(config.vision_config, rope_theta=100.0)
     save_model(tmp_path / "ours", tiny.model_of(config), processor)
@@ -149,7 +148,7 @@ def test_the_rope_theta_of_the_tower_is_read_from_the_folder(tmp_path, processor
 
 
 def test_a_saved_processor_and_model_work_in_transformers(folder, transformers, oracle, monkeypatch):
-    """Tokenizer, chat template and image processor of transformers agree on a saved folder."""
+    """transformers' tokenizer, chat template and image processor agree on a saved folder."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = load_processor(folder)
     ours = load_model(folder)
@@ -159,7 +158,7 @@ def test_a_saved_processor_and_model_work_in_transformers(folder, transformers, 
     messages = [user([IMAGE_PART, text("What?")])]
     laid_out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert laid_out == "".join(chat_template.render(messages))
-    assert processor.template is None  # training then uses the template of chat_template.py
+    assert processor.template is None  # training then uses the template in chat_template.py
     images = transformers.AutoImageProcessor.from_pretrained(folder)
     assert (images.patch_size, images.merge_size) == (7, 2)
     monkeypatch.setattr(tiny, "IMAGE", ours.config.image_token_id)
@@ -211,7 +210,7 @@ def write_template(path, template):
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_chat_template_is_read_from_any_file_and_kept(copy, tmp_path, file):
-    """The template has a control token of this folder.
+    """The template contains a control token from this folder.
 
     Files that are read later contain other templates.
     """
@@ -311,7 +310,7 @@ def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
 
     def watched(file):
         for name, tensor in read_tensors(file):
-            # the variable of the loop still holds one tensor
+            # the loop variable still holds one tensor
             assert sum(view() is not None for view in views) <= 1, name
             views.append(weakref.ref(tensor))
             yield name, tensor
@@ -325,7 +324,7 @@ def test_loading_holds_at_most_one_tensor_of_the_file(copy, monkeypatch, asked):
 
 @pytest.fixture
 def shards(copy):
-    """Save the weights of the folder in shards, and return the files."""
+    """Save the folder's weights in shards, and return the files."""
     save_model(copy, load_model(copy), load_processor(copy), max_shard_size=300_000)
     return sorted(copy.glob("model-*"))
 
@@ -394,12 +393,12 @@ def test_broken_files_are_refused(copy, file, content, says):
 
 
 def test_a_license_that_links_to_another_folder_is_refused(copy, tmp_path):
-    """Links could copy any file of this machine into a checkpoint, which may be published."""
+    """Links could copy any file on this machine into a checkpoint, which may be published."""
     (tmp_path / "secret").write_text("key")
     (copy / "LICENSE").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=r"LICENSE is a link to .*secret, outside its folder. Replace the link"):
         load_processor(copy)
-    (tmp_path / "blobs").mkdir()  # links as in the cache of the Hub
+    (tmp_path / "blobs").mkdir()  # links as in the Hub's cache
     (tmp_path / "secret").rename(tmp_path / "blobs" / "1234")
     (copy / "LICENSE").unlink()
     (copy / "LICENSE").symlink_to("../blobs/1234")
@@ -407,7 +406,7 @@ def test_a_license_that_links_to_another_folder_is_refused(copy, tmp_path):
 
 
 def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused(copy):
-    """The count of tokens may be right, but the model would raise IndexError for such an id."""
+    """The token count may be right, but the model would raise IndexError for such an id."""
     content = json.loads((copy / "tokenizer.json").read_text())
     content["model"]["vocab"]["zz"] = 9000
     (copy / "tokenizer.json").write_text(json.dumps(content))

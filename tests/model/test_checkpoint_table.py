@@ -1,4 +1,4 @@
-"""Test that folders load in every published layout, with the logits of transformers."""
+"""Test that folders load in every published layout, with transformers' logits."""
 
 import json
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ transformers = pytest.importorskip("transformers", reason="oracle missing: pip i
 
 from oracle import CLASSES, EAGER, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
-TOLERANCE = 1e-13  # largest difference of a logit, relative to the largest logit
+TOLERANCE = 1e-13  # largest logit difference, relative to the largest logit
 ROWS = [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)]]  # one batch: two images, no image, one image
 
 
 @dataclass
 class Source:
-    """A model of transformers, and the contents from which its folder is written."""
+    """A transformers model, and the contents from which its folder is written."""
 
-    configs: dict[str, dict]  # content of config.json: "published" (Qwen3-VL's is nested too), or "nested" by 5.23
+    configs: dict[str, dict]  # config.json's content: "published" (Qwen3-VL's is nested too), or "nested" by 5.23
     weights: dict[str, torch.Tensor]  # keys are the names on the Hub
     rows: list  # prompts
-    logits: list[torch.Tensor]  # logits of transformers for each prompt
+    logits: list[torch.Tensor]  # transformers' logits for each prompt
 
 
 @pytest.fixture(

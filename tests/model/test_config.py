@@ -1,4 +1,4 @@
-"""Test how config.json is read and written, for models on the Hub and files of transformers."""
+"""Test how config.json is read and written, for models on the Hub and files from transformers."""
 
 import itertools
 import json
@@ -57,7 +57,7 @@ def test_mrope_section_counts_inside_rope_scaling_alone():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unknown_keys_are_kept(model_type):
-    """Every key of the file is written again, with its value, and so is a key that no family knows."""
+    """Every key in the file is written again with its value, even a key that no family knows."""
     given = tiny_config(model_type, tied=False)
     vision = given["vision_config"] | {"foo_new_field": {"a": [7]}}
     written = config_json.to_dict(config_json.from_dict(given | {"vision_config": vision, "another": 8}))
@@ -78,7 +78,7 @@ def test_a_written_config_has_only_fields_of_its_family(model_type):
 IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 SHARED = ("head_dim", "rms_norm_eps", "attention_bias")
 LINEAR = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
-# names of text fields, some values of the text, of its rope and of the tower
+# names of text fields, and some values for text, rope and tower
 NEWER = {
     "qwen3_vl": ((*SHARED, "max_position_embeddings"), {"head_dim": 16}, {}, {"deepstack_visual_indexes": [1]}),
     "qwen3_5": (
@@ -110,7 +110,7 @@ def test_default_values_are_those_of_transformers(transformers):
         assert ours.rope_theta == theirs.text_config.rope_parameters["rope_theta"]
         assert ours.partial_rotary_factor == theirs.text_config.rope_parameters.get("partial_rotary_factor", 1.0)
         equal_towers(ours, theirs, model_type)
-    # Qwen2-VL's names of these fields
+    # Qwen2-VL's names for these fields
     width, ratio = theirs.vision_config.embed_dim, theirs.vision_config.mlp_ratio
     assert (ours.vision_config.hidden_size, ours.vision_config.intermediate_size) == (width, width * ratio)
 
@@ -148,7 +148,7 @@ def field_of(config: ModelConfig, name: str):
 
 
 def changed(path: str, value) -> dict:
-    """Return the config of a tiny model with one value replaced.
+    """Return a tiny model's config with one value replaced.
 
     The path is "family/section.name", where the family is qwen2_5_vl by default. `...` removes
     the value.
@@ -165,7 +165,7 @@ def changed(path: str, value) -> dict:
     return config
 
 
-# values of config.json of Qwen3.6-27B and Qwen3.8-27B as quoted in public, besides output_gate_type
+# publicly quoted values in config.json of Qwen3.6-27B and Qwen3.8-27B, besides output_gate_type
 SAME = {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4}
 SAME |= {"head_dim": 256, "intermediate_size": 17408, "vocab_size": 248320, "full_attention_interval": 4}
 SAME |= {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128, "rope_theta": 1e7}
@@ -174,7 +174,7 @@ SAME |= {"mrope_section": (11, 11, 10), "rms_norm_eps": 1e-6, "tie_word_embeddin
 
 
 def test_qwen3_6_and_3_8_are_read_as_qwen3_5():
-    """Qwen3.6-27B and Qwen3.8-27B also name the gate of their recurrent layers, as in Qwen3.5."""
+    """Qwen3.6-27B and Qwen3.8-27B also name the gate in their recurrent layers, as Qwen3.5 does."""
     config = real_config("Qwen3.5-27B")
     ours = config_json.from_dict(config)
     config["text_config"]["output_gate_type"] = "swish"

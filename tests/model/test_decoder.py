@@ -1,4 +1,4 @@
-"""Compare logits and gradients of the models with transformers 5.23."""
+"""Compare the models' logits and gradients with transformers 5.23."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def have_equal_gradients(ours, theirs):
     for name, p in ours.named_parameters():
         difference = (p.grad - expected.pop(name)).abs().max() / p.grad.abs().max()
         assert difference <= 1e-12, f"{name}: {difference:.1e}"
-    assert not expected  # every parameter of transformers was compared
+    assert not expected  # every parameter in transformers' model was compared
 
 
 def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):

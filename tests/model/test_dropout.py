@@ -1,4 +1,4 @@
-"""Test dropout of adapters against PEFT, what its masks depend on, and where it is off."""
+"""Compare adapters' dropout with PEFT, and test which keys its masks depend on, and where it is off."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ LAYER = "model.layers.0.mlp.up_proj"
 
 @pytest.mark.parametrize("p", [0.05, 0.5])
 def test_a_fraction_p_is_0_and_the_mean_is_unchanged(p):
-    """A fraction p of a million values is 0, and masks of different seeds are uncorrelated."""
+    """A fraction p of a million values is 0, and masks from different seeds are uncorrelated."""
     x = torch.ones(1000, 1000, dtype=torch.float64)
     found = drop(p, 5, x)
     assert found.unique().tolist() == [0, pytest.approx(1 / (1 - p))]
-    spread = (p / (1 - p)) ** 0.5  # standard deviation of one value
+    spread = (p / (1 - p)) ** 0.5  # one value's standard deviation
     assert found.mean().item() == pytest.approx(1, abs=5 * spread / 1000)
     assert torch.equal(found, drop(p, 5, x))
     product = (found - 1) * (drop(p, 6, x) - 1) / spread**2
@@ -29,7 +29,7 @@ def test_a_fraction_p_is_0_and_the_mean_is_unchanged(p):
 
 
 def test_a_gpu_draws_the_mask_itself(monkeypatch):
-    """Its generator gives other numbers than the generator of a CPU, but no mask is copied to the GPU."""
+    """A GPU's generator gives other numbers than a CPU's generator, but no mask is copied to the GPU."""
     devices = []
 
     class Recorded(CardGenerator):
@@ -44,7 +44,7 @@ def test_a_gpu_draws_the_mask_itself(monkeypatch):
 
 
 def test_a_layer_with_dropout_matches_peft():
-    """Outputs and gradients of a layer match PEFT's in float64, with the same mask."""
+    """A layer's outputs and gradients match PEFT's in float64, with the same mask."""
     layer, _, x = check_peft(0.4, lambda x: drop(0.4, 1, x))
     with_it = layer(x)
     layer.drop = None
@@ -52,7 +52,7 @@ def test_a_layer_with_dropout_matches_peft():
 
 
 def mask(model, key, name=LAYER):
-    """Return which values of six inputs a layer keeps."""
+    """Return which of six input values a layer keeps."""
     layer = adapters(model)[name]
     with dropout(model, 0.5, key):
         return layer.drop(torch.ones(6, layer.in_features)) > 0

@@ -14,7 +14,7 @@ WIDE = {torch.float32, torch.float64}
 
 
 class Results(TorchDispatchMode):
-    """Records the result dtypes of each operation."""
+    """Record each operation's result dtypes."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compare the number of floating-point operations with PyTorch's FlopCounterMode."""
+"""Compare the estimated FLOPs with PyTorch's FlopCounterMode."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tiny import pack
 
 
 def counted(model, batch) -> int:
-    """Count the FLOPs of products with weights in a forward and backward pass, without attention."""
+    """Count the FLOPs in products with weights in a forward and backward pass, without attention."""
     aten = torch.ops.aten
     with FlopCounterMode(display=False) as counter:
         model.lm_head(model(batch, select=batch.layout.predict_index)).sum().backward()
@@ -26,7 +26,7 @@ def counted(model, batch) -> int:
 @pytest.mark.parametrize("freeze", [[], ["vision"], ["vision", "merger"], ["language"]], ids=str)
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_products_with_weights_are_counted_exactly(model_type, freeze):
-    """With frozen blocks of the tower, gradients end at the norm of the merger."""
+    """With frozen tower blocks, gradients end at the merger's norm."""
     model = tiny.model(model_type=model_type)
     select_trained(model, freeze)
     batch = pack(*groups(3), model.config)
@@ -36,7 +36,7 @@ def test_products_with_weights_are_counted_exactly(model_type, freeze):
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
 def test_recurrence_is_not_counted(model_type):
-    """The products of the recurrence take the rest, which has no weights."""
+    """The remaining FLOPs are the recurrence's products, which have no weights."""
     model = tiny.model(model_type=model_type)
     batch = pack(*groups(3), model.config)
     ours = batch_flops(flops_by_input(model, model.config), batch)
@@ -50,7 +50,7 @@ def test_a_tied_head_counts():
 
 
 def test_adapters_have_no_gradients_of_base_weights():
-    """The estimate is a little high, because the inputs of the first layer have no gradient."""
+    """The estimate is a little high, because the first layer's inputs have no gradient."""
     model = tiny.model()
     full = flops_by_input(model, model.config)
     inject_adapters(model, LoRAOptions(r=2, target=["language"]))

@@ -1,4 +1,4 @@
-"""Compare log-probabilities and gradients of a packed group with separate rows, in float64."""
+"""Compare a packed group's log-probabilities and gradients with separate rows, in float64."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from minivlmrl.model.logprobs import completion_states, logps_of_states, per_tok
 import tiny
 from tiny import pack
 
-# prompts of different lengths: one image, two of other sizes, no image, an image of the first's
+# prompts with different lengths: one image, two images with other sizes, no image, an image with the first image's
 # size, a video
 GRIDS = [[(1, 6, 10)], [(1, 18, 4), (1, 4, 6)], [], [(1, 10, 6)], [(3, 4, 6)]]
 
 
 def groups(num_generations):
-    """Return prompts, and completions of different lengths for each of them."""
+    """Return prompts, and completions with different lengths for each prompt."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in GRIDS]
     lengths = torch.randint(1, 9, (len(prompts), num_generations), generator=generator).tolist()
@@ -22,7 +22,7 @@ def groups(num_generations):
 
 
 def scored(model, values, weights):
-    """Return log-probabilities and entropies (2, tokens), and gradients of their weighted sum."""
+    """Return log-probabilities and entropies (2, tokens), and the gradients of their weighted sum."""
     gradients = torch.autograd.grad((values * weights).sum(), list(model.parameters()))
     return [values.detach(), *gradients]
 
@@ -36,7 +36,7 @@ def assert_equal(actual, expected, tolerance=1e-12):
     (1, {}), (6, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
 ], ids=str)  # fmt: skip
 def test_one_group_equals_separate_rows(num_generations, kind):
-    """Separate rows have their own copies of prompt and images.
+    """Each separate row has a copy of the prompt and its images.
 
     Gradients reach the vision tower.
     """

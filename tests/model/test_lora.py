@@ -1,4 +1,4 @@
-"""Test LoRA: a layer and its gradients against PEFT, selected layers, and copies of adapters."""
+"""Test LoRA: a layer and its gradients against PEFT, selected layers, and adapter copies."""
 
 import copy
 
@@ -55,7 +55,7 @@ def loss(model):
 
 
 def check_peft(p=0.0, drop=None):
-    """Compare outputs and gradients of a layer with PEFT's in float64.
+    """Compare a layer's outputs and gradients with PEFT's in float64.
 
     Return our layer, PEFT's model and their input.
     """
@@ -145,7 +145,7 @@ def test_on_a_bfloat16_base_the_adapter_is_in_float32():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take the paths of a GPU."""
+    """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take a GPU's paths."""
     halves = (torch.float16, torch.bfloat16)
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype in halves)
 
@@ -182,7 +182,7 @@ def test_on_a_cpu_and_in_float32_nothing_is_copied(monkeypatch):
 
 @pytest.mark.parametrize("base", [torch.float64, torch.bfloat16])
 def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
-    """In float64 to 1e-12. A bfloat16 base rounds the result and the gradient of x, but no other sum."""
+    """Compare in float64 to 1e-12. A bfloat16 base rounds the result and x's gradient, but no other sum."""
     torch.manual_seed(5)
     x, base_result = torch.randn(7, 6).to(base), torch.randn(7, 4).to(base)
     given = [base_result, x, torch.randn(3, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
@@ -200,7 +200,7 @@ def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
 
 
 class ProductPrecision(TorchDispatchMode):
-    """Records the dtype of each matrix product, and the precision of float32 products at that moment."""
+    """Record each matrix product's dtype, and the precision of float32 products at that moment."""
 
     def __init__(self):
         super().__init__()
@@ -214,14 +214,16 @@ class ProductPrecision(TorchDispatchMode):
 
 
 def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
-    """In both passes. Afterwards, also after an error, the setting is that of before, and on a CPU it never changes."""
+    """TF32 is on in both passes. Afterwards, also after an error, the old setting is restored. On a CPU it never
+    changes.
+    """
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
     layer = LoRALinear(torch.nn.Linear(6, 4).bfloat16(), 3, 1.5)
     x = torch.randn(7, 6).bfloat16().requires_grad_()
     with ProductPrecision() as products:
         layer(x).float().sum().backward()
-    # forward: x W^T, x A^T and (x A^T) B^T; backward: the gradients of W and x, and then those of x A^T, x, A and B
+    # forward: x W^T, x A^T and (x A^T) B^T; backward: gradients of W and x, and then of x A^T, x, A and B
     base, adapter = (torch.bfloat16, before), (torch.float32, "tf32")
     assert sorted(products.found, key=str) == sorted(3 * [base] + 6 * [adapter], key=str)
     with pytest.raises(KeyError), tf32_products():
@@ -252,7 +254,7 @@ def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch, p):
 
 
 def test_the_share_of_an_update_that_survives_rounding():
-    """A bfloat16 1 changes only by an update over 1/256, half of the distance to the next number below is 1/512."""
+    """A bfloat16 1 changes only by an update over 1/256; half the distance to the next number below is 1/512."""
     layer = LoRALinear(nn.Linear(4, 1, bias=False, dtype=torch.bfloat16), r=1, scaling=1.0)
     with torch.no_grad():
         layer.base.weight.fill_(1.0)

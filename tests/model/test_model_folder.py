@@ -1,4 +1,4 @@
-"""Tests of the errors for folders and files that are no model: each says what the folder is and what to do."""
+"""Test the errors for folders and files that are no model: each error names the folder's kind and a solution."""
 
 import json
 

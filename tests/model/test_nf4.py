@@ -1,4 +1,4 @@
-"""Test NF4 of a frozen decoder: packed layers, bits of bitsandbytes, gradients, runs and merge."""
+"""Test NF4 for a frozen decoder: packed layers, equal bits as bitsandbytes, gradients, runs and merging."""
 
 import copy
 
@@ -41,14 +41,14 @@ def test_packed_bits_match_bitsandbytes(fused_linspace, monkeypatch):
 def test_the_error_is_bounded_for_any_shape(shape):
     """The error is at most half the widest gap, 0.152 of the block's largest value.
 
-    The 8 bits of the scale add a small error.
+    The 8-bit scale adds a small error.
     """
     weight = torch.randn(shape)
     off = (unpack_nf4(**pack_nf4(weight))[: weight.numel()].view(shape) - weight).abs().max()
     assert off < 0.16 * weight.abs().max()
 
 
-# targets of the LoRA paper; QLoRA also quantizes the other layers of the decoder
+# targets in the LoRA paper; QLoRA also quantizes the other decoder layers
 QV = r"model\..*\.[qv]_proj"
 FEW = [QV, "merger"]
 

@@ -11,9 +11,9 @@ from tiny import pack
 
 
 def test_the_docstring_example():
-    """Pack a prompt of 3 tokens with completions of 3 and 2.
+    """Pack a prompt with 3 tokens and completions with 3 and 2 tokens.
 
-    The last token of a completion is predicted, but is not an input.
+    A completion's last token is predicted, but is not an input.
     """
     prompt = tiny.prompt(torch.Generator(), [], text=3)
     batch = pack([prompt], [[torch.tensor([10, 11, 12]), torch.tensor([20, 21])]], tiny.config())
@@ -49,9 +49,9 @@ def micro_batch(mask):
 
 
 def test_a_mean_counts_only_trained_tokens():
-    """All trained tokens have equal weight, so the mean is (1 + 4 + 16) / 3. It has no gradient.
+    """All trained tokens have equal weight, so the mean is (1 + 4 + 16) / 3. The mean has no gradient.
 
-    The mean of a micro-batch without trained tokens is 0. This happens if its only row is
+    A micro-batch without trained tokens has the mean 0. This happens if its only row is
     masked out, for example as a truncated completion.
     """
     part = micro_batch([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])

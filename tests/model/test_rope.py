@@ -1,4 +1,4 @@
-"""Test M-RoPE positions of text, images and videos, against transformers 4.51.3 and by hand."""
+"""Compare M-RoPE positions for text, images and videos with transformers 4.51.3 and with arithmetic by hand."""
 
 import json
 from pathlib import Path

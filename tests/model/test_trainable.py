@@ -1,4 +1,4 @@
-"""Test which parameters are trained with frozen parts and adapters, in runs of all stages."""
+"""Test which parameters are trained with frozen parts and adapters, in runs with all stages."""
 
 import json
 
@@ -72,10 +72,9 @@ def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
 
 @pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("kto", 4), ("ppo", 4)])
 def test_the_reference_is_the_base_without_a_copy(stage, name, size):
-    """The log-probabilities of the reference are those of the base model, without a copy.
+    """The reference's log-probabilities equal the base model's, without a copy.
 
-    This also holds if the rollout is one micro-batch, whose prefill graph is older than the
-    scores of the reference.
+    This also holds if the rollout is one micro-batch, whose prefill graph is older than the reference's scores.
     """
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
@@ -113,7 +112,7 @@ def test_a_run_saves_merged_weights_and_checkpoints_without_the_base(run, plain,
 
 
 def test_a_reward_model_of_this_run_shares_the_policys_base(run, plain, lively, monkeypatch):
-    """The scores equal those of the saved reward model, which has merged weights."""
+    """The scores equal the scores from the saved reward model, which has merged weights."""
     seen, original = [], reward_model.load_scorer
     monkeypatch.setattr(
         reward_model, "load_scorer", lambda *a, **b: seen.append((a[0], original(*a, **b))) or seen[-1][1]
@@ -136,7 +135,7 @@ def test_a_reward_model_of_this_run_shares_the_policys_base(run, plain, lively, 
 
 
 def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
-    """Continue from the adapter of a run, also sharded. The reference of DPO is that adapter."""
+    """Continue from a run's adapter, also sharded. DPO's reference is that adapter."""
     given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)

@@ -30,7 +30,7 @@ def value_model(tied=False) -> ValueModel:
 
 @pytest.fixture
 def groups():
-    """Return prompts with one image, none and two, and completions of several lengths for each."""
+    """Return prompts with one image, none and two, and completions with several lengths for each prompt."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(1, 4, 4), (1, 8, 4)])]
     for prompt in prompts:
@@ -41,7 +41,7 @@ def groups():
 
 @torch.no_grad()
 def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
-    """Return the scores (P + C,) of all tokens of a row, from a plain causal forward."""
+    """Return the scores (P + C,) for all tokens in a row, from a plain causal forward."""
     ids = torch.cat([prompt.input_ids, completion])
     batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
     states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))

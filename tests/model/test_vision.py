@@ -1,6 +1,6 @@
-"""Test the windows and norms of the vision tower against transformers 5.23.
+"""Compare the vision tower's windows and norms with transformers 5.23.
 
-test_decoder.py tests its output through the logits.
+test_decoder.py tests the tower's output through the logits.
 """
 
 import random
@@ -37,7 +37,7 @@ def test_windows_of_300_random_grids_equal_transformers():
 
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
-    """The epsilon of a norm only matters for tiny inputs, which no image produces."""
+    """A norm's epsilon only matters for tiny inputs, which no image produces."""
     visual = tiny.model(model_type=model_type, dtype=torch.float64).visual
     x = 1e-3 * torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     last = visual.merger.norm if model_type.startswith("qwen3") else visual.merger.ln_q
@@ -51,7 +51,7 @@ def test_norms_of_the_vision_tower_have_epsilon_1e_6(model_type):
 def test_a_layout_cached_in_inference_mode_works_in_a_backward():
     """The cached layout must not consist of inference tensors, which backward cannot use.
 
-    The first call may be that of the reference, in inference mode.
+    The first call may come from the reference, in inference mode.
     """
     visual, grids = tiny.model().visual, torch.tensor([(1, 6, 4), (1, 4, 10)])
     vision.lay_out.cache_clear()

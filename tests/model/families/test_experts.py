@@ -38,7 +38,7 @@ MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 
 
 def random_experts(model_type: str, seed: int):
-    """Return a random config with 2 to 9 experts, of which 1 to all are active per token.
+    """Return a random config with 2 to 9 experts; 1 to all experts are active per token.
 
     Some configs have dense layers or a shared expert.
     """
@@ -57,14 +57,14 @@ def random_experts(model_type: str, seed: int):
 
 
 def loss_of(logps, mask, seed):
-    """Return the GRPO loss of (R, T) log-probabilities with random advantages."""
+    """Return the GRPO loss for (R, T) log-probabilities with random advantages."""
     advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
     normalizer = LossNormalizer(len(logps), int(mask.sum()), 9)
     return grpo_loss(logps, advantages, mask, loss_type="grpo", normalizer=normalizer)[0]
 
 
 def single_rows(theirs, rows, groups):
-    """Return log-probabilities and logits of all completions, from transformers on single rows."""
+    """Return all completions' log-probabilities and logits, from transformers on single rows."""
     logps, logits = [], []
     for row, ids in ((row, ids) for row, group in zip(rows, groups, strict=True) for ids in group):
         whole = replace(row, input_ids=torch.cat([row.input_ids, ids]))
@@ -113,7 +113,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
-    """Names and bits are equal, but transformers 5 transposes the experts of Qwen3-VL-MoE."""
+    """Names and bits are equal, but transformers 5 transposes Qwen3-VL-MoE's experts."""
     model = tiny.model(model_type=model_type)
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     save_model(tmp_path / "ours", model, processor, max_shard_size=60_000)
@@ -198,7 +198,7 @@ def test_an_expert_without_tokens_is_not_changed():
 
 
 def test_outputs_of_a_token_do_not_depend_on_the_batch():
-    """Outputs agree to float64's rounding, and bit for bit in a batch of the same size."""
+    """Outputs agree to float64's rounding, and bit for bit in a batch with the same size."""
     torch.manual_seed(0)
     config = tiny.config(model_type="qwen3_5_moe")
     block = Experts(config.hidden_size, config.experts, 0).double()
@@ -233,7 +233,7 @@ def test_experts_and_routers_get_adapters_only_on_request():
 
 
 def test_adapters_of_experts_match_peft():
-    """Outputs, gradients and merged weights match PEFT for adapters of experts and router."""
+    """Outputs, gradients and merged weights match PEFT for adapters on experts and router."""
     peft = pytest.importorskip("peft", reason="oracle missing: pip install peft")
     model = adapted(tiny.model(model_type="qwen3_5_moe", dtype=torch.float64), ["experts"])
     ours = model.model.layers[0].mlp
@@ -297,7 +297,7 @@ def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
 
 @pytest.mark.slow
 def test_active_parameters_are_counted():
-    """Models on the Hub have 31.1e9 and 35.1e9 parameters, of which 3.9e9 are active per token."""
+    """Models on the Hub have 31.1e9 and 35.1e9 parameters; 3.9e9 are active per token."""
     for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
         costs = MemoryEstimator(config_json.from_dict(real_config(size)))
         assert costs.parameters == pytest.approx(held, rel=1e-3), size

@@ -94,7 +94,7 @@ def mixed_group():
 
 
 def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
-    """The nonzero gradients, also through the convolution, are those of the attention mask."""
+    """The gradients, also through the convolution, are nonzero where the attention mask allows."""
     layout = GroupLayout([4, 3, 4], [[4, 3], [3], []])
     layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
     x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -103,7 +103,7 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
 
 
 def sample_completions(model, rows, tokens):
-    """Sample completions by key; their log-probabilities have the dtype of the model."""
+    """Sample completions by key; their log-probabilities have the model's dtype."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
     original = make_token_sampler(1.0, STOP, sample_by_uniforms(numbers))
 
@@ -145,12 +145,12 @@ def test_recurrent_states_take_the_estimated_memory():
         assert costs.keys_and_values(torch.float32, work) == sizes[-1]
         assert len(attention.row_kv) == 1 and len(attention.recurrent_state) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
-    assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values of the only attention layer
+    assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values in the only attention layer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_are_float32_or_wider(dtype):
-    """Sampler and trainer differ only by the rounding of bfloat16."""
+    """Sampler and trainer differ only by bfloat16's rounding."""
     model = tiny.model(model_type="qwen3_5", dtype=dtype)
     inject_adapters(model, LoRAOptions(r=2))
     init_adapters(model, 0)

@@ -40,11 +40,11 @@ from oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (
 def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
     """Return a config with random layers, heads, sections, patch and merge sizes.
 
-    `more` are further values of the text config.
+    `more` are further values in the text config.
     """
     layers, depth = rng.randint(2, 5), rng.randint(1, 5)
     heads, groups = rng.choice([(4, 2), (3, 1), (2, 2)])
-    half = rng.choice([4, 8, 12])  # pairs of dimensions per head that are rotated
+    half = rng.choice([4, 8, 12])  # rotated dimension pairs per head
     height, width = rng.randint(0, half // 3), rng.randint(0, half // 3)
     rope = {"mrope_section": [half - height - width, height, width], "rope_theta": 1e4}
     text = {
@@ -112,7 +112,7 @@ def qwen3_vl_name(name: str) -> str:
 
 
 def both_in_float64(folder, monkeypatch, model_type):
-    """Load our model and that of transformers from one folder, in float64."""
+    """Load our model and transformers' model from one folder, in float64."""
     in_float64(monkeypatch, model_type)
     save_model(folder, tiny.model(model_type=model_type), Processor(shapes.tokenizer(), ImageProcessor()))
     ours = load_model(folder, torch.float64)
@@ -180,7 +180,7 @@ def read_images(settings, where, *bounds):
     return read_image_processor(qwen3_vl.IMAGES | settings, where, *bounds)
 
 
-# values of preprocessor_config.json of Qwen3-VL
+# values in Qwen3-VL's preprocessor_config.json
 PUBLISHED = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
     "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
@@ -224,7 +224,7 @@ def test_a_whole_run_and_the_commands_on_its_folder(whole_run, sizes):
 
 
 def video_processor(**videos) -> Processor:
-    """Return a processor without settings of a folder, which resizes like torchvision."""
+    """Return a processor without a folder's settings, which resizes like torchvision."""
     images = read_images({}, "")
     images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
     return Processor(shapes.tokenizer(), images, default_template(FAMILIES["qwen3_vl"]))
@@ -248,7 +248,7 @@ def test_sizes_of_frames_match_transformers():
 
 def test_a_frame_may_have_its_own_size_bounds():
     images = video_processor().image_processor
-    assert frame_size(images, 8, 640, 640) == (288, 288)  # 8 of 311 x 311 fill the budget
+    assert frame_size(images, 8, 640, 640) == (288, 288)  # 8 frames with 311 x 311 pixels fill the budget
     assert frame_size(images, 8, 640, 640, max_pixels=64 * 64) == (64, 64)
     assert frame_size(images, 8, 32, 32, min_pixels=96 * 96, total_pixels=10**6) == (96, 96)
     assert frame_size(images, 8, 640, 640, total_pixels=8 * 640 * 640) == (640, 640)
@@ -281,9 +281,9 @@ def their_processor(tmp_path_factory, oracle):
 
 
 def their_ids(processor, messages, images, *videos):
-    """Return the ids of transformers.
+    """Return transformers' ids.
 
-    videos: (grid, indices of the sampled frames, frames per second).
+    videos: (grid, indices of sampled frames, frames per second).
     """
     from transformers.video_utils import VideoMetadata
 
@@ -327,7 +327,7 @@ def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
 
 
 def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict]:
-    """Return a prompt with an image and videos of these grids, and the inputs of transformers."""
+    """Return a prompt with an image and videos with these grids, and transformers' inputs."""
     grids, ids = [image], [torch.randint(3, 280, (4,), generator=generator)]
     parts = [[tiny.VISION_START, *[tiny.IMAGE] * (image[1] * image[2] // 4), tiny.VISION_END]]
     for t, h, w in films:

@@ -18,7 +18,7 @@ MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_the_balance_loss_matches_transformers(model_type, monkeypatch):
-    """Compare value and gradients for layers with different numbers of tokens.
+    """Compare value and gradients for layers with different token counts.
 
     If each expert has equally many tokens, the loss is k.
     """

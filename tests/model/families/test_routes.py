@@ -20,7 +20,7 @@ WAYS = {
 
 
 def many_tokens(stage, monkeypatch, model, way, completions, *more):
-    """Return a float32 stage with completions of 50 tokens, and with many calls if it has tools."""
+    """Return a float32 stage with 50-token completions, and with many calls if it has tools."""
     monkeypatch.setattr(tool_sampler, "find_calls", eager)
     monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda self, searched_from: True)
     options = ["--sampling.max_new_tokens=50", "--sampling.stop_token_ids=[]", f"--grpo.num_generations={completions}"]
@@ -66,7 +66,7 @@ def test_a_model_without_experts_logs_no_routes(stage):
 
 @pytest.mark.parametrize("model_type", MOE)
 def test_a_route_is_the_set_of_experts_of_a_token_in_all_layers(model_type):
-    """The order of experts does not matter. The last layer computes only tokens that predict."""
+    """The expert order does not matter. The last layer computes only tokens that predict."""
     model = tiny.model(model_type=model_type)
     generator = torch.Generator().manual_seed(0)
     rows = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [])]
