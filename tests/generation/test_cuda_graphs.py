@@ -1,6 +1,6 @@
 """Test that a captured decode step samples the same tokens as the eager step.
 
-The graphs run on the CPU, or on the simulated GPU of pretend_cuda.py.
+The graphs run on the CPU, or on pretend_cuda.py's simulated GPU.
 """
 
 import gc
@@ -99,7 +99,7 @@ def test_other_models_and_layers(change):
 
 
 class Products(TorchDispatchMode):
-    """Dispatch mode that counts matrix products of linear layers."""
+    """Dispatch mode that counts matrix products in linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Products(TorchDispatchMode):
 
 
 def products_per_token(model):
-    """Return the number of products that one more token takes in a captured step, and in an eager step."""
+    """Return how many products one more token takes in a captured step, and in an eager step."""
     found = []
     for decode in (CapturedDecode, Decode):
         counts = []
@@ -126,7 +126,9 @@ def products_per_token(model):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_q_k_and_v_are_one_product(model_type):
-    """A layer has 5 instead of 7 products: q, k and v, o, and three of the MLP. Qwen3.5's layers stay as they are."""
+    """A layer has 5 instead of 7 products: q, k and v together, o, and three in the MLP. Qwen3.5's layers are
+    unchanged.
+    """
     model = tiny.model(model_type=model_type)
     captured, eager = products_per_token(model)
     layers = fusable_layers(model)
@@ -169,7 +171,7 @@ def on_card(model, stop, tokens=20, **setting):
 def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
     """A capture refuses operations that wait for the host. A replay runs no Python code.
 
-    So all changing values, such as Qwen3.5's recurrent states of removed rows, must be in tensors.
+    So all changing values, such as removed rows' recurrent states in Qwen3.5, must be in tensors.
     """
     sampling = options(max_new_tokens=20, **setting)
     draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 20))
@@ -185,9 +187,9 @@ def test_the_cpu_waits_once_in_16_captured_steps():
 
 
 def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
-    """The first decode step runs without a graph, and its first kernel asks for the verdict of all kernels.
+    """The first decode step runs without a graph, and its first kernel requests the verdict on all kernels.
 
-    Here all kernels are rejected, so torch computes. Prefill does not ask, because its kernel needs 16 bits.
+    Here all kernels are rejected, so torch computes. Prefill does not request it, because its kernel needs 16 bits.
     """
     capturing = []
 

@@ -1,4 +1,4 @@
-"""Tests of the functions that call agents/, and that a run without tools does not import agents/."""
+"""Test the functions that call agents/, and that a run without tools does not import agents/."""
 
 import subprocess
 import sys

@@ -21,7 +21,7 @@ EXTREMES = [
 
 
 def theirs(setting, prompt, scores):
-    """Return the logits after transformers' processors, in the order of its generate."""
+    """Return the logits after transformers' processors, in the same order as in its generate."""
     p = pytest.importorskip(
         "transformers.generation.logits_process", reason="oracle missing: pip install transformers==5.23.0"
     )
@@ -70,8 +70,7 @@ def test_settings_out_of_bounds_are_refused(bad, says):
 def test_the_expected_gradient_is_that_of_the_policy_that_is_drawn_from(setting):
     """Compare the expected GRPO gradient with the exact policy gradient.
 
-    The expectation is over all completions of 4 tokens that the filters allow. The gradient of a
-    constant reward is 0.
+    The expectation is over all 4-token completions that the filters allow. A constant reward has the gradient 0.
     """
     model = tiny.model(dtype=torch.float64)
     sampling = options(max_new_tokens=4, **setting)

@@ -1,4 +1,4 @@
-"""Compare generation with transformers' generate and with the forward pass of training."""
+"""Compare generation with transformers' generate and with training's forward pass."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_greedy_equals_transformers_token_for_token(pair, oracle, penalty):
 
 @pytest.mark.parametrize("number, setting", enumerate(SETTINGS + MORE_SETTINGS), ids=str)
 def test_the_same_seed_samples_the_same_tokens_as_transformers(pair, oracle, number, setting):
-    """With one prompt, both use the same random numbers until the completion ends."""
+    """With one prompt, both samplers use the same random numbers until the completion ends."""
     theirs, model = pair
     row = prompts(5, seed=number)[number % 5]
     expected = their_tokens(theirs, oracle.their_inputs(row), seed=number, **setting)
@@ -49,7 +49,7 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused():
 
 
 def recorded_less_scored(model, sampling):
-    """Return how much the sampler's log-probabilities differ from those of training, for 6 completions of 5 prompts."""
+    """Return |sampling - training| log-probabilities for 5 prompts with 6 completions each."""
     rows = prompts(5)
     completions = sample(model, rows, 6, sampling, STOP, seeded())
     assert len({len(ids) for ids in ids_of(completions)}) > 3
@@ -59,7 +59,7 @@ def recorded_less_scored(model, sampling):
 
 @pytest.mark.parametrize("filters", [{}, dict(top_p=0.9), dict(top_k=9, min_p=0.1)], ids=str)
 def test_sampler_logps_equal_the_scorer_in_float32(filters):
-    """The log-probabilities of sampling and training agree to 1e-5 nats."""
+    """Sampling and training log-probabilities agree to 1e-5 nats."""
     assert recorded_less_scored(tiny.model(), options(temperature=0.8, **filters)).max() < 1e-5
 
 
@@ -106,7 +106,7 @@ def test_a_random_number_selects_a_token_by_cumulative_probability():
 
 
 def test_tokens_removed_by_filters_are_never_sampled():
-    """Sums of 152k float32 probabilities have an error of 1e-6, but sums of integer units are exact."""
+    """Sums over 152k float32 probabilities have an error of 1e-6, but sums over integer units are exact."""
     probs = torch.rand(151_936, generator=torch.Generator().manual_seed(0))
     probs[::3] = 0
     probs[-1000:] = 0

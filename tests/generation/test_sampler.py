@@ -1,4 +1,4 @@
-"""Tests of the Sampler: random keys, the end of completions, decode steps, and the embeddings of a frozen tower."""
+"""Test the Sampler: random keys, the end of completions, decode steps, and a frozen tower's embeddings."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def sampler(tokenizer_300):
 
 
 def sample_pairs(sampler, keys=KEYS):
-    """Sample two completions for the prompt of each key."""
+    """Sample two completions for each key's prompt."""
     rows = prompts(5)
     return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
 
@@ -56,7 +56,7 @@ def test_the_default_options_sample_from_the_plain_softmax(sampler):
     {"captured": True},
 ], ids=str)  # fmt: skip
 def test_samples_depend_only_on_keys(sampler, values):
-    """Samples do not depend on the order of the prompts, their number, or how many are computed together."""
+    """Samples do not depend on the prompts' order or count, or on how many prompts are computed together."""
     captured = values.pop("captured", False)
     own = sampler(tiny.model(dtype=torch.float64), **values)
     own.captured = captured
@@ -68,7 +68,7 @@ def test_samples_depend_only_on_keys(sampler, values):
 
 
 def test_completions_longer_than_the_positions_of_the_model_are_refused(sampler):
-    """A found recipe with max_new_tokens of 10**9 ended in a MemoryError."""
+    """A user's recipe with max_new_tokens 10**9 ended in a MemoryError."""
     with pytest.raises(ValueError, match=r"exceed the model's 128000 positions .*; shorten the prompt, or decrease"):
         sample_pairs(sampler(max_new_tokens=128_000))
     with pytest.raises(ValueError, match=r"max_new_tokens is 1000000000, but it must be in \[1, 1048576\]"):
@@ -95,7 +95,7 @@ def test_the_largest_stop_token_must_be_in_the_vocabulary(sampler):
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """Record the class of each decode step, and whether the model's weights are sharded."""
+    """Record each decode step's class, and whether the model's weights are sharded."""
     seen, original = [], Decode.__call__
 
     def call(self, model, *inputs):
@@ -136,7 +136,7 @@ FROZEN = "--model.freeze=[vision, merger]"
     ("qwen3_vl", Qwen3VisionTransformer, []),
 ], ids=["twice", "pieces", "Qwen3-VL, whose decoder's first layers see more of it"])  # fmt: skip
 def test_a_frozen_tower_encodes_each_image_once_per_rollout(stage, monkeypatch, model, tower, more):
-    """Sampler, reference and policy share the embeddings of a frozen tower.
+    """Sampler, reference and policy share a frozen tower's embeddings.
 
     Metrics and weights are unchanged in float64.
     """

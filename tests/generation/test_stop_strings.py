@@ -16,7 +16,7 @@ TEXTS = ["the cat sat on the mat </answer> <answer>a cat</answer>", "naïve caf�
 def tokenizer():
     """Return a tokenizer with bytes, merges up to whole words, and control tokens.
 
-    Larger ids belong to untrained rows of an embedding.
+    Larger ids belong to untrained embedding rows.
     """
     return train_tokenizer(TEXTS, vocab_size=330)
 
@@ -35,7 +35,7 @@ def test_token_bytes_decode_like_the_tokenizer(tokenizer):
     "strings", [["e"], ["t <", "é"], ["ca", "the cat"], ["<|im_end|>"], [" t", "tt", "aa", "<<", "\n"]], ids=str
 )
 def test_completions_end_where_transformers_stops(tokenizer, strings, transformers):
-    """Check random sequences of tokens that are pieces of the strings, after every token."""
+    """Check random token sequences that consist of the strings' pieces, after every token."""
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
     criteria = transformers.generation.stopping_criteria.StopStringCriteria(theirs, strings)
     known = {i: token_bytes(tokenizer, i) for i in range(len(tokenizer))}
@@ -58,7 +58,7 @@ def test_completions_end_where_transformers_stops(tokenizer, strings, transforme
 
 
 def test_a_long_stop_string_beside_a_short_one_is_found_across_tokens(tokenizer):
-    """The text before a token is kept for the longest of the strings."""
+    """The text before a token is kept for the longest string."""
     bytes_in_order = [token_id for letter in "xyz!" for token_id in tokenizer.encode(letter)]
     rule = StopStrings(["q", "xyz!"], tokenizer, [torch.tensor(tokenizer.encode("a"))])
     ends = [rule.completed(torch.tensor([0]), torch.tensor([token_id])).item() for token_id in bytes_in_order]

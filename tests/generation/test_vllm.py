@@ -1,4 +1,4 @@
-"""Tests of rollouts with a stand-in for vLLM, and with vLLM itself if it is installed (see docs/notes/vllm.md)."""
+"""Test rollouts with a stand-in for vLLM, and with vLLM itself if it is installed (see docs/notes/vllm.md)."""
 
 import json
 import logging
@@ -48,7 +48,7 @@ def samplers(request, monkeypatch, tokenizer_300):
 
 def model_of(kind):
     config = tiny.config(model_type=kind if kind.startswith("qwen") else "qwen2_5_vl")
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "mrope_section": (4, 6, 6)}  # heads of 32
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "mrope_section": (4, 6, 6)}  # head_dim 32
     model = tiny.model_of(replace(config, **sizes, max_position_embeddings=512, head_dim=config.head_dim and 32))
     if kind in ("lora", "nf4"):
         inject_adapters(
@@ -164,9 +164,9 @@ FLOAT, HALF = torch.float32, torch.bfloat16
     ((HALF, FLOAT), [[0.0, 0.8], [0.0, 0.0]], (0.0, ""), ("rows.jsonl:0", 0.566)),
 ])  # fmt: skip
 def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, differences, of_other_rank, named):
-    """In float32 the largest difference counts, and in 16 bits of either side the root mean square.
+    """In float32 the largest difference counts; if either side has 16 bits, the root mean square counts.
 
-    The error names the worst row of all ranks.
+    The error names the worst row on all ranks.
     """
     module = vllm_stand_in.install(monkeypatch)
     groups = iter(differences)
@@ -218,7 +218,7 @@ def test_unsupported_uses_of_vllm_are_refused(samplers, stage, monkeypatch):
 
 
 def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeypatch):
-    """The error names the row. It is raised during the rollout, because rows of a task are not counted earlier."""
+    """The error names the row. The error comes during the rollout, because a task's rows are not counted earlier."""
     own, engine = samplers(vllm={"max_model_len": 47})
     lengths = [len(prompt.input_ids) for prompt in prompts(5)]
     assert min(lengths) + 12 <= 47 < max(lengths) + 12
@@ -236,7 +236,7 @@ def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeyp
 def test_memory_is_estimated_without_vllm(monkeypatch, tmp_path):
     """The memory estimate loads our sampler file without vLLM.
 
-    A file of the same name in the working folder could be somebody else's, and is not executed.
+    A file with the same name in the working folder could be somebody else's, and is not executed.
     """
     monkeypatch.setitem(sys.modules, "vllm", None)
     (tmp_path / "recipes").mkdir()
