@@ -1,4 +1,4 @@
-"""Tests of DPO on tiny models: a loaded, precomputed, given or missing reference, and pair accuracy."""
+"""Test DPO on tiny models: a loaded, precomputed, given or missing reference, and pair accuracy."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_the_reference_is_the_policy_at_the_start_of_the_stage(stage):
 
 
 def test_equal_rewards_do_not_count_as_correct(stage):
-    """Not with precomputed references, because there the rounding of another batch decides the sign."""
+    """Precomputed references are not tested, because there another batch's rounding decides the sign."""
     run = stage("dpo", held_out=Shapes(3, "other"))
     assert run.accuracy() == 0  # because the policy is still equal to the reference
 
@@ -62,7 +62,7 @@ def test_precomputing_scores_all_pairs_once(stage):
 
 
 def test_precomputing_distinguishes_images(stage):
-    """A wide and a tall image of one colour have equal patches and token counts, so only their sizes differ."""
+    """A wide and a tall image with one colour have equal patches and token counts, so only their sizes differ."""
     rows = [Shapes(1, "x")[0] for _ in range(2)]
     for row, size in zip(rows, ((56, 28), (28, 56)), strict=True):
         row.images = [PIL.Image.new("RGB", size, "red")]
@@ -74,11 +74,11 @@ def test_precomputing_distinguishes_images(stage):
 
 
 class Scored(Shapes):
-    """Dataset of pairs, in which some rows have reference log-probabilities as columns."""
+    """Dataset with pairs, in which some rows have reference log-probabilities as columns."""
 
     def __init__(self, columns):
         super().__init__(8, "rows")
-        self.columns = columns  # {index of a row: its columns}
+        self.columns = columns  # {row index: its columns}
 
     def __getitem__(self, index):
         row = super().__getitem__(index)
@@ -88,7 +88,7 @@ class Scored(Shapes):
 
 
 def test_reference_log_probabilities_may_be_columns_of_rows(stage):
-    """Half of the rows have the columns; only the other rows are scored before the first step."""
+    """Half the rows have the columns; only the other rows are scored before the first step."""
     with_model = stage("dpo")
     batch = with_model.trainer.micro_batch([Shapes(8, "rows")[index] for index in range(4)])
     sums = (batch.ref_per_token_logps * batch.loss_mask).sum(1).tolist()

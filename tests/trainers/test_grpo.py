@@ -1,4 +1,4 @@
-"""Tests of GRPO steps on a tiny model: sampling, stored values, micro-batches and counts."""
+"""Test GRPO steps on a tiny model: sampling, stored values, micro-batches and counts."""
 
 import functools
 
@@ -12,7 +12,7 @@ from stages import completions_of, letter_rewards, without_idle_rows
 
 @pytest.fixture
 def loss_calls(monkeypatch):
-    """Record the arguments of each call of grpo_loss."""
+    """Record the arguments of each grpo_loss call."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -31,7 +31,7 @@ def ratios(loss_calls):
 
 
 def test_stored_log_probabilities(stage, loss_calls, samples):
-    """With 2 iterations over rollouts of 2 steps, the ratio is exactly 1 only in the first of the 4 steps."""
+    """With 2 iterations over rollouts for 2 steps, the ratio is exactly 1 only in the first of the 4 steps."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
     ends = []
     lines = []
@@ -106,4 +106,4 @@ def test_without_any_signal_one_completion_remains(stage, script):
     run = stage("grpo", *FOURS, "--grpo.micro_batch_size=2")
     assert [batch.completion_index.tolist() for batch in run.next()] == [[0], [8]]
     line = run.update()
-    assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1  # the fraction is that of all groups
+    assert line["grad_norm"] == 0 and line["frac_reward_zero_std"] == 1  # the fraction counts all groups

@@ -1,4 +1,4 @@
-"""Tests of GRPO options beyond the paper on a tiny model: selection and weights of completions and tokens."""
+"""Test GRPO options beyond the paper on a tiny model: selecting and weighting completions and tokens."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ from stages import completions_of, letter_rewards, snapshot
 
 @pytest.fixture
 def loss_calls(monkeypatch):
-    """Record the arguments of each call of grpo_loss."""
+    """Record the arguments of each grpo_loss call."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -57,7 +57,7 @@ def test_groups_with_equal_rewards_are_sampled_anew(stage, samples, script):
     run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=5")
     batches = run.next()
     assert len(samples) == 3 and left == [[9.0] * 8]
-    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # (rollout, group) in the order of sampling; surplus groups are dropped
+    kept = [(0, 1), (1, 0), (1, 2), (2, 0)]  # (rollout, group) in sampling order; surplus groups are dropped
     assert torch.equal(
         ids_of(batches), torch.cat([s.completion.ids for i, group in kept for s in samples[i].groups[group]])
     )
@@ -74,7 +74,7 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
     run = stage("grpo", *PAIRS, "--grpo.max_num_gen_batches=3")
     batches = run.next()
     assert len(samples) == 3
-    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the group whose rewards differ, then groups in the order of sampling
+    kept = [(1, 1), (0, 0), (0, 1), (0, 2)]  # the group whose rewards differ, then groups in sampling order
     expected = [sample.completion for i, group in kept for sample in samples[i].groups[group]]
     assert completions_of(run.step.rollout) == expected
     assert [batch.completion_index.tolist() for batch in batches] == [[0, 1], [4]]
@@ -84,7 +84,7 @@ def test_sampling_anew_ends_and_keeps_the_size_of_the_batch(stage, samples, scri
 
 
 def test_overlong_completions_are_punished(stage, samples):
-    """With max_new_tokens 6 and a cache of 4 the penalty is 0 up to 2 tokens, then -1/4 for each further token."""
+    """With max_new_tokens 6 and cache 4 the penalty is 0 up to 2 tokens, then -1/4 for each further token."""
     run = stage("grpo", "--grpo.soft_punish_cache=4", "--grpo.scale_rewards=none", "--grpo.micro_batch_size=4")
     [batch] = run.next()
     lengths = torch.tensor([len(c.ids) for c in completions_of(samples[0])])
@@ -102,7 +102,7 @@ def test_overlong_completions_are_punished(stage, samples):
 
 
 def test_rewards_that_cancel_have_a_signal_with_gdpo(stage, monkeypatch):
-    """The sums of two rewards are equal, but GDPO normalises each reward, so that its advantages are not 0."""
+    """The two rewards' sums are equal, but GDPO normalises each reward, so that its advantages are not 0."""
     values = {"letters": [1.0, 0.0], "format": [0.0, 1.0]}
 
     for name, pair in values.items():
@@ -145,7 +145,7 @@ def test_a_step_with_only_truncated_completions_changes_nothing(stage, monkeypat
 
 
 def test_rloo_by_hand(stage, samples, loss_calls):
-    """Rewards are reduced by beta times the k1 KL of the completion, then by the mean of the other completions."""
+    """Rewards are reduced by beta times the completion's k1 KL, then by the other completions' mean."""
     run = stage("grpo", "--grpo.loss_type=rloo", "--grpo.beta=0.2", "--grpo.micro_batch_size=4")
     run.go(2)
     [batch] = run.next()
@@ -166,7 +166,7 @@ def test_rloo_by_hand(stage, samples, loss_calls):
 
 
 def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, loss_calls, samples, monkeypatch):
-    """Token weights are pi / pi_sampler, from the log-probabilities of the trainer and of the sampler."""
+    """Token weights are pi / pi_sampler, from the trainer's and the sampler's log-probabilities."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4")  # fmt: skip
     original = run.trainer.sample_rollout
@@ -189,7 +189,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_log_probabilities(stage, los
 
 
 def test_the_entropy_threshold_is_that_of_the_whole_step(stage):
-    """Tokens are selected by the entropies of the policy before its update."""
+    """Tokens are selected by the policy's entropies before its update."""
     options = ["--grpo.top_entropy_quantile=0.3", "--grpo.steps_per_generation=2"]
     run = stage("grpo", *options)
     thresholds = []
@@ -325,7 +325,7 @@ def test_a_custom_loss_gets_rows_without_advantage(stage, own_loss, script):
 
 
 def test_a_custom_loss_gets_the_options_of_its_section(stage, own_loss):
-    """It gets the options of grpo_loss, and other options of the section that it names."""
+    """The loss gets grpo_loss's options, and other options in the section that its signature names."""
     options = {"epsilon_high": 0.3, "num_generations": 2, "epsilon_low": 0.1, "beta": 0.5, "learning_rate": 0.25}
     given = [f"--grpo.{name}={value}" for name, value in options.items()]
     [line] = stage("grpo", f"{own_loss}:options_as_metrics", *given, "--grpo.use_bias_correction_kl=false").go(1)
@@ -423,7 +423,7 @@ def test_the_option_advantages_has_the_names_of_the_table():
     ("gdpo", ["--grpo.multi_objective_aggregation=normalize_then_sum"]),
 ])  # fmt: skip
 def test_other_options_imply_the_function_of_advantages(stage, samples, name, options):
-    """Advantages equal those of the named function, and naming it sets the same ones."""
+    """Advantages equal the named function's advantages, also if the option names the function."""
     named = [f"--grpo.advantages={name}", *(options if name == "grpo" else [])]
     implied, chosen = (torch.cat([b.advantages for b in stage("grpo", *more).next()]) for more in (options, named))
     rewards = letter_rewards(stage("grpo").trainer, samples[0])

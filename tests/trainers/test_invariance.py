@@ -1,6 +1,6 @@
-"""The split of a step into micro-batches and the order of its rows change no number by more than 1e-12.
+"""A step's split into micro-batches and its row order change no number by more than 1e-12.
 
-The tests run two steps of four rows with whole trainers and a tiny random model in float64. tests/parity checks the
+The tests run two steps with four rows, whole trainers and a tiny random model in float64. tests/parity checks the
 losses separately, and test_process_group.py checks several ranks.
 """
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("lively")
 
 
 class Ragged(Shapes):
-    """Rows whose answers have different lengths: the answer of row i ends in i more words."""
+    """Rows whose answers have different lengths: row i's answer ends in i more words."""
 
     def __getitem__(self, index):
         row = super().__getitem__(index)
@@ -28,7 +28,7 @@ class Ragged(Shapes):
 
 
 def steps(folder, stage, *overrides):
-    """Run the steps of a stage, and return their metrics and the trained weights."""
+    """Run a stage's steps, and return their metrics and the trained weights."""
     usual = {"max_steps": 2, "micro_batch_size": 4, "learning_rate": 3e-3}
     usual |= {"kl_coef": 0.1} if stage == "ppo" else {}
     usual = [f"--{stage}.{name}={value}" for name, value in usual.items()]
@@ -52,7 +52,7 @@ RUNS = {
                                    "--grpo.top_entropy_quantile=0.6", "--grpo.entropy_coef=0.05", "--grpo.max_steps=4",
                                    "--grpo.mask_truncated_completions=true"]),
     **{f"grpo {name}": ("grpo", [f"--grpo.loss_type={name}", "--grpo.num_iterations=2", "--grpo.beta=0.1"])
-       for name in ("dr_grpo", "rloo", "vespo")},  # one loss type for each kind of normaliser
+       for name in ("dr_grpo", "rloo", "vespo")},  # one loss type for each normaliser
     "grpo resampled": ("grpo", ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=1",
                                 "--grpo.num_generations=2"]),
     "ppo": ("ppo", ["--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", "--ppo.max_steps=5"]),
@@ -63,7 +63,7 @@ AVERAGED_OVER_ROWS = {"grpo rloo", "grpo vespo"}  # clip ratios and phi are mean
 
 
 def assert_same_steps(found, expected, rel, of_rows=False):
-    """Compare metrics and weights of two runs; some metrics are float32."""
+    """Compare two runs' metrics and weights; some metrics are float32."""
     (lines, weights), (others, same_weights) = found, expected
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys() and line["grad_norm"] > 1e-6
@@ -87,7 +87,7 @@ def test_micro_batch_size(folder, name):
 
 
 def reorder(monkeypatch, order):
-    """Reorder the four rows of every batch; each row keeps its key."""
+    """Reorder the four rows in every batch; each row keeps its key."""
     original = Batches.__next__
 
     def draw(self):

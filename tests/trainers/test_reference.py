@@ -1,4 +1,4 @@
-"""Tests of the reference model: a copy of the policy, shared layers, updates, a model from a folder, or none."""
+"""Test the reference model: a copy of the policy, shared layers, updates, a model from a folder, or none."""
 
 import copy
 import json
@@ -52,13 +52,13 @@ def test_it_scores_at_the_temperature_of_the_draws(stage):
 
 
 def of_trl(path, name):
-    """Import a function of TRL, which takes seconds, only when a test needs it."""
+    """Import a TRL function only when a test needs it, because the import takes seconds."""
     return getattr(pytest.importorskip(path, reason="oracle missing: pip install trl==1.16.0"), name)
 
 
 @pytest.mark.parametrize("name, form", [*((name, "all") for name in WEIGHTS), ("dpo", "adapters"), ("grpo", "shared")])
 def test_updates_match_trls_callback(stage, name, form):
-    """The reference equals that of TRL's SyncRefModelCallback on the same parameters, after steps 2 and 4."""
+    """The reference equals TRL's SyncRefModelCallback on the same parameters, after steps 2 and 4."""
     callback = of_trl("trl.trainer.callbacks", "SyncRefModelCallback")
     names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
     values = dict(zip(names, (True, 0.3, 2), strict=True))
@@ -92,7 +92,7 @@ def test_with_mixup_1_the_reference_is_the_policy_of_the_previous_step(stage):
     (0, "visual.blocks.{layer}", "model"),
 ])  # fmt: skip
 def test_shared_layers_match_trl(stage, layers, pattern, model):
-    """The shared parameters are those of TRL's create_reference_model, exist once, and give TRL's log-probabilities."""
+    """Shared parameters equal those in TRL's create_reference_model and exist once; the log-probabilities are equal."""
     create = of_trl("trl.experimental.utils", "create_reference_model")
     options = [f"--reference.num_shared_layers={layers}", *([f"--reference.pattern={pattern}"] if pattern else [])]
     run = stage("dpo", *options, model=model)
@@ -139,7 +139,7 @@ def other(tmp_path):
 
 
 def their_logps(model, group, temperature):
-    """Compute the log-probabilities (R, T) of a batch's completions with transformers, one completion at a time."""
+    """Compute a batch's completion log-probabilities (R, T) with transformers, one completion at a time."""
     rows = []
     completions = group.completion_ids.split(group.layout.row_lengths)
     for i, completion in enumerate(completions):
@@ -156,7 +156,7 @@ def their_logps(model, group, temperature):
     ("dpo", []), ("kto", ["--adapter.r=2"]), ("ppo", []), ("grpo", ["--model.freeze=[vision, merger]"]),
 ])  # fmt: skip
 def test_a_reference_from_a_folder_matches_transformers(stage, other, name, options, tmp_path, monkeypatch):
-    """The folder was saved by transformers; the frozen vision tower of the policy is not used for the reference."""
+    """The folder was saved by transformers; the policy's frozen vision tower is not used for the reference."""
     import oracle
 
     oracle.in_float64(monkeypatch, "qwen2_5_vl")
@@ -197,7 +197,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
 
 @pytest.mark.parametrize("form", ["all", "adapters", "shared", "path"])
 def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, plain, lively):
-    """A run resumed from a checkpoint between two updates of the reference continues exactly."""
+    """A run resumed from a checkpoint between two reference updates continues exactly."""
     moving = ["sync_ref_model", "ref_model_sync_steps=2", "ref_model_mixup_alpha=0.5"]
     options = [f"--reference.{option}" for option in moving]
     options += [f"--reference.path={checkpoint}"] if form == "path" else FORMS[form]

@@ -1,4 +1,4 @@
-"""Tests of the lookup of trainer classes by the name of a stage."""
+"""Test the lookup of trainer classes by stage name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of reward model training on tiny models, and of its reward in later stages."""
+"""Test reward model training on tiny models, and its reward in later stages."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, t
 
 
 def test_an_embedding_with_more_rows_has_the_same_vocabulary(folder, tmp_path, stage, samples):
-    """Models with equal tokenizers, for example 3B and 7B of a family, exchange token ids, and scores are the same."""
+    """Models with equal tokenizers, for example a family's 3B and 7B, exchange token ids, and scores are the same."""
     main(folder, tmp_path, "judge", "--stages=reward_model", "--reward_model.max_steps=2")
     judge = tmp_path / "judge" / "reward_model"
 

@@ -1,4 +1,4 @@
-"""Tests of the scores of a reward model, and of its inputs; test_reward_model.py tests whole runs."""
+"""Test a reward model's scores and inputs; test_reward_model.py tests whole runs."""
 
 from types import SimpleNamespace
 
@@ -49,7 +49,7 @@ def test_each_completion_is_scored_at_its_last_token(stage, samples, judge, monk
 
 
 def test_a_reward_model_uses_its_own_vision_tower(stage, judge, samples):
-    """Embeddings of the policy's frozen tower are not stored, because the reward model cannot use them."""
+    """Embeddings from the policy's frozen tower are not stored, because the reward model cannot use them."""
     stage("grpo", JUDGED, f"--reward_model.path={judge}", "--model.freeze=[vision, merger]").next()
     assert all(sample.prompt.vision_embeds is None for sample in samples[0].samples)
 
@@ -89,7 +89,7 @@ def save_other_reward_model(folder, path, model):
 
 
 def scores_of(folder, path, environment=None):
-    """Return the RewardModelScores of a policy in float64, and the policy's processor."""
+    """Return the RewardModelScores for a policy in float64, and the policy's processor."""
     policy, processor = random_model(folder / "model.json", shapes.tokenizer(), 0)
     section, sampling = SimpleNamespace(path=path), SimpleNamespace(environment=environment)
     run = SimpleNamespace(reward_model=section, sampling=sampling, output_dir="/gone")
@@ -98,7 +98,7 @@ def scores_of(folder, path, environment=None):
 
 @pytest.mark.parametrize("model", ["model", "qwen3_vl"])
 def test_a_model_of_another_tokenizer_reads_texts(folder, tmp_path, model, transformers, oracle, monkeypatch):
-    """Scores equal those of transformers at the last token; a truncated completion has no end token."""
+    """Scores equal transformers' scores at the last token; a truncated completion has no end token."""
     judge = save_other_reward_model(folder, tmp_path / "judge", model)
     scores, processor = scores_of(folder, tmp_path / "judge")
     rows = [shapes.Shapes(2, "rows")[i] for i in range(2)]
@@ -131,7 +131,7 @@ def test_a_model_of_another_tokenizer_reads_texts(folder, tmp_path, model, trans
 
 
 def test_no_text_of_the_policy_ends_a_run(folder, tmp_path, published):
-    """Names of control tokens, spelled or sampled, and a thought that the judge's template would remove stay text."""
+    """Control tokens' names, spelled or sampled, and a thought that the judge's template would remove stay text."""
     template = with_values(ChatTemplate(published("qwen3_5_think"), "mine"), {"enable_thinking": False})
     save_other_reward_model(folder, tmp_path / "judge", "qwen3_vl")
     scores, processor = scores_of(folder, tmp_path / "judge")

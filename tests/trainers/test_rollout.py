@@ -1,4 +1,4 @@
-"""Test numbers of a rollout that RolloutTrainer computes for its steps, by hand."""
+"""Compare numbers that RolloutTrainer computes for a rollout's steps with arithmetic by hand."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from stages import ONE
 
 @pytest.mark.parametrize("mask", [[[0.0, 0.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]], [[0.0, 1.0], [1.0, 1.0]]])
 def test_the_mismatch_is_that_of_the_tokens_that_are_trained_on(mask):
-    """The root mean square of no token is 0, and that of a single token is divided by one."""
+    """Without tokens the root mean square is 0; for a single token the divisor is one."""
     mask = torch.tensor(mask)
     group = SimpleNamespace(pad=lambda flat: flat.view(2, 2), completion_mask=torch.ones(2, 2))
     logps = torch.tensor([[4.0, 5.0], [6.0, 7.0]])
@@ -27,7 +27,7 @@ def test_the_mismatch_is_that_of_the_tokens_that_are_trained_on(mask):
 
 @pytest.mark.parametrize(("lengths", "tokens"), [([0, 0], 1), ([0, 1], 1), ([2, 1], 3)])
 def test_the_tokens_of_a_step_are_at_least_one(lengths, tokens):
-    """The loss of a step without tokens is 0 / 1."""
+    """A step without tokens has the loss 0 / 1."""
     samples = [SimpleNamespace(completion=SimpleNamespace(policy_mask=torch.ones(n))) for n in lengths]
     run = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=7))
     trainer = SimpleNamespace(is_trained=lambda sample: True, world=ONE, run=run)

@@ -1,4 +1,4 @@
-"""Tests of rollout metrics against values computed by hand."""
+"""Compare rollout metrics with values computed by hand."""
 
 import math
 from types import SimpleNamespace
@@ -20,12 +20,12 @@ from stages import ONE, SECOND_RANK
 
 
 def completions(*lengths):
-    """Return completions, of which those of three tokens are truncated."""
+    """Return completions with these lengths; completions with three tokens are truncated."""
     return [Completion(torch.zeros(n), torch.zeros(n), n != 3) for n in lengths]
 
 
 def test_rewards_by_hand():
-    """The total rewards of two groups are (1, 0) and (1, 1); the format reward of the last completion is None."""
+    """Two groups have the total rewards (1, 0) and (1, 1); the last completion's format reward is None."""
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0], [math.nan, 1.0]])
     total = torch.tensor([1.0, 0.0, 1.0, 1.0])
     assert reward_metrics(rewards, total, ["format", "accuracy"]) | group_metrics(total, 2) == pytest.approx({
@@ -54,7 +54,7 @@ def test_lengths_by_hand(world):
 
 
 def test_lengths_of_truncated_completions_only():
-    """Nothing terminated, so the lengths of terminated completions are 0, as in TRL."""
+    """No completion terminated, so the lengths of terminated completions are 0, as in TRL."""
     assert completion_metrics(completions(3, 3), False, ONE) == {
         "completions/mean_length": 3, "completions/min_length": 3, "completions/max_length": 3,
         "completions/mean_terminated_length": 0, "completions/min_terminated_length": 0,
@@ -63,7 +63,7 @@ def test_lengths_of_truncated_completions_only():
 
 
 def test_a_single_turn_has_a_mean_length():
-    """Two completions, of which only the first has a turn of a tool."""
+    """Only the first of two completions has a tool turn."""
     both = completions(4, 2)
     both[0].turns = [(0, 4)]
     metrics = completion_metrics(both, False, ONE)
