@@ -1,4 +1,4 @@
-"""Tests of environments by name: classes, functions, lists of functions, TRL's forms, and error messages."""
+"""Test environments by name: classes, functions, lists of functions, TRL's forms, and error messages."""
 
 import re
 import textwrap
@@ -128,7 +128,7 @@ def test_get_reward_is_a_reward(own):
 
 
 def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
-    """Such a reward has the signature of TRL: def r(environments, **kwargs)."""
+    """Such a reward has TRL's signature: def r(environments, **kwargs)."""
     (tmp_path / "r.py").write_text("def r(environments, **kwargs):\n    return [e.count for e in environments]\n")
     options = [f"--sampling.environment={tmp_path}/own.py:Counter(start=3)", f"--rewards={{{tmp_path}/r.py:r: 1}}"]
     config = load_config(ROOT / "recipes" / "shapes.yaml", options)
@@ -173,7 +173,7 @@ def test_invalid_environments_are_refused(own, name, error):
 
 
 def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
-    """The 40 lines of code and recipe in docs/agents.md give the documented answers, and train."""
+    """The code and the recipe in docs/agents.md give the documented answers, and train."""
     page = (ROOT / "docs" / "agents.md").read_text()
     code = re.search(r"```python\n(# my_tools\.py.*?)```", page, re.DOTALL)[1]
     recipe = re.search(r"```yaml\n(# turn\.yaml.*?)```", page, re.DOTALL)[1]

@@ -1,4 +1,4 @@
-"""Tests of parsing tool calls and of tool results as text; test_tool_sampler.py tests results as tokens."""
+"""Test parsing tool calls, and tool results as text; test_tool_sampler.py tests results as tokens."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Tests of completions that call tools: the sampler's log-probabilities equal those of training, also with images."""
+"""Test completions that call tools: sampling and training log-probabilities are equal, also with images."""
 
 import json
 import re
@@ -38,7 +38,7 @@ from stages import ONE
 
 
 def completion_with_images(generator, grids, dtype=torch.float64):
-    """Return a completion with images of these grids, each after three policy tokens.
+    """Return a completion with images with these grids, each after three policy tokens.
 
     One image token is written by the policy itself.
     """
@@ -54,7 +54,7 @@ def completion_with_images(generator, grids, dtype=torch.float64):
 def test_a_packed_group_with_crops_equals_single_rows(model_type):
     """Completions have 0, 1 and 3 crops.
 
-    Compare log-probabilities and the gradients of all modules.
+    Compare log-probabilities and all modules' gradients.
     """
     model = tiny.model(dtype=torch.float64, model_type=model_type)
     generator = torch.Generator().manual_seed(0)
@@ -113,14 +113,14 @@ def row(size=(56, 84), **columns):
 
 
 def model_of(model_type="qwen2_5_vl", dtype=torch.float32):
-    """Create a tiny model that uses the tokenizer's ids of images and videos."""
+    """Create a tiny model that uses the tokenizer's image and video ids."""
     ids = [PROCESSOR.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
     config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
     return tiny.model_of(config).to(dtype)
 
 
 def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), processor=PROCESSOR, world=ONE, **options):
-    """Return the completions of a sampler whose policy writes the given texts, prompts and model.
+    """Sample with a policy that writes the given texts; return completions, prompts and model.
 
     Turns are separated by "~". A sampler may end a completion before its text is complete.
     """
@@ -142,9 +142,9 @@ def sample_texts(monkeypatch, *texts, model=None, tokens=400, columns=(), proces
 
 
 def as_text(completion):
-    """Return the text of a completion, with forced text in brackets.
+    """Return a completion's text, with forced text in brackets.
 
-    An image is shown as its number of tokens.
+    An image is shown as its token count.
     """
     runs = groupby(zip(completion.policy_mask.tolist(), completion.ids.tolist(), strict=True), key=lambda pair: pair[0])
     texts = [(written, PROCESSOR.tokenizer.decode([i for _, i in run])) for written, run in runs]
@@ -161,9 +161,8 @@ TEXTS = ["no", "<look>2</look>a", "<look>1, 3</look>b <look>3</look><look>2, 2</
 def test_the_sampler_equals_the_scorer(monkeypatch, model_type, options):
     """The log-probability of each policy token agrees to 1e-5 nats.
 
-    Two prompts have rows with 0, 1 and 3 images between the texts of other rows. A tool result
-    needs no decode step, so the number of steps is the number of policy tokens in the longest row,
-    minus 1.
+    Two prompts have rows with 0, 1 and 3 images between the texts of other rows. A tool result needs no decode step, so
+    the step count is the policy-token count in the longest row, minus 1.
     """
     model, steps, step = model_of(model_type), [], generate.Decode.__call__
     monkeypatch.setattr(generate.Decode, "__call__", lambda *given: steps.append(1) or step(*given))
@@ -238,7 +237,7 @@ DEMONSTRATED = {
 
 @pytest.mark.parametrize("name", DEMONSTRATED)
 def test_demonstrated_calls_have_the_ids_of_the_sampler(monkeypatch, name):
-    """Tool calls in demonstrations, in all supported formats, give the ids of the sampler."""
+    """Tool calls in demonstrations, in all supported formats, give the same ids as the sampler."""
     turns = DEMONSTRATED[name]
     demonstrated = encode_completion(replace(PROCESSOR, tools=("both", "look", "read")), [], turns)
     words = PROCESSOR.decode(demonstrated.ids[demonstrated.policy_mask]).replace("\n", "")
@@ -274,7 +273,7 @@ FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_with_tools_match_the_published_template(monkeypatch, published, name):
-    """Conversations with tools, calls, results and an image have the ids of the published template.
+    """Conversations with tools, calls, results and an image have the same ids as with the published template.
 
     The same ids are trained on for a demonstration in a file.
     """
@@ -337,7 +336,7 @@ def test_invalid_environments_are_refused(monkeypatch):
 
 
 def test_completions_do_not_share_changes_of_their_row(monkeypatch):
-    """Each completion of a group has its own list of images, columns and pixels."""
+    """Each completion in a group has its own images, columns and pixels."""
 
     def reset(self, images, marks, **columns):
         self.images, self.marks = images, marks
@@ -413,7 +412,7 @@ def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path
 
 @pytest.mark.parametrize(("space", "extent"), [("resized", (84, 56)), ("original", (90, 50))])
 def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
-    """For Qwen2.5-VL, the size is that of the resized image, not of the file."""
+    """For Qwen2.5-VL, the size belongs to the resized image, not to the file."""
     processor = replace(PROCESSOR, box_space=space)
     sampler = ToolSampler(model_of(), processor, SamplingOptions(environment="tests.agents.test_tool_sampler:Eye"), ONE)
     sampler.token_sampler([row((90, 50), problem="P").prompt(processor)], 1, [""])
@@ -422,7 +421,7 @@ def test_tools_get_image_sizes_in_the_units_of_boxes(space, extent):
 
 
 def test_closing_tags_alone_are_not_searched(monkeypatch):
-    """A search after each of 8,192 tokens would take half a minute."""
+    """Searching after each of 8,192 tokens would take half a minute."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda *_: pytest.fail("searched"))
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"</look>")
     episode = tool_sampler.ToolEpisode(Eye())

@@ -1,5 +1,7 @@
-"""Trajectories of windows: the loss's expected gradient is that of the expected reward, enumerated; what windows show;
-with all rounds in them, what a growing completion computes."""
+"""Test trajectories with windows: the loss's expected gradient equals the expected reward's gradient, by enumeration.
+
+The tests also check the content of windows, and compare windows with all rounds with one growing completion.
+"""
 
 import html
 import itertools
@@ -66,7 +68,7 @@ def picture(shade, columns=2):
 
 
 class Site:
-    """Two pages in turn; the goal is named on the first alone. Pressed on a second page it ends well."""
+    """Environment with one page per click; only the prompt names the goal. Clicking it on the second page wins."""
 
     declare_tools = False
 
@@ -85,7 +87,7 @@ class Site:
 
 
 class Shown(Site):
-    """Shows the last page alone, and how often was clicked; what it earns is one number."""
+    """Environment that shows only the last page and the number of clicks, and whose reward is one number."""
 
     def get_reward(self):
         return sum(self.earned)
@@ -107,7 +109,7 @@ def row(**columns):
 
 
 def play(monkeypatch, scripts, environment="Site", history=None, model=None, rows=None, processor=PROCESSOR, **options):
-    """What a sampler makes of rows that write these tokens, as far as it lets them; their prompts; the model."""
+    """Sample with a policy that writes these tokens until a turn ends; return groups, prompts and model."""
     model = model or model_of()
     where = environment if ":" in environment else f"tests.agents.test_trajectories:{environment}"
     sampling = SamplingOptions(environment=where, history=history, **{"max_new_tokens": 60} | options)
@@ -141,13 +143,13 @@ def play(monkeypatch, scripts, environment="Site", history=None, model=None, row
     return groups, prompts, model
 
 
-# a turn is a click, or a token and a click: 4 of them, up to three in a trajectory
+# a turn is a click, or a token and a click; a trajectory has up to three turns
 TURNS = [(RED,), (WELL, RED), (WELL, BLUE)]
-KEPT = {(): (RED, WELL), (WELL,): (RED, BLUE)}  # what the policy may write next in a turn
+KEPT = {(): (RED, WELL), (WELL,): (RED, BLUE)}  # ids that the policy may write next in a turn
 
 
 def all_trajectories(monkeypatch, goal, history, model):
-    """Every trajectory of the site, once: of a policy that draws from KEPT alone."""
+    """Return every trajectory on the site once, for a policy that samples only from KEPT."""
     scripts = [tuple(chain(*turns)) for turns in itertools.product(TURNS, repeat=3)]
     [group], [prompt], _ = play(monkeypatch, scripts, history=history, model=model, rows=[row(goal=goal)])
     found = {}
@@ -161,7 +163,7 @@ def all_trajectories(monkeypatch, goal, history, model):
 
 
 def weights_of(way, trajectory):
-    """Return the factor by which a shortcut multiplies the loss term of each token."""
+    """Return the factor by which a shortcut multiplies each token's loss term."""
     lengths = [len(turn.ids) for turn in trajectory.turns]
     weights = {
         "windows as rows of the group": [torch.full((n,), 1.0) for n in lengths],
@@ -174,7 +176,7 @@ def weights_of(way, trajectory):
 
 
 def expected_loss(logps, mask, rewards, probabilities, group, way=None):
-    """Mean over all groups of two, in one of their orders, of the implemented loss, or of a shortcut's."""
+    """Return the mean loss over all groups of two, for the implemented loss or a shortcut (`way`)."""
     total = 0.0
     for i, j in itertools.combinations_with_replacement(range(len(rewards)), 2):
         pair = [i, j]
@@ -200,7 +202,7 @@ def gradient_of(model, scalar):
 
 
 def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch):
-    """Windows of 1, 2 and all rounds: to 1e-9; docs/notes/bias.md has the errors of shortcuts (print with -s)."""
+    """Windows with 1, 2 and all rounds agree to 1e-9; docs/notes/bias.md has shortcut errors (print with -s)."""
     lengths = {}
     for history in (1, 2, 3):
         model = model_of()
@@ -238,7 +240,7 @@ SHORTCUTS = "windows as rows of the group", "average by turn", "the last turn al
 @pytest.mark.parametrize("name", ["site", "tools", "zoom"])
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatch, name, model_type):
-    """The same tokens; losses of all averages, tokens' and sequences' ratios, and gradients to 1e-12."""
+    """The tokens are equal; losses with all averages, token and sequence ratios, and gradients agree to 1e-12."""
     task = TASKS[name]()
     model = model_of(model_type=model_type, processor=task["processor"])
     found = []
@@ -273,7 +275,7 @@ def site():
 
 
 def tools():
-    """Those of tests/agents/test_tool_sampler.py: pictures, text, both, two calls in a turn, and wrong ones."""
+    """Return the calls in tests/agents/test_tool_sampler.py: images, text, both, two in a turn, and wrong calls."""
     scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
     return {
         "scripts": scripts,
@@ -284,7 +286,7 @@ def tools():
 
 
 def zoom():
-    """Demonstrations of recipes/zoom.py, and one that never looks."""
+    """Return demonstrations for recipes/zoom.py, and a completion that never zooms."""
     task = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
     rows = [task["Stripes"](2, "test")[i] for i in range(2)]
     processor = Processor(task["tokenizer"](), ImageProcessor(min_pixels=28 * 28))
@@ -299,7 +301,7 @@ TASKS = {"site": site, "tools": tools, "zoom": zoom}
 
 
 def shown(prompt):
-    """Return the text of a window, in which each image is replaced with its number of tokens."""
+    """Return a window's text, in which each image is replaced with its token count."""
     return re.sub(
         r"(<\|image_pad\|>)+",
         lambda found: str(len(found[0]) // 13),
@@ -308,7 +310,11 @@ def shown(prompt):
 
 
 def test_what_windows_show(monkeypatch):
-    """history: all text, pictures of the newest rounds, none that the policy wrote; observe: its messages alone."""
+    """Windows contain the expected parts.
+
+    `history` keeps all text, images of the newest rounds, and no image that the policy wrote; `observe` keeps only its
+    own messages.
+    """
     pad = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
     script = [RED, pad, WELL, BLUE, RED]
     for history, pictures in ((1, [["(2)"], ["(3)"]]), (2, [["(2)", "(2)"], ["(2)", "(3)"]])):
@@ -339,7 +345,7 @@ def eager(monkeypatch):
 
 @pytest.mark.parametrize("environment", ["Site", "Shown"])
 def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environment):
-    """Together, a row alone, in pieces of a token budget: the same; with filters training scores what was drawn."""
+    """Sampling all rows, one row, or parts by a token budget gives the same; training scores filtered samples, too."""
     model = model_of(torch.float32)
     prompts = [row().prompt(PROCESSOR), row(goal="blue").prompt(PROCESSOR)]
     history = 1 if environment == "Site" else None
@@ -366,7 +372,7 @@ def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environmen
 
 @pytest.mark.parametrize("history", [1, None])
 def test_every_turn_has_its_own_key(monkeypatch, eager, history):
-    """A key is that of the prompt, the completion in its group and the turn; two turns never share random numbers."""
+    """A key names the prompt, the completion in its group and the turn; two turns never share random numbers."""
     environment = "tests.agents.test_trajectories:" + ("Site" if history else "Shown")
     options = SamplingOptions(environment=environment, history=history, max_new_tokens=30)
     sampler = make_sampler(model_of(torch.float32), PROCESSOR, options, ONE)
@@ -387,7 +393,7 @@ def test_every_turn_has_its_own_key(monkeypatch, eager, history):
 
 
 def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
-    """The first turn ends at a call in both; then the end of the turn is sampled, or max_new_tokens cuts the turn."""
+    """In both, the first turn ends at a call; then the turn's end is sampled, or max_new_tokens truncates the turn."""
     well = [[RED, END], [RED] + [WELL] * 9]
     [group], *_ = play(monkeypatch, well, history=1, max_new_tokens=4)
     assert [[turn.stopped for turn in one.turns] for one in group] == [[True, True], [True, False]]
@@ -395,7 +401,7 @@ def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
 
 
 def test_control_tokens_that_the_policy_writes_are_text_in_its_next_window(monkeypatch):
-    """With the template of a folder too: sampled, or spelled as text."""
+    """This also holds with a folder's template: sampled, or spelled as text."""
     template = ChatTemplate(CHATML, "a.jinja")
     pad, start = (PROCESSOR.tokenizer.special_tokens[name] for name in ("<|image_pad|>", "<|im_start|>"))
     script = [pad, start, *PROCESSOR.tokenizer.encode("<|im_ end|>"), RED, WELL, BLUE, RED]
@@ -471,7 +477,7 @@ document.title = JSON.stringify(RUNS.map((run) => ({
 
 @pytest.mark.slow
 def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
-    """In a browser: what each token sees, and which tokens are a row, whose turns lie apart."""
+    """In a browser: the tokens that each token sees, and which tokens form a row, whose turns lie apart."""
     options = [
         "--stages=[grpo]",
         "--sampling.environment=tests.agents.test_trajectories:Shown",
