@@ -1,4 +1,4 @@
-"""Test the choice of the device, and the lines that a run prints about the GPU and PyTorch's wheel."""
+"""Test how the device is selected, and the lines that a run prints about the GPU and PyTorch's wheel."""
 
 import shutil
 
@@ -11,7 +11,7 @@ from minivlmrl.distributed.device import find_device, has_code_for
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import preflight
 
-# architectures of the wheels of torch 2.13
+# architectures in torch 2.13's wheels
 CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 CUDA_13_0 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 06:54:38 UTC 2025"

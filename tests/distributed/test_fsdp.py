@@ -1,4 +1,4 @@
-"""Tests of sharded models: loading, shards of each rank, saving, dtypes, and refused options."""
+"""Test sharded models: loading, each rank's shards, saving, dtypes, and refused options."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ import tiny
 from tiny import pack
 
 CPU = torch.device("cpu")
-ODD = {"intermediate_size": 47}  # an odd number of rows, which two ranks cannot split equally
+ODD = {"intermediate_size": 47}  # an odd row count, which two ranks cannot split equally
 # a tied checkpoint that is sharded over two ranks, and an untied checkpoint that is replicated on both
 SECTIONS = {"tied": ["--sharding.enabled=true"], "untied": ["--sharding.enabled=true", "--sharding.replicas=2"]}
 SECTIONS["drafter"] = SECTIONS["tied"]  # a Qwen3.5 checkpoint with tensors that belong to no module
@@ -60,7 +60,7 @@ def folder(tmp_path_factory):
 
 
 def load_and_save(folder: Path, overrides: list[str], world) -> dict:
-    """Load a sharded model, copy it and save it, also to a path that is blocked; return the shards of this rank."""
+    """Load a sharded model, copy it and save it, also to a path that is blocked; return this rank's shards."""
     model, processor = build_model(load_config(folder / "recipe.yaml", overrides), world)
     twin = copy_model(model)
     output = folder / f"saved {' '.join(overrides)}".replace("/", "_")
@@ -82,7 +82,7 @@ def load_and_save(folder: Path, overrides: list[str], world) -> dict:
 
 
 def gradients_of_all_ranks(world, sharding=None) -> dict:
-    """Return gradients of a step with videos, images and text on different ranks, and the number of tower runs."""
+    """Return gradients from a step with videos, images and text on different ranks, and the tower's forward count."""
     shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
     model, runs = tiny.model(dtype=torch.float64), []
     if sharding is not None:
@@ -119,7 +119,7 @@ def test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint(loaded, folder,
             if name == "untied":
                 first = own = weight
             assert torch.equal(result["kept"][parameter], own), parameter
-            # FSDP pads the shard of the last rank
+            # FSDP pads the last rank's shard
             assert result["bytes"][parameter] == first.nbytes, "no part is a view of the whole"
         saved = dict(load_model(result["saved"]).named_parameters())
         assert saved.keys() == expected.keys() and all(torch.equal(saved[key], p) for key, p in expected.items())
@@ -170,7 +170,7 @@ def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, mode
 
 
 def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
-    """Outputs equal those of a bfloat16 model; gradients are reduced in float32."""
+    """Outputs equal a bfloat16 model's outputs; gradients are reduced in float32."""
     model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
     seen = set()
     model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.update({args[0].dtype, args[1].dtype}))
@@ -193,7 +193,7 @@ def test_offloading_does_not_change_results(alone):
 
 
 def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
-    """The weights are in pinned host memory, and the mesh is of GPUs."""
+    """The weights are in pinned host memory, and the mesh consists of GPUs."""
     meshes = []
     monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, *_, **__: meshes.append(device))
     section = ShardingOptions(enabled=True, cpu_offload=True)
@@ -256,7 +256,7 @@ def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_wei
 
 
 def test_dtypes_of_heads_copies_and_rollout_weights(alone):
-    """The value head also computes in the dtype of its weights, whatever the dtype of the layers."""
+    """The value head also computes in its weights' dtype, whatever the layers' dtype."""
     model = sharded_model(compute_dtype=torch.bfloat16)
     head = torch.nn.Linear(4, 1)
     model.sharding.shard_head(head)
@@ -292,7 +292,7 @@ def test_a_rollout_uses_the_adapters_of_a_sharded_model(alone, gather_weights):
 
 
 def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monkeypatch):
-    """The copies replace the gathered adapters. With a compute_dtype of 16 bits, these have 16 bits already."""
+    """The copies replace the gathered adapters. With a 16-bit compute_dtype, gathered adapters have 16 bits already."""
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         model = adapted(dtype=dtype)
@@ -305,7 +305,7 @@ def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monk
 
 
 def test_the_columns_of_a_sharded_tower_are_padded(alone, monkeypatch):
-    """The padded weights are those that the block has gathered; the gradients have the shapes of the checkpoint."""
+    """The block pads its gathered weights; the gradients have the checkpoint's shapes."""
     monkeypatch.setattr(vision, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     calls = []
     original = vision.MLP.forward_padded
@@ -349,7 +349,7 @@ def test_a_rank_without_images_runs_the_tower_for_nothing(monkeypatch, elsewhere
     gradients = [p.grad if p.grad is None else p.grad.abs().max().item() for p in model.visual.parameters()]
     assert {*gradients} == {0.0 if elsewhere else None}
     assert vision.before_decoder(model.model, (hidden,)) is None  # the next forward pass adds nothing
-    seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # embeddings of its images are already there
+    seen = replace(batch(model.config), vision_embeds=torch.zeros(1))  # its images' embeddings are already computed
     vision.before(model, (seen,))
     assert (vision.zero is not None) == bool(elsewhere)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
@@ -372,7 +372,7 @@ def test_ranks_must_be_a_multiple_of_the_replicas():
 
 @pytest.mark.parametrize("sharding", [[], ["--sharding.enabled=true"]])
 def test_a_checkpoint_has_the_dtype_of_its_folder(alone, folder, tmp_path, sharding):
-    """Weights are trained in float32, saved in bfloat16, and saved in float32 only if save_dtype asks for it."""
+    """Weights are trained in float32, saved in bfloat16, and saved in float32 only if save_dtype is float32."""
     save_model(tmp_path / "half", load_model(folder / "untied").bfloat16(), load_processor(folder / "untied"))
     overrides = [f"--model.path={tmp_path / 'half'}", "--model.dtype=float32", *sharding]
     for more, expected in (([], "bfloat16"), (["--model.save_dtype=float32"], "float32")):

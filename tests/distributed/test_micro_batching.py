@@ -1,4 +1,4 @@
-"""Tests of micro-batches with a token limit: completions are the same, and steps differ only in rounding."""
+"""Test micro-batches with a token limit: completions are the same, and steps differ only in rounding."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from stages import ONE, snapshot
 
 
 def tokens(lengths, piece):
-    """Count the tokens of a micro-batch, in which each prompt counts once."""
+    """Count a micro-batch's tokens; each prompt counts once."""
     return sum(lengths[i][0] for i in {i for i, _ in piece}) + sum(lengths[i][1][j] for i, j in piece)
 
 

@@ -29,8 +29,8 @@ def store_of(hosts):
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo uses GLOO_SOCKET_IFNAME on Linux only")
 def test_an_interface_that_does_not_exist_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    # The failed group counts, so that the next group would be "1" and the one after it "0". DTensor caches results with
-    # the mesh of the first, because it compares meshes without the names of their groups.
+    # The failed group counts, so that the next group would be "1" and the group after it "0". DTensor caches results
+    # with the first mesh, because DTensor compares meshes without their group names.
     world = dist.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     with pytest.raises(ValueError) as raised:
@@ -73,7 +73,7 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
 
 @pytest.fixture
 def group_of_gpus(monkeypatch):
-    """Replace the process group of two ranks with GPUs, and return its options and the devices of its sums."""
+    """Replace the process group for two ranks with GPUs; return its options and the devices in its sums."""
     options, sums = {}, []
 
     def init_process_group(backend, **given):
@@ -89,7 +89,7 @@ def group_of_gpus(monkeypatch):
 
 
 def test_gpus_are_connected_by_nccl_before_the_model_is_loaded(group_of_gpus):
-    """Gloo transfers objects and NCCL transfers tensors; NCCL knows the GPU of its rank."""
+    """Gloo transfers objects and NCCL transfers tensors; NCCL knows its rank's GPU."""
     options, sums = group_of_gpus
     with PretendCuda():
         connect(store_of(["", "other"]), 0, 2, CUDA, timedelta(seconds=30))
@@ -107,7 +107,7 @@ def test_gpus_that_exchange_wrong_numbers_are_refused(group_of_gpus):
 
 
 def test_a_barrier_waits_on_the_cpu(monkeypatch):
-    """With a device, dist.barrier would wait for the work of all GPUs."""
+    """With a device, dist.barrier would wait for all GPUs' work."""
     sums = []
     monkeypatch.setattr(dist, "barrier", None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: sums.append(tensor.device))

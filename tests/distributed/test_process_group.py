@@ -1,8 +1,8 @@
-"""Tests of World's collectives, and of equal results for any number of ranks.
+"""Test World's collectives, and equal results for any number of ranks.
 
 Metrics, gradient norms, completions and weights after 3 steps must be equal. The rows are very uneven, see
-on_ranks.Uneven: in a step some ranks have images and others have none. Weights are replicated or sharded, gathered
-fully or by layer in a rollout, and there are one or two models besides the policy.
+on_ranks.Uneven: in a step only some ranks have images. Weights are replicated or sharded, gathered fully or by layer in
+a rollout, and there are one or two models besides the policy.
 """
 
 import os
@@ -74,7 +74,7 @@ WAYS = {
     "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE,
     "replicas": [*ONE_BY_ONE, "--sharding.replicas=2"], "compute_dtype": ["--model.compute_dtype=float64"],
 }  # fmt: skip
-CASES = {  # {number of ranks: (stage, way)}; results must equal those of one process without sharding
+CASES = {  # {number of ranks: (stage, way)}; results must equal one process's results without sharding
     1: [("with a reference", "sharded")],
     2: [("sft", "replicated"), ("dpo", "replicated"), ("float32", "sharded"), ("with a reference", "compute_dtype"),
         ("with a reference", "layer by layer"), ("with a reward model", "layer by layer"),
@@ -92,7 +92,7 @@ SAME_BY_CHANCE = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"}  # these
 
 
 def prepare(folder):
-    """Write the files of the recipe to a folder: a model, and reward models with non-zero heads."""
+    """Write the recipe's files to a folder: a model, and reward models with non-zero heads."""
     write_recipe(folder, RECIPE)
     for name, config in (("judge", "model"), ("stranger", "qwen3_vl")):
         model, processor = random_model(folder / f"{config}.json", shapes.tokenizer(), 1)
@@ -103,9 +103,9 @@ def prepare(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return the results of each case and rank, by number of ranks.
+    """Return each case's and rank's results, by number of ranks.
 
-    "alone" has the results of one process without sharding.
+    "alone" has one process's results without sharding.
     """
     folder = tmp_path_factory.mktemp("ranks")
     prepare(folder)
@@ -117,7 +117,7 @@ def results(tmp_path_factory):
 
 
 def assert_equal(result, alone, relative, limit):
-    """Compare the result of one rank with that of one process."""
+    """Compare one rank's result with one process's result."""
     assert (result.texts, result.evaluation) == (alone.texts, pytest.approx(alone.evaluation, rel=relative))
     for line, expected in zip(result.lines, alone.lines, strict=True):
         assert line.keys() == expected.keys()
@@ -150,9 +150,9 @@ def test_the_cases_change_weights_and_lengths(results):
         assert [bool((weights[n] - start).abs().max() > 1e-6) for n, start in results["start"].items()] == expected
 
 
-# faster versions of these tests, with one launch of one rank and one launch of two ranks
+# faster versions of these tests, with one launch for one rank and one launch for two ranks
 def evaluation(folder, overrides, world):
-    """Evaluate data.eval_rows rows, one of which is marked as unseen."""
+    """Evaluate data.eval_rows rows; one row is marked as unseen."""
     config = load_config(folder / "recipe.yaml", ["--data.eval_rewards=[letters, format]", *overrides])
     model, processor = build_model(config, world)
     return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
@@ -168,15 +168,15 @@ FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
 EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1",
            "--grpo.router_aux_loss_coef=0.1"]  # fmt: skip
 EIGHT_BITS = "--optimizer.name=adamw_8bit"
-BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # parameters before the second of two layers
+BELOW = ("visual.", "model.embed_tokens.", "model.layers.0.")  # parameters before the second layer
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
-# the policy's adapters, the head of a critic, of which one rank has no row, and a reference that is the base
+# the policy's adapters, a critic's head, without rows on one rank, and a reference that is the base
 ADAPTED = ["stage", "--stages=[ppo]", "--ppo.max_steps=2", "--adapter.r=4",
            "--adapter.target=[language, merger]", "--ppo.learning_rate=1e-3", EIGHT_BITS]  # fmt: skip
-# a critic with adapters of its own: on one rank over the same base, sharded over a copy of it
+# a critic with its own adapters: on one rank over the same base, sharded over a copy of the base
 CRITIC = [*ADAPTED, "--ppo.critic=separate"]
 DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]"]
-# the adapters are on only some of the quantized layers
+# only some quantized layers have adapters
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]
 ONCE = [*ONE_BY_ONE, "--sharding.once_per_step=true"]
 QUICK = {
@@ -202,7 +202,7 @@ def quick(folder, overrides, world):
 
 @pytest.fixture(scope="module")
 def quick_results(tmp_path_factory):
-    """Return the results of one process, and of all QUICK cases on each of two ranks."""
+    """Return one process's results, and each rank's results for all QUICK cases on two ranks."""
     folder = tmp_path_factory.mktemp("quick")
     prepare(folder)
     alone = {
@@ -226,7 +226,7 @@ def quick_results(tmp_path_factory):
 
 @pytest.mark.parametrize("way", ["replicated", "8 bits, sharded", "pieces", "once"])
 def test_two_ranks_equal_one(quick_results, way):
-    """Two steps of GRPO with a reference have equal results in float64."""
+    """Two GRPO steps with a reference have equal results in float64."""
     alone, process_group = quick_results
     for rank in process_group:
         assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
@@ -236,7 +236,7 @@ def test_two_ranks_equal_one(quick_results, way):
     "way", ["moving, compute_dtype", "folder, sharded", "sharing, sharded", "sharing, layer by layer"]
 )
 def test_two_ranks_have_the_same_reference_as_one(quick_results, way):
-    """The reference is updated after each step. A rank stores copies of its rows of trained parameters only."""
+    """The reference is updated after each step. A rank stores copies only of its rows in trained parameters."""
     alone, process_group = quick_results
     expected = alone[way.partition(",")[0]]
     for rank in process_group:
@@ -252,7 +252,7 @@ def test_two_ranks_have_the_same_reference_as_one(quick_results, way):
 
 @pytest.mark.parametrize("way", ["experts, sharded", "experts, layer by layer", "experts, replicated", "experts, once"])
 def test_two_ranks_with_experts_equal_one(quick_results, way):
-    """An expert may get tokens on one rank only, and has no gradient if it gets none. Routes are those of sampling."""
+    """An expert may get tokens on one rank only, or no tokens and no gradient. Routes are the same as in sampling."""
     alone, process_group = quick_results
     for rank in process_group:
         assert_equal(rank[way], alone["experts"], 1e-12, 1e-12)
@@ -260,7 +260,7 @@ def test_two_ranks_with_experts_equal_one(quick_results, way):
 
 
 def test_the_reference_is_updated_in_the_dtype_of_the_parameters(quick_results):
-    """Small updates would be lost in the compute dtype, so the reference has the dtype of the parameters."""
+    """Small updates would be lost in the compute dtype, so the reference has the parameters' dtype."""
     alone, _ = quick_results
     torch.testing.assert_close(alone["moving in half"].reference, alone["moving"].reference, rtol=0, atol=1e-5)
     assert not torch.equal(alone["moving in half"].reference[0], alone["moving"].reference[0].float().double())
@@ -276,7 +276,7 @@ def test_two_ranks_with_tools_equal_one(quick_results):
 
 
 def test_two_ranks_with_trajectories_equal_one(quick_results):
-    """Trajectories with context windows of one round, sampled and trained in micro-batches with a token limit."""
+    """Trajectories with one-round context windows are sampled and trained in micro-batches with a token limit."""
     alone, process_group = quick_results
     assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
     for rank in process_group:
@@ -304,7 +304,7 @@ def test_two_ranks_with_a_separate_critic_equal_one(quick_results, way):
 
 
 def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):
-    """Each rank has its own dropout masks, so that results differ from those of one process."""
+    """Each rank has its own dropout masks, so that results differ from one process's results."""
     for rank in quick_results[1]:
         assert_equal(rank["dropout, layer by layer"], rank["dropout"], 1e-11, 1e-11)
         assert rank["dropout"].lines[1]["loss"] != pytest.approx(rank["adapters, sharded"].lines[1]["loss"], rel=1e-6)
@@ -312,7 +312,7 @@ def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):
 
 @pytest.mark.parametrize("way", ["5 rows", "1 rows, layer by layer"])
 def test_two_ranks_evaluate_like_one(quick_results, way):
-    """With only one row, one of the ranks repeats the row of the other."""
+    """With only one row, one rank repeats the other rank's row."""
     alone, process_group = quick_results
     for rank in process_group:
         assert repr(rank[way]) == repr(alone[way.partition(",")[0]])  # NaN is not equal to itself

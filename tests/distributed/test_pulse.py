@@ -1,4 +1,4 @@
-"""Test that ranks wait for slow work without a limit, and what is printed about slow, lost and hung ranks.
+"""Test that ranks wait for slow work without a limit, and the messages about slow, lost and hung ranks.
 
 All tests run gloo ranks in forked processes.
 """
@@ -20,7 +20,7 @@ from minivlmrl.distributed.process_group import find_lost_ranks, shutdown
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import Reward, RewardFailed
 
-TIMEOUT = 2.0  # timeout of collective operations; longer work is slow
+TIMEOUT = 2.0  # timeout for collective operations; longer work is slow
 
 
 class SlowSampler(Sampler):

@@ -1,4 +1,4 @@
-"""Train steps of several micro-batches, in which every rank has other shapes, on 4 and 8 ranks and on one process.
+"""Train steps with several micro-batches, in which every rank has other shapes, on 4 and 8 ranks and on one process.
 
 A completion in four ends at its first token, a prompt in three has equal rewards, and most rows have no image, so that
 the tower runs in some micro-batches only, and never in the last one of the second step.
@@ -34,7 +34,7 @@ from tiny import RUN_MODEL
 ONCE = "--sharding.once_per_step=true"
 STEPS = ["--{}.prompts_per_step=24", "--{}.max_steps=2"]
 GRPO = [*(step.format("grpo") for step in STEPS), "--rewards={uneven: 1}"]
-RECIPES = {  # six micro-batches on each of 4 ranks in each of two steps, three on each of 8
+RECIPES = {  # two steps with six micro-batches on each of 4 ranks, or three on each of 8
     "sft": [*STAGES["sft"], *(step.format("sft") for step in STEPS)],
     "grpo": [*STAGES["grpo"], *GRPO],
     "reference": [*STAGES["with a reference"], *GRPO, "--grpo.num_iterations=1"],
@@ -107,7 +107,7 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_uneven_ranks_equal_one_process(alone, ranks, case):
-    """Weights equal those of one process to 1e-14, and are the same on all ranks."""
+    """Weights equal one process's weights to 1e-14, and are the same on all ranks."""
     expected = alone[case[0]]
     assert all(line["grad_norm"] > 1e-3 for line in expected.lines)
     for rank in ranks:
@@ -118,7 +118,7 @@ def test_uneven_ranks_equal_one_process(alone, ranks, case):
 
 
 def count_communication(folder: Path, overrides: list[str], world):
-    """Return the numbers of gathers and reductions of FSDP in each step of a stage, and the number of units."""
+    """Return FSDP's gather and reduction counts for each step in a stage, and the unit count."""
     calls = {"foreach_all_gather": 0, "foreach_reduce": 0, "all_reduce": 0}
 
     def counted(name, function):
