@@ -1,4 +1,4 @@
-"""Tests of box rewards on good and bad answers, and on answers that try to exploit the rewards."""
+"""Test box rewards on good and bad answers, and on answers that try to exploit the rewards."""
 
 import json
 import math
@@ -19,9 +19,9 @@ from recipes.point import point
 
 from score_texts import score_texts
 
-SIZE = (200, 100)  # width and height of the image file
-EXTENT = (100.0, 50.0)  # width and height of the resized image that the model sees
-SOLUTION = [40, 20, 80, 60]  # in pixels of the file; RIGHT is the same box in pixels of the resized image
+SIZE = (200, 100)  # the image file's width and height
+EXTENT = (100.0, 50.0)  # the resized image's width and height, which the model sees
+SOLUTION = [40, 20, 80, 60]  # in the file's pixels; RIGHT is the same box in the resized image's pixels
 RIGHT = "20 10 40 30"
 WRONG = "60 10 80 30"  # equal size, with a gap as wide as the box: GIoU is 0 - 400 / 1200
 NAMES = ["iou", "acc_0_5", "giou", "box_format"]
@@ -64,11 +64,11 @@ HACKS = {
     say("0 0 100 50"): (0.08, 0, 0.08, 1),
     say("-1000 -1000 1000 1000"): (1e-4, 0, 1e-4, 0),
     say("30 20 30 20"): NOTHING,
-    # other orders of coordinates, or other units
+    # other coordinate orders, or other units
     say("40 30 20 10"): NOTHING,
     say("20 10 20 20"): NOTHING,  # x, y, width, height
     say("10 20 30 40"): (1 / 7, 0, 1 / 7 - 2 / 9, 1),  # y first
-    say("40 20 80 60"): (0, 0, -1 / 3, 0),  # pixels of the file
+    say("40 20 80 60"): (0, 0, -1 / 3, 0),  # the file's pixels
     say("200 200 400 600"): (0, 0, -143800 / 224200, 0),  # thousandths
     say("0.2 0.2 0.4 0.6"): (0, 0, 400.08 / (39.8 * 29.8) - 1, 1),  # unit
     # answers without numbers
@@ -96,7 +96,7 @@ def test_red_team():
         assert tuple(earned) == approx(*HACKS[said]), said
 
 
-# two true boxes 40 x 40 and 20 x 20, in pixels of the file
+# two true boxes 40 x 40 and 20 x 20, in the file's pixels
 TWO = [[40, 20, 80, 60], [100, 0, 120, 20]]
 FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 
@@ -151,7 +151,7 @@ def test_rewards_are_none_without_a_solution_or_size():
 
 
 BOXES = "the answer has {}, the solution [40, 20, 80, 60], in pixels of the image file"
-# {text of the answer: (reason of iou, acc_0_5 and giou; reason of box_format)}
+# {answer text: (reason for iou, acc_0_5 and giou; reason for box_format)}
 REASONS = {
     RIGHT: (None, None),
     WRONG: (BOXES.format("[120, 20, 160, 60]"), None),
@@ -228,7 +228,7 @@ def test_each_completion_is_scored_with_its_own_row():
     (None, "[30, 20]", None, None),
 ])  # fmt: skip
 def test_points(solution, said, inside, near):
-    """The option `within` corresponds to 50 pixels of the file here."""
+    """The option `within` corresponds to 50 pixels in the file here."""
     within = 50 / math.hypot(*SIZE)
     assert point([said], **columns(solution)) == approx(inside)
     assert point([said], **columns(solution), within=within) == approx(near)
@@ -273,7 +273,7 @@ def test_a_row_may_have_its_own_box_space():
 
 
 def test_the_first_image_counts_and_videos_are_ignored():
-    """Both columns are None for rows without images; all completions of a row get the same values."""
+    """Both columns are None for rows without images; all completions for a row get the same values."""
     rows = [row(box_space="unit", answer_extent=(8, 8)), row((90, 50), (56, 112)), row((90, 50))]
     rows[2].videos = [Video([PIL.Image.new("RGB", (56, 112))] * 2, 2.0)]
     rows[2].messages[0]["content"].insert(0, {"type": "video"})

@@ -1,4 +1,4 @@
-"""Tests of the arguments of reward functions, and of the tensor of their values."""
+"""Test reward functions' arguments, and the tensor with their values."""
 
 from types import SimpleNamespace
 

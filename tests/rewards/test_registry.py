@@ -1,4 +1,4 @@
-"""Tests of rewards by name: options, arguments, compatibility with TRL, checks of returned values, and errors."""
+"""Test rewards by name: options, arguments, compatibility with TRL, checks of returned values, and errors."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def turns(*texts):
     return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
 
 
-FORMS = {  # row formats of docs/rows.md, with the same question and solution
+FORMS = {  # row formats in docs/rows.md, with the same question and solution
     "plain": {"problem": "How many?", "solution": "2"},
     "text": {"prompt": "How many?", "solution": "2", "image": "red.png"},
     "turns": {"prompt": turns("How many?"), "solution": "2"},
@@ -244,7 +244,7 @@ def test_invalid_values_and_solutions_are_reported_with_their_row(monkeypatch):
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
-    """Check the arguments of a reward function in a whole run, with a row in TRL's conversational format."""
+    """Check a reward function's arguments in a whole run, with a row in TRL's conversational format."""
     row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
     write_lines(home / "chat.jsonl", [row])
     seen = {}
@@ -317,7 +317,7 @@ def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
 
 
 def test_only_rows_of_a_reward_get_its_reasons():
-    """If data.train gives other rewards to a file, the reasons of its rows stay empty."""
+    """If data.train names other rewards for a file, its rows' reasons stay empty."""
     extras = [{}, {}]
     rewards = [["accuracy"], ["format"]]
     get_reward("format")(completions=["a", "b"], row_rewards=rewards, extras=extras)
@@ -357,7 +357,7 @@ def test_a_reward_that_fails_at_once_saves_no_checkpoint(run, tmp_path, monkeypa
 
 
 def test_a_reward_judges_only_rows_of_files_that_name_it():
-    """data.train may list the rewards of a file; other rewards are not called on its rows."""
+    """data.train may list a file's rewards; other rewards are not called on its rows."""
     rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]]}
     values = score_texts(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]

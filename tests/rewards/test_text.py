@@ -1,4 +1,4 @@
-"""Tests of text rewards on good and bad completions, and on completions that try to exploit the rewards."""
+"""Test text rewards on good and bad completions, and on completions that try to exploit the rewards."""
 
 import random
 import re
@@ -65,7 +65,7 @@ def test_format_gives_a_reason():
 
 
 def test_format_equals_one_regular_expression():
-    """The reasons come from single checks, which together accept the same texts as the pattern of the whole form."""
+    """The reasons come from single checks, which together accept the same texts as the whole format's pattern."""
     whole = re.compile(r"\s*<think>.*?\S.*?</think>\s*<answer>.*?\S.*?</answer>\s*", re.DOTALL)
     tags = ["<think>", "</think>", "<answer>", "</answer>"]
     rng = random.Random(0)
@@ -136,7 +136,7 @@ def test_red_team():
 
 @pytest.mark.parametrize(("unit", "expected"), [("<answer>", None), ("<answer>a</answer>", "a"), ("a", None)])
 def test_an_answer_is_found_in_one_pass(unit, expected, monkeypatch):
-    """A regular expression rescanned the rest of the text from each <answer>, so that 10 MB took days."""
+    """A regular expression rescanned the remaining text from each <answer>, so that 10 MB took days."""
     assert find_answer(unit * (10**6 // len(unit))) == expected
     monkeypatch.setattr(rewards_file, "ANY_TAG", None)  # would also be slow for a text with repeated tags
     assert rewards_file.tag_format([f"<think>a</think><answer>b</answer>{unit}</answer>"]) == [0.0]
