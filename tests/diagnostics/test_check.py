@@ -29,18 +29,18 @@ RECIPES = ROOT / "recipes"
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 EMBEDDED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "task: " in path.read_text()]
 EMBEDDED.remove("miniwob")  # needs a browser; test_miniwob.py runs it
-EMBEDDED.remove("from_parts")  # needs the folder of a model; test_from_parts.py runs it
+EMBEDDED.remove("from_parts")  # needs a model folder; test_from_parts.py runs it
 
 
 @pytest.mark.parametrize("recipe", EMBEDDED)
 def test_good_recipes_have_no_fault(recipe, capsys, tmp_path):
     overrides = ["--num_threads=1", "--reward_model.path=null"]
-    if recipe == "fashion":  # a small file in place of the data set
+    if recipe == "fashion":  # a small file instead of the data set
         write_debian(tmp_path)
         task = f"--data.task=fashion.py:TASK(folder={str(tmp_path)!r}, demonstrations=12)"
         overrides += [task, "--sft.prompts_per_step=4", "--grpo.prompts_per_step=4"]
     if recipe == "shapes_distill":
-        # the teacher would be the checkpoint of an earlier run
+        # the teacher would be an earlier run's checkpoint
         overrides.append("--distill.teacher=null")
     assert check.main([str(RECIPES / f"{recipe}.yaml"), *overrides]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
@@ -82,8 +82,7 @@ def constant_sentences(all_rows, names, drawn):
 def test_balanced_rows_give_no_finding(tmp_path):
     """The fractions are counted over the whole dataset, not only over the 16 sampled rows.
 
-    First all sampled rows are yes, but half of all rows. Then 9 of 10 rows are yes, and one sampled
-    row is no.
+    First all sampled rows are yes, but only half of all rows. Then 9 of 10 rows are yes, and one sampled row is no.
     """
     assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
     [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))
@@ -167,7 +166,7 @@ def one_of(answer_texts, solution, **columns):
     ],
 )
 def test_solutions_that_are_lists(reward, solution, said):
-    """Each text of a list is a right answer, and a list of numbers is one answer."""
+    """Each text in a list is a right answer, but a list of numbers is one answer."""
     colors = "red", "green", "blue", "yellow"
     shown = shapes.Shapes(4, "own")
     rows = []

@@ -77,7 +77,7 @@ def test_healthy_rows_raise_no_alarm(stage, tmp_path, write_rows, model):
 
 @pytest.fixture
 def dialogues(stage, published):
-    """A function that builds a trainer and a step in which each answer of a dialogue has a prompt of its own."""
+    """Return a function that builds a trainer and a step in which each answer in a dialogue has its own prompt."""
 
     def build(name):
         trainer = stage(name).trainer
@@ -112,7 +112,7 @@ def test_a_fault_in_the_prompt_of_a_later_answer_is_named(dialogues, monkeypatch
 
 
 def changed(run, **changes):
-    """Change fields of the group of each micro-batch; a function gets the old value."""
+    """Change fields of each micro-batch's group; a function gets the old value."""
     batches = []
     for batch in run.step.micro_batches:
         new = {name: change(getattr(batch.group, name)) for name, change in changes.items()}
@@ -121,7 +121,7 @@ def changed(run, **changes):
 
 
 def tower(change):
-    """Return a plant that changes the output of the vision tower."""
+    """Return a planted fault that changes the vision tower's output."""
     return lambda run, patch: run.model.visual.register_forward_hook(lambda module, arguments, out: change(out))
 
 
@@ -135,7 +135,7 @@ def prompts(change):
         def prompt(row, processor):
             made = original(row, processor)
             calls.append(row)
-            if len(calls) > 4:  # the check itself calls the function after the four rows of the step
+            if len(calls) > 4:  # the check itself calls the function after the step's four rows
                 return made
             made = change(row, made, processor)
             made.row = row
@@ -172,7 +172,7 @@ def first_image_alone(run, patch):
 
 
 def hidden(choose):
-    """Return a plant in which no token attends to the keys and values of some positions."""
+    """Return a planted fault in which no token attends to the keys and values at some positions."""
 
     def plant(run, patch):
         original = decoder.GroupAttention.__call__
@@ -252,7 +252,7 @@ LACK, COUNT = (
 )
 ANSWER = "the tokens of the step do not contain message 1"
 TEXT = "the loss has no gradient at the text of the prompt"
-# name: (stage, plant before the step, plant after it, beginning of the problem)
+# name: (stage, fault before the step, fault after it, beginning of the problem text)
 PLANTED = {
     "blank patches": ("sft", None, blank, PATCHES),
     "blank patches in a pair": ("dpo", None, blank, PATCHES),
@@ -312,7 +312,7 @@ def test_a_planted_fault_is_named(stage, monkeypatch, name):
 
 
 def test_one_prompt_without_its_image_is_named_in_a_large_micro_batch(stage, monkeypatch):
-    """Only the longest and the shortest prompts of a micro-batch are encoded again."""
+    """Only the longest and the shortest prompts in a micro-batch are encoded again."""
     original = Row.prompt
     calls = []
 

@@ -42,7 +42,7 @@ def copies(module):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_trial_changes_nothing(stage, name, monkeypatch):
-    """The trial trains on completions of full length. Steps afterwards have the same metrics and weights."""
+    """The trial trains on completions with full length. Steps afterwards have the same metrics and weights."""
     model, options = FORMS[name]
     tried, plain = (stage(name, *options, model=model) for _ in range(2))
     batches = []
@@ -85,7 +85,7 @@ FILES = ["metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"]
 
 @pytest.fixture
 def train(home, own, plain, lively, tmp_path, monkeypatch):
-    """Return a function that trains with the check, or without, and returns the files of the run."""
+    """Return a function that trains with or without the check, and returns the run's files."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
 
     def train(name, callbacks, *options):
@@ -107,7 +107,7 @@ def test_a_run_that_tries_its_largest_micro_batch_keeps_its_bytes(train, monkeyp
 
 
 def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path, monkeypatch):
-    """The message names the longest row of the data, which the first step need not contain."""
+    """The message names the longest row in the data, which the first step need not contain."""
     lines = [{"problem": "a", "solution": "b"}] * 8
     lines[5] = {"problem": "long " * 40, "solution": "b"}
     write_lines(tmp_path / "rows.jsonl", lines)

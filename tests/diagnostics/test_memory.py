@@ -78,7 +78,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
-    """The estimate agrees with weights, optimizer state and the tensors of a forward and backward.
+    """The estimate agrees with weights, optimizer state and the tensors in a forward and backward pass.
 
     Model, optimizer and micro-batches are built as in a run.
     """
@@ -96,7 +96,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
     model = MemoryEstimator(config).build(run, "grpo").to_empty(device="cpu")
-    if config.tie_word_embeddings:  # to_empty gave each of the tied weights its own memory
+    if config.tie_word_embeddings:  # to_empty gave each tied weight its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
     critics = [ValueModel(copy_model(model))] if stage == "ppo" else []
@@ -133,7 +133,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
 
 
 def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
-    """On a GPU, attention in float32 copies the keys of a prompt for each completion, and in bfloat16 it does not."""
+    """On a GPU, attention in float32 copies a prompt's keys for each completion; attention in bfloat16 does not."""
     work = BatchShape(prompts=1, num_generations=8, text_tokens=2000, image_tokens=0, completion_tokens=8)
     costs, run = MemoryEstimator(config_json.from_dict(CONFIGS["wider"])), run_config()
     saved = {}
@@ -151,7 +151,7 @@ def test_copies_of_a_prompt_are_estimated_where_they_are_made(monkeypatch):
 
 
 def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
-    """In 16 bits on a GPU, a tower with 2,500 columns keeps padded weights of 2,504 for the backward pass."""
+    """In 16 bits on a GPU, a tower with 2,500 columns keeps weights padded to 2,504 columns for the backward pass."""
     vision_config = MODEL["vision_config"] | {"depth": 3, "intermediate_size": 2500}
     config = config_json.from_dict(MODEL | {"vision_config": vision_config})
     costs, run = MemoryEstimator(config), run_config()
@@ -213,7 +213,7 @@ def test_a_rollout_joins_the_weights_of_q_k_and_v():
 
 
 def test_options_that_save_memory():
-    """Sharding divides the memory by the number of ranks. Parts that are not needed take none."""
+    """Sharding divides the memory by the rank count. Unneeded parts take no memory."""
     costs = MemoryEstimator(config_json.from_dict(MODEL))
     alone = estimate_phases(run_config(), "grpo", costs, 1, ROWS, ROWS)["train"]
     run = run_config(sharding=ShardingOptions(enabled=True))
@@ -224,7 +224,7 @@ def test_options_that_save_memory():
     run = run_config()
     run.grpo.beta = 0.1
     assert estimate_phases(run, "grpo", costs, 1, ROWS, ROWS)["train"]["reference"] == alone["weights"]
-    # vLLM's copy of the weights has this dtype
+    # vLLM's weight copy has this dtype
     run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})
     assert estimate_phases(run, "grpo", costs, 1, ROWS, ROWS)["rollout"]["vLLM's weights"] == 2 * costs.parameters
     run = run_config(sharding=ShardingOptions(enabled=True, cpu_offload=True))
@@ -233,7 +233,7 @@ def test_options_that_save_memory():
 
 @pytest.mark.parametrize("form", ["all weights", "LoRA"])
 def test_once_per_step_keeps_weights_and_gradients(form):
-    """All weights stay gathered in bfloat16, and each rank adds up the gradients of trained weights in float32."""
+    """All weights stay gathered in bfloat16, and each rank sums the trained weights' gradients in float32."""
     costs = MemoryEstimator(config_json.from_dict(MODEL))
     found = {}
     for once in (False, True):
@@ -264,9 +264,9 @@ def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
 
 
 def test_estimates_do_not_depend_on_earlier_ones():
-    """Tensors that the vision tower caches count in every estimate of a process.
+    """Tensors that the vision tower caches count in every estimate in a process.
 
-    For 16 images of a 3B model, the cached tables take 43 MB.
+    For 16 images and a 3B model, the cached tables take 43 MB.
     """
     costs = MemoryEstimator(config_json.from_dict(MODEL))
     estimates = [estimate_phases(run_config(), "grpo", costs, 1, ROWS) for _ in range(3)]
@@ -315,7 +315,7 @@ def test_a_custom_optimizer_is_estimated_by_its_state(tmp_path, moments):
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_balance_loss_of_experts_is_estimated(recomputed, monkeypatch):
-    """The balance loss keeps the probabilities of all 256 experts until the backward pass."""
+    """The balance loss keeps all 256 experts' probabilities until the backward pass."""
     sizes = tiny.RUN_QWEN3_MOE["text_config"] | {"num_experts": 256, "mlp_only_layers": []}
     config = config_json.from_dict(MODEL | tiny.RUN_QWEN3_MOE | {"text_config": sizes})
     costs, run = MemoryEstimator(config), run_config()
@@ -360,7 +360,7 @@ def deeper(sizes):
 
 @pytest.mark.parametrize("family", FAMILY_SIZES)
 def test_the_peak_of_each_phase(family, home, monkeypatch):
-    """The plan of each phase of SFT, DPO and GRPO is within 3 % of the peak of the tensors."""
+    """The estimate for each phase in SFT, DPO and GRPO is within 3 % of the tensors' peak."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
     monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
     config = config_json.from_dict(deeper(FAMILY_SIZES[family]))
@@ -412,7 +412,7 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
 
 
 def test_the_largest_batch_by_hand():
-    """A prompt counts once for its completions in a batch. Prompts of a shape have the mean size of the rows."""
+    """A prompt counts once for its completions in a batch. Prompts in a shape have the rows' mean size."""
     rows = [RowSize(text_tokens=10, image_tokens=0)]
 
     def sizes(*arguments):

@@ -45,7 +45,7 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tmp_path, monkeypatch):
-    """The message names the row. Each of the two cures that it prints makes the run fit."""
+    """The message names the row. Each of its two proposed changes makes the run fit."""
     columns, media, option = LARGE[kind]
     PIL.Image.new("L", (4000, 3000)).save(tmp_path / "large.png")
     PIL.Image.new("L", (640, 480)).save(tmp_path / "frame.png")
@@ -58,7 +58,7 @@ def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tm
     fitting = MemoryCheck()
     assert refusal_of(files, home, 1e12, monkeypatch, fitting) is None
     [needed] = re.findall(r"needs about (\d+\.\d) GB", refusal_of(files, home, 0, monkeypatch))
-    assert float(needed) > 3.2  # of which 3 GB are in reserve
+    assert float(needed) > 3.2  # 3 GB of this are reserve
     planned = fitting.memory_plan("grpo")  # counts the measured rows
     assert planned is not None and peak_bytes(planned) / GB == pytest.approx(float(needed), abs=0.06)
     free = (3 + float(needed)) / 2 * GB
@@ -82,9 +82,9 @@ def test_only_recipes_with_a_checkpoint_are_checked(checkpoint, home):
 
 
 def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, home, tmp_path, monkeypatch):
-    """The check before the first step knows the size of a checkpoint.
+    """The check before the first step knows a checkpoint's size.
 
-    The space of earlier checkpoints in the folder counts as free.
+    Earlier checkpoints in the folder count as free space.
     """
     folder = tmp_path / "run"
     given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
@@ -107,7 +107,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
             return True
         return False
 
-    # three states and the weights of the end
+    # three states and the final weights
     assert is_refused("new/run", 3 * size + 0.9 * weights) and not is_refused("new/run", 3 * size + 1.1 * weights)
     assert not is_refused("run", 1.1 * size + 1.1 * weights)  # two states and weights are there already
     # weights are written beside the earlier ones

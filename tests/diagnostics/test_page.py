@@ -1,4 +1,4 @@
-"""Test the report page of a run in a real browser, also with hostile text in its files."""
+"""Test a run's report page in a real browser, also with hostile text in its files."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from minivlmrl.run.loop import run_training
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-# folder of the run that is copied for each test
+# the run's folder, which is copied for each test
 FOLDERS = []
 
 JUDGES = "--data.eval_rewards=[accuracy, format]"
@@ -27,7 +27,7 @@ JUDGES = "--data.eval_rewards=[accuracy, format]"
 
 @pytest.fixture
 def trained(run, plain, lively, tmp_path, tmp_path_factory):
-    """Return the folder of a run whose steps train on one group of eight completions."""
+    """Return the folder of a run whose steps train on one group with eight completions."""
     if not FOLDERS:
         options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"
         FOLDERS.append(
@@ -37,7 +37,7 @@ def trained(run, plain, lively, tmp_path, tmp_path_factory):
 
 
 def browse(path, place, folder, *flags):
-    """Return the HTML of a page after its script has run, without the script."""
+    """Return a page's HTML after its script has run, without the script."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: apt install chromium")
     command = [
@@ -63,7 +63,7 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
         completion |= {"answer": None, "why": {}}
     first |= {"answer": "red square\n", "why": {"accuracy": "the answer is 'red square'"}}
     second |= {"answer": evil, "why": {evil: evil}}
-    del third["answer"], third["why"]  # as in a run of 0.4
+    del third["answer"], third["why"]  # as in a run with version 0.4
     write_lines(trained / "completions.jsonl", lines)
     report.main([str(trained)])
     html = browse(trained / "report.html", "grpo/2/1", tmp_path)
@@ -87,9 +87,9 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
 
 @pytest.mark.slow
 def test_a_trajectory_is_shown_as_a_row_of_turns(trained, tmp_path):
-    """Each turn shows the newest image of its window, above the tokens.
+    """Each turn shows its window's newest image, above the tokens.
 
-    The first turn shows the image of the row.
+    The first turn shows the row's image.
     """
     lines = metrics(trained, "completions.jsonl")
     completion = lines[1]["completions"][0]
@@ -107,7 +107,7 @@ def test_a_trajectory_is_shown_as_a_row_of_turns(trained, tmp_path):
 
 @pytest.mark.slow
 def test_experts_are_shown_by_layer_and_kind_of_token(trained, tmp_path):
-    """The page shows fractions of tokens over the last ten steps, and leaves out earlier tables."""
+    """The page shows token fractions over the last ten steps, and omits earlier tables."""
     earlier = {"experts/tokens": [[[7654321] * 3] * 2] * 2}
     # text, then images; two layers with three experts each
     tables = {"experts/tokens": [[[3, 0, 1], [1, 1, 2]], [[2, 2, 0], [0, 0, 0]]]}
@@ -128,7 +128,7 @@ def test_experts_are_shown_by_layer_and_kind_of_token(trained, tmp_path):
 def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     """By default the page opens at a step with different rewards.
 
-    At the last step, all rewards of the group are equal.
+    At the last step, all rewards in the group are equal.
     """
     lines = metrics(trained, "completions.jsonl")
     for i, line in enumerate(lines):
@@ -170,7 +170,7 @@ def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
     report.main([str(trained), str(other), "--out", str(tmp_path / "ab.html")])
     html = browse(tmp_path / "ab.html", "", tmp_path)
     charts = {text.partition('"')[0]: text for text in html.split('aria-label="')}
-    # the page opens at grpo, because only one of the runs has dpo
+    # the page opens at grpo, because only one run has dpo
     assert "reward by step" in charts
     sampled, flat = charts["eval/accuracy_sampled by step"], charts["eval/loss by step"]
     assert '<path class="error" d="M46.0 112.0L46.0 46.4"></path>' in sampled and ">1</text>" in sampled
@@ -179,7 +179,7 @@ def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
 
 @pytest.fixture
 def watched(home, tmp_path, monkeypatch):
-    """Return a function that trains three steps of 61 seconds, and calls `look` before each."""
+    """Return a function that trains three steps that take 61 seconds each, and calls `look` before each step."""
     now = [0]
     monkeypatch.setattr(report_file, "clock", lambda: now[0])
 
@@ -198,7 +198,7 @@ def watched(home, tmp_path, monkeypatch):
 
 
 def shown(path):
-    """Return, for each run of a page, its reload interval in seconds and its number of steps."""
+    """Return, for each run on a page, its reload interval in seconds and its step count."""
     return [(run["reload"], len(run["metrics"])) for run in data_of(path)]
 
 
@@ -214,7 +214,7 @@ def test_the_page_is_updated_until_the_run_ends(watched, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("device: CPU (threads: ")
     assert f"output: {report.parent}; open report.html there in a browser" in printed
-    with pytest.raises(ZeroDivisionError):  # the page of a failed run does not reload either
+    with pytest.raises(ZeroDivisionError):  # a failed run's page does not reload either
         watched(lambda: len(shown(report)) / (shown(report)[0][1] < 2))
     assert shown(report) == [(0, 2)]
     report.unlink()

@@ -42,7 +42,7 @@ def faults_of(kind):
 
 @pytest.fixture
 def plant(own, rows, tmp_path, monkeypatch):
-    """Return a function that changes eight healthy rows and returns the options of a run on them."""
+    """Return a function that changes eight healthy rows and returns the options for a run on these rows."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.py").write_text(OWN_REWARDS)
 

@@ -1,4 +1,4 @@
-"""Test that replaying a step gives the completions and metrics of the run, bit for bit."""
+"""Test that replaying a step gives the run's completions and metrics, bit for bit."""
 
 import re
 
@@ -35,7 +35,7 @@ SAME = ["completions.jsonl equals the replayed step", "metrics.jsonl equals the 
 
 
 def table(lines):
-    """Return the printed table of a group, as one dict from column name to text per completion."""
+    """Return a group's printed table, as one dict from column name to text per completion."""
     [start] = [number for number, line in enumerate(lines) if line.startswith("completion ")]
     names = [name.strip() for name in re.split(r"  +", lines[start].replace("completion", "completion "))]
     return [dict(zip(names, line.split(), strict=True)) for line in lines[start + 1 :] if line[:1].isdigit()]
@@ -84,7 +84,7 @@ def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively
 
 
 def test_a_recipe_is_replayed_from_the_start(run, plain, lively, replayed, home):
-    """The command of docs/walkthrough.md replays a recipe after the first command of the README."""
+    """The command in docs/walkthrough.md replays a recipe after README's first command."""
     options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
     folder = run(*options, "--checkpoint_steps=1", "--seed=1")
     code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")

@@ -1,4 +1,4 @@
-"""Test the data of a report page, which contains only files of the run's folder."""
+"""Test a report page's data, which contain only files from the run's folder."""
 
 import re
 
@@ -21,7 +21,7 @@ def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
 
 
 def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
-    """Other files of this machine are not embedded, and text is refused in place of a number."""
+    """Other files on this machine are not embedded, and text is refused instead of a number."""
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "images").mkdir()
@@ -50,7 +50,7 @@ def test_nan_in_metrics_keeps_the_page_readable(tmp_path):
 
 
 def test_a_long_stage_has_a_bounded_number_of_points(tmp_path, monkeypatch):
-    """A point is the mean of some steps; for the range of lengths it has the extremes. A short stage has every step."""
+    """A point is a mean over some steps; for the length range it has the extremes. A short stage has every step."""
     monkeypatch.setattr(report, "POINTS", 3)
     short = [{"stage": "sft", "step": i, "loss": float(i)} for i in range(3)]
     lines = [

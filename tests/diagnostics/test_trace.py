@@ -1,4 +1,4 @@
-"""Test the trace page of a step: it shows the values of the step, and tracing changes nothing."""
+"""Test a step's trace page: the page shows the step's values, and tracing changes nothing."""
 
 import ast
 import html
@@ -27,7 +27,7 @@ import stages
 
 
 class Page:
-    """The data of a page, as its script reads them."""
+    """A page's data, as its script reads them."""
 
     def __init__(self, path):
         text = path.read_text("utf-8")
@@ -43,7 +43,7 @@ class Page:
         return value
 
     def values_of(self, name, function):
-        """Return the values that a variable had in all calls of a function, in order."""
+        """Return a variable's values in all calls of a function, in order."""
         events = [values for _, call, _, values, *_ in self.events if self.calls[call][1] == function]
         return [self.value(value) for values in events for _, key, value in values if key == name]
 
@@ -193,7 +193,7 @@ ask().catch((error) => { answers.error = error.stack; }).then(() => { document.t
 
 @pytest.mark.slow
 def test_ten_questions_about_a_custom_run(run_step, tmp_path):
-    """Type, click and read in a browser with the width of a phone.
+    """Type, click and read in a browser that is as wide as a phone.
 
     The step is the second on its rollout, so that ratios differ from 1.
     """
@@ -258,7 +258,7 @@ def test_saliency_maps_are_derivatives_by_pixels(run_step):
     pixels = prompt.pixel_values.double()
     slopes = []
     [shown] = saliency_maps(policy, trainer.processor, replace(prompt, pixel_values=pixels), one, -2.0)
-    # pixels of the first patch
+    # the first patch's pixels
     for number in range(2, pixels.shape[1], trainer.processor.image_processor.patch_size**2):
         moved = torch.zeros_like(pixels)
         logps = []

@@ -1,4 +1,4 @@
-"""Test each rule of the training warnings by hand; test_planted_faults.py tests whole runs with faults."""
+"""Test each rule for training warnings by hand; test_planted_faults.py tests whole runs with faults."""
 
 import math
 import re
@@ -33,7 +33,7 @@ HEALTHY = {
     "grad_norm": 1.0, "tools/call_frequency": 1.0, "tools/answered_frequency": 1.0,
 }  # fmt: skip
 SAME = {"rewards/format/std": 0.0, "rewards/accuracy/std": 0.0, "frac_reward_zero_std": 1.0}
-# metrics that differ from a healthy step, temperature, and text of the warning
+# metrics that differ from a healthy step, temperature, and warning text
 CASES = [
     ({"frac_reward_zero_std": 1.0}, 1.0, "prompts are too easy or too hard"),
     (
@@ -57,7 +57,7 @@ CASES = [
 
 
 def groups_of(*solutions):
-    """Return groups of a rollout whose rows have these solutions."""
+    """Return rollout groups whose rows have these solutions."""
     return [[SimpleNamespace(row=SimpleNamespace(columns={"solution": solution}))] for solution in solutions]
 
 
@@ -92,7 +92,7 @@ def test_a_run_without_rewards_gets_no_warning_about_rewards():
     assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
 
 
-# steps 32 to 42 of a run of zoom.yaml with seed 11
+# steps 32 to 42 in a zoom.yaml run with seed 11
 SEED_11 = [0.875, 0.3, 0.694, 0.3, 0.406, 0.7, 0.4, 0.9, 0.794, 0.713, 0.95]
 
 
@@ -133,7 +133,7 @@ def test_success_is_reported_once():
     assert len(said[1.2]) == 8 and "no longer explores. If its reward is still too low, lower" in said[1.2][0]
 
 
-# a run of zoom.yaml with seed 10 from step 86 on, one letter per step: s if all rewards are equal,
+# a zoom.yaml run with seed 10 from step 86 on, one letter per step: s if all rewards are equal,
 # e if the entropy is low, b if both hold
 SEED_10 = (
     "..bsssssbsssss.s.s.sssss.....sssssssss.sss.ssssbs.b.ss.bbbssbseesbbbebbsbbbbsbebbb"
@@ -142,7 +142,7 @@ SEED_10 = (
 
 
 def test_a_solved_task_gives_one_message():
-    """Such a run once got seven warnings, two of which advised a lower learning rate or a restart."""
+    """A run with a solved task once got seven warnings; two warnings advised a lower learning rate or a restart."""
     rules = make_rules()
     rules.step(HEALTHY, rollout_with([[1.0, 0.0], [1.0, 1.0]]))
     certain = {"entropy": 1e-4}
@@ -182,7 +182,7 @@ def test_a_resumed_run_gives_the_same_warnings(killed):
 
 def test_experts_without_tokens_are_reported():
     """The warning comes once, also in a resumed run. Dense layers have no experts."""
-    # tokens per layer and expert: of text, of images
+    # tokens per layer and expert: text, images
     idle = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 0, 3], [0, 0, 0]]]}
     busy = {"experts/tokens": [[[4, 0, 1], [0, 0, 0]], [[0, 2, 3], [0, 0, 0]]]}
     rules = make_rules()
@@ -239,7 +239,7 @@ def test_a_batch_invariant_run_allows_no_mismatch():
 
 @pytest.mark.parametrize(("mean", "said"), [(0.55, False), (0.5, True)])
 def test_a_policy_must_beat_a_constant_answer(mean, said):
-    """Half of the rows have the solution `cat`. Rows that no reward can score do not count."""
+    """Half the rows have the solution `cat`. Rows that no reward can score do not count."""
     groups = groups_of("cat", "dog", "cat", "ant", "judged by no one")
     right = torch.zeros(100)
     right[: round(100 * mean)] = 1
@@ -283,7 +283,7 @@ def test_a_policy_that_ignores_images_is_reported():
 ])  # fmt: skip
 def test_other_curves_give_no_warning_about_images(healthy):
     assert ignores_images(healthy, 256, "iou") is None
-    assert ignores_images(IGNORING_IMAGES, 9, "iou") is None  # of few rows
+    assert ignores_images(IGNORING_IMAGES, 9, "iou") is None  # too few rows
 
 
 def greedy(stage, step, value):
@@ -312,11 +312,11 @@ def test_a_stage_that_makes_answers_worse_is_reported():
 ])  # fmt: skip
 def test_small_decreases_give_no_warning(healthy):
     assert accuracy_regressed(healthy, 256, "accuracy") is None
-    assert accuracy_regressed(WORSE_AFTER_DPO, 64, "accuracy") is None  # of few rows
+    assert accuracy_regressed(WORSE_AFTER_DPO, 64, "accuracy") is None  # too few rows
 
 
 def warnings_after(folder, *lines):
-    """Return the warnings.jsonl of a run with these evaluations of 256 rows."""
+    """Return the warnings.jsonl from a run with these evaluations on 256 rows."""
     config = RunConfig(output_dir=str(folder))
     log = MetricsLog(config, ONE, TrainerState(0, ["sft", "grpo"], num_log_lines={}))
     warnings = TrainingWarnings()
