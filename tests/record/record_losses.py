@@ -1,10 +1,10 @@
-"""Record losses and gradients of TRL 1.16 in minivlmrl/losses/fixtures/losses.safetensors, for losses/parity.py:
+"""Record TRL 1.16's losses and gradients in minivlmrl/losses/fixtures/losses.safetensors, for losses/parity.py:
 
 PYTHONPATH=.:tests/helpers python tests/record/record_losses.py
 
-Cases of the small batches of tests/parity come first. Cases of `step` follow, in which common mistakes differ: all
-lengths differ, no completion fills the batch, no advantage is 0, and steps of dapo are also recorded as micro-batches.
-Cases of `extreme_cases` come last: a completion without tokens, and policies that moved far.
+The small batches from tests/parity come first. Cases from `step` follow, in which common mistakes differ: all lengths
+differ, no completion fills the batch, no advantage is 0, and dapo's steps are also recorded as micro-batches.
+`extreme_cases` come last: a completion without tokens, and policies that moved far.
 """
 
 import json
@@ -30,7 +30,7 @@ GRPO, CONSTANTS = {"kind": "grpo"}, {"max_completion_length": MAX_LENGTH, "epsil
 
 
 def small_cases() -> list[Case]:
-    """Return all losses on batches of four rows or three pairs."""
+    """Return all losses on batches with four rows or three pairs."""
     cases = []
     grid = list(product((True, False), FAMILIES["policy"][0]["options"]["loss_type"], LEVELS, (0.0, 0.1)))
     for number, (whole_step, loss_type, level, beta) in enumerate(grid):
@@ -53,14 +53,14 @@ def small_cases() -> list[Case]:
 
 
 def sft_case(loss_type: str, batch: dict[str, Tensor]) -> Case:
-    """Return a case of SFT, which reads two tensors of the batch."""
+    """Return an SFT case, which reads two tensors from the batch."""
     return {"kind": "sft", "loss_type": loss_type}, {key: batch[key] for key in ("per_token_logps", "mask")}
 
 
 def step(seed: int) -> dict[str, Tensor]:
-    """Return a batch (6, 8) of two groups of three completions with 2 to 7 tokens, and their advantages.
+    """Return a batch (6, 8): two groups, each with three completions of 2 to 7 tokens, and their advantages.
 
-    About half of the ratios lie outside of the clip range. Padding has other log-probabilities than 0.
+    About half the ratios lie outside the clip range. Padding has other log-probabilities than 0.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = 2 + torch.randperm(6, generator=generator)
@@ -73,7 +73,7 @@ def step(seed: int) -> dict[str, Tensor]:
 
 
 def step_cases() -> list[Case]:
-    """Return cases of whole steps, of their micro-batches, and of pairs with answers of different lengths."""
+    """Return cases with whole steps, their micro-batches, and pairs whose answers differ in length."""
     cases = []
     for seed, (high, (beta, corrected)) in enumerate(product((0.2, 0.28), ((0.0, True), (0.1, True), (0.1, False)))):
         batch = step(seed)
@@ -109,7 +109,7 @@ def empty_row(seed: int) -> dict[str, Tensor]:
 
 
 def far(seed: int, first: float, last: float, name: str) -> dict[str, Tensor]:
-    """Return a batch (2, 8) with large log-ratios of the policy to the tensor `name`, and advantages of both signs.
+    """Return a batch (2, 8) with large log-ratios between policy and the tensor `name`, and advantages with both signs.
 
     In each row, the log-ratios go from `first` to `last`, in nats.
     """
@@ -120,11 +120,12 @@ def far(seed: int, first: float, last: float, name: str) -> dict[str, Tensor]:
 
 
 def extreme_cases() -> list[Case]:
-    """Return cases of all losses with a row of zeros in the mask, and with large log-ratios.
+    """Return cases for all losses with a zero row in the mask, and with large log-ratios.
 
-    The tolerance is relative to the largest number of a case. Therefore positive and negative log-ratios, and those of
-    the old policy and of the reference, are separate cases, in which none hides the others. The log-ratios from 0.5 to
-    12 come first, because the audit names a clamp best from a case with smaller and larger log-ratios than its bound.
+    The tolerance is relative to the largest number in a case. Therefore positive and negative log-ratios, and
+    log-ratios to the old policy and to the reference, are separate cases, so that none hides another. The log-ratios
+    from 0.5 to 12 come first, because the audit names a clamp best from a case with smaller and larger log-ratios than
+    its bound.
     """
     cases = []
     for seed, loss_type in enumerate(FAMILIES["policy"][0]["options"]["loss_type"], start=40):

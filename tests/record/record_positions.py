@@ -1,8 +1,8 @@
-"""Random prompts with images and videos, for which the positions of transformers were recorded.
+"""Random prompts with images and videos, with recorded positions from transformers.
 
-Positions in videos follow the rule of transformers 4.49 to 4.51, which Qwen and vLLM also use. Later versions of
-transformers differ (see rope.py), so test_rope.py compares our positions with the recorded ones in
-tests/recorded/positions_transformers_4.51.3.json. The script of this file in commit 64c7842 printed them with
+Positions in videos follow the rule in transformers 4.49 to 4.51, which Qwen and vLLM also use. Later versions of
+transformers differ (see rope.py), so test_rope.py compares our positions with
+tests/recorded/positions_transformers_4.51.3.json. This file's script in commit 64c7842 printed those positions with
 transformers 4.51.3; version 4.49.0 printed the same.
 """
 
@@ -35,7 +35,7 @@ def cases():
             ids += [rng.randint(3, 280) for _ in range(rng.randint(0, 5))]
             kinds.append(kind)
             grids.append((t, h, w))
-            # seconds per temporal patch of two frames, for sampled rates such as 2, 1.5 or 0.37 frames per second
+            # seconds per temporal patch (two frames), for sampled rates such as 2, 1.5 or 0.37 frames per second
             seconds.append(2 / rng.choice([2.0, 1.0, 1.5, 4.0, 30 / 7, rng.uniform(0.2, 8)]))
         yield ids, kinds, grids, seconds
 

@@ -1,8 +1,8 @@
-"""Record the token ids, pictures and time marks that transformers makes of the rows in tests/rows/cases.json.
+"""Record the token ids, pictures and time marks that transformers computes for the rows in tests/rows/cases.json.
 
-The messages of each row stand in the table, written by hand, so nothing of our reader is used here. transformers
-renders them with its own processor, from folders that it also writes: `record_rows.py models` writes tests/rows/models.
-For videos of Qwen2-VL and Qwen2.5-VL, qwen-vl-utils samples and resizes the frames, as Qwen's examples do.
+Each row's messages are in the table, written by hand, so our reader is not used here. transformers renders the messages
+with its own processor, from folders that it also writes: `record_rows.py models` writes tests/rows/models. For
+Qwen2-VL's and Qwen2.5-VL's videos, qwen-vl-utils samples and resizes the frames, as Qwen's examples do.
 
 Run with transformers 5.23.0, torchvision 0.28.0, qwen-vl-utils 0.0.14, av and decord:
 PYTHONPATH=.:tests/helpers python tests/record/record_rows.py [models]
@@ -36,7 +36,7 @@ IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
 
 def write_model(name: str):
-    """Write the folder of a tiny model with transformers, without weights."""
+    """Write a tiny model's folder with transformers, without weights."""
     is_new = name.startswith("qwen3")
     trained = json.loads(train_tokenizer(TEXTS, vocab_size=400).backend.to_str())["model"]
     kind = transformers.Qwen3_5Tokenizer if name == "qwen3_5" else transformers.Qwen2Tokenizer
@@ -47,7 +47,7 @@ def write_model(name: str):
         tokens += [AddedToken(token, special="|" in token, normalized=False) for token in OWN_TOKENS]
     tokenizer.add_tokens(tokens)
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-    side = 32 if is_new else 28  # pixels of a token
+    side = 32 if is_new else 28  # side of a token in pixels
     size = {"shortest_edge": 4 * side**2, "longest_edge": 16 * side**2}
     mean = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if is_new else {}
     patch = {"patch_size": side // 2, **mean}
@@ -81,7 +81,7 @@ def load_theirs(name: str):
 
 
 class Recorder:
-    """Renders and encodes messages with transformers' processor of a case."""
+    """Renders and encodes messages with transformers' processor for a case."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -93,7 +93,7 @@ class Recorder:
         return self.processor.apply_chat_template(messages, chat_template=self.template, tokenize=False, **options)
 
     def encode(self, text: str, messages: list[dict]) -> dict:
-        """Return the token ids of a rendered text, and the tensors of the pictures and videos in it."""
+        """Return a rendered text's token ids, and the tensors for its pictures and videos."""
         parts = [part for message in messages for part in message["content"] if part["type"] != "text"]
         kinds = re.findall(f"{re.escape(IMAGE)}|{re.escape(VIDEO)}", text)
         parts = parts[: len(kinds)]
@@ -114,7 +114,7 @@ class Recorder:
         return fetch_image({**part, "image": image}, image_patch_size=16 if self.is_new else 14)
 
     def load_video(self, part: dict) -> tuple:
-        """Return the sampled frames of a video and their metadata."""
+        """Return a video's sampled frames and their metadata."""
         source = part["video"]
         names = source if isinstance(source, list) else None
         if self.is_new and names is None:
@@ -134,7 +134,7 @@ class Recorder:
         return frames, {"fps": rate, "total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
 
     def sample_frames(self, path, sampling: dict) -> tuple:
-        """Return the frames of a file that transformers' video processor samples, and their metadata."""
+        """Return the frames that transformers' video processor samples from a file, and their metadata."""
         choose = functools.partial(self.processor.video_processor.sample_frames, **sampling)
         return load_video(str(path), backend="pyav", sample_indices_fn=choose)
 
@@ -142,11 +142,11 @@ class Recorder:
         return self.encode(text, messages)["input_ids"][0].tolist()
 
     def record_prompt(self, messages: list[dict]) -> dict:
-        """Return what a prompt must become: ids, grids, colours and seconds."""
+        """Return the expected prompt: ids, grids, colours and seconds."""
         text = self.render(messages, add_generation_prompt=True)
         if self.case.typed:
             ids = self.typed_ids(text, messages)
-            for written in self.typed_texts(messages):  # what remains has only the pictures of the row
+            for written in self.typed_texts(messages):  # then only the row's pictures have placeholders
                 text = text.replace(written, "")
             inputs = self.encode(text, messages)
         else:
@@ -169,12 +169,12 @@ class Recorder:
         return recorded
 
     def typed_texts(self, messages: list[dict]) -> list[str]:
-        """Return the texts of messages that spell control tokens, the longest first."""
+        """Return the messages' texts that spell control tokens, the longest first."""
         texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
         return sorted((text for text in texts if any(name in text for name in STRUCTURE)), key=len, reverse=True)
 
     def typed_ids(self, text: str, messages: list[dict]) -> list[int]:
-        """Encode a rendered text, in which texts of messages that spell control tokens stay ordinary text."""
+        """Encode a rendered text, in which message texts that spell control tokens stay ordinary text."""
         tokenizer = self.processor.tokenizer
         texts = self.typed_texts(messages)
         ids = []
@@ -186,7 +186,7 @@ class Recorder:
         return ids
 
     def record_answer(self, prompt: list[dict], answer: list[dict]) -> list[dict]:
-        """Return what an answer must become: a sequence, or one sequence per assistant turn.
+        """Return the expected answer: a sequence, or one sequence per assistant turn.
 
         A sequence is the ids after its prompt, the ids of which are trained, and, from the second sequence on, the ids
         of its prompt.
@@ -214,7 +214,7 @@ class Recorder:
         for start, end in spans:
             assert end.startswith(start), (start, end)
             first, last = (encode(text, messages) for text in (start, end))
-            # the tokens of a beginning are those of the whole text
+            # a prefix has the same tokens as in the whole text
             assert whole[: len(last)] == last and last[: len(first)] == first
             trained[len(first) : len(last)] = [1] * (len(last) - len(first))
         begin = len(encode(spans[0][0], messages))
@@ -231,7 +231,7 @@ class Recorder:
 
 
 def record(case: Case) -> list[dict]:
-    """Return what transformers makes of each row of a case."""
+    """Return transformers' results for each row in a case."""
     recorder = Recorder(case)
     recorded = []
     for row in case.rows:
