@@ -1,4 +1,4 @@
-"""Tests of the registry of tasks, and of the interface of each task."""
+"""Test the task registry, and each task's interface."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_each_task_has_rows_and_a_tokenizer(name):
 
 
 def test_chance_is_that_of_a_task():
-    """The baseline is the accuracy of a random label, or the mean IoU of the best constant box on held-out rows."""
+    """The baseline is a random label's accuracy, or the best constant box's mean IoU on held-out rows."""
     assert get_task("shapes").chance(None) == 1 / 12
     few, more = (Localisation(size, "test") for size in (1, 30))
     boxes = get_task(f"{BOXES}:TASK")

@@ -1,4 +1,4 @@
-"""Tests of the task shapes: images agree with labels, and training and held-out rows do not overlap."""
+"""Test the task `shapes`: images agree with labels, and training and held-out rows do not overlap."""
 
 import hashlib
 from collections import Counter
