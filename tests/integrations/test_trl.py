@@ -1,4 +1,4 @@
-"""TRL's trainer with our loss ends with the weights of TRL's own trainer, and with a wrong loss it does not."""
+"""Test that TRL's trainer reaches the same weights with our loss as with its own, and others with a wrong loss."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from minivlmrl.integrations.trl import GRPOTrainer
 from minivlmrl.losses import grpo
 from minivlmrl.losses.grpo import grpo_loss
 
-# micro-batches of 4 completions, 2 of which are an optimizer step; their gradients are exact sums of halves
+# micro-batches with 4 completions, 2 per optimizer step; their gradients are exact sums of halves
 DEFAULTS = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
@@ -86,7 +86,7 @@ def build(trainer_class, folder, output, arguments=None, **options):
 
 
 def train(trainer):
-    """Train, and return the weights and the logged metrics of all steps."""
+    """Train, and return the weights and all steps' logged metrics."""
     logged = []
     log = trainer.log
     trainer.log = lambda logs, *rest: (log(logs, *rest), logged.append(dict(logs)))
@@ -153,7 +153,7 @@ def test_the_function_of_the_page_trains(folder, tmp_path):
     exec(code, space)
     theirs, _ = train(build(trl.GRPOTrainer, folder, tmp_path))
     ours, _ = train(build(GRPOTrainer, folder, tmp_path, {"loss": space["my_loss"]}))
-    # with ratio 1, REINFORCE has the gradient of dapo
+    # with ratio 1, REINFORCE has dapo's gradient
     assert largest_difference(ours, theirs) < 1e-5
 
 
@@ -198,7 +198,7 @@ def test_options_that_cannot_be_followed_are_refused(folder, tmp_path, loss, opt
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_the_ratio_of_vllm_weights_the_loss_as_in_trl(folder, tmp_path, loss_type):
-    """No vLLM runs here: both trainers get the inputs of a step and the same ratios."""
+    """vLLM does not run here: both trainers get a step's inputs and the same ratios."""
     theirs = build(trl.GRPOTrainer, folder, tmp_path, loss_type=loss_type, max_steps=1)
     inputs = []
     their_loss = theirs._compute_loss
@@ -247,7 +247,7 @@ def test_metrics_of_the_entropy_bonus_are_those_of_trl(folder, tmp_path):
 
 
 def compare_on_ranks(folder, output):
-    """Train on the ranks of torchrun, and print the largest difference and the largest change of a weight."""
+    """Train on torchrun's ranks, and print the largest weight difference and the largest weight change."""
     options = {"per_device_train_batch_size": 4, "epsilon_high": 0.28} | OFF_POLICY
     theirs, _ = train(build(trl.GRPOTrainer, folder, output, **options))
     ours, _ = train(build(GRPOTrainer, folder, output, **options))

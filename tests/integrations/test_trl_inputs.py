@@ -26,7 +26,7 @@ def distinct(completions, **_):
 
 
 def build(folder, output, name, policy=None, callbacks=(), **options):
-    """Build TRL's trainer `name` with rows of one image each."""
+    """Build TRL's trainer `name` with rows that have one image each."""
     answers = [assistant("red ball"), assistant("no")]
     columns = {"SFT": {"completion": answers[:1]}, "DPO": {"chosen": answers[:1], "rejected": answers[1:]}}
     rows = [

@@ -16,7 +16,7 @@ TASK_PAGE, LIBRARY_PAGE = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for
 
 
 def script_of(page: str, text: str) -> str:
-    """Return the first block of Python code of a page that contains a text."""
+    """Return a page's first block of Python code that contains a text."""
     return next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text in code)
 
 
@@ -35,7 +35,7 @@ def task_folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", [THEIR_TRAINER, OUR_TRAINER], ids=["TRL's trainer", "our trainer"])
 def test_the_script_trains_and_its_model_is_evaluated(task_folder, tmp_path, trainer, monkeypatch):
-    """With two steps instead of 160; the command for the evaluation is also that of the page."""
+    """Training takes two steps instead of 160; the evaluation command also comes from the page."""
     folder = shutil.copytree(task_folder, tmp_path / "task")
     script = SCRIPT.replace("max_steps=160", "max_steps=2").replace("warmup_steps=5", "warmup_steps=0")
     (folder / "script.py").write_text(script.replace(THEIR_TRAINER, trainer))
