@@ -61,7 +61,7 @@ def sample_text(
 ):
     """Return the text that the sampler generates, and whether it was truncated.
 
-    `pixels` are the minimum and maximum number of pixels of an image.
+    `pixels` are the minimum and maximum pixels in an image.
     """
     model = load_model(folder / "checkpoint")
     processor = load_processor(folder / "checkpoint", *pixels)
@@ -97,7 +97,7 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 
 
 def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
-    """The prompt template and the system prompt are those of training.
+    """The prompt template and the system prompt are the same as in training.
 
     A thought that the prompt opens is printed in front of the completion.
     """
@@ -153,7 +153,7 @@ def test_every_sampling_option_exists_and_has_help(folder):
 def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
     """The temperature in this file would make sampling nearly greedy.
 
-    Only options of the command line set the sampling.
+    Only command-line options set the sampling.
     """
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))

@@ -23,7 +23,7 @@ def evaluate(checkpoint, rows, tmp_path, monkeypatch):
     The function returns the result lines and the summary.
     """
     monkeypatch.chdir(tmp_path)
-    # without the config.yaml of a run in the parent folder
+    # without a run's config.yaml in the parent folder
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
 
     def evaluate(*arguments, tool=command.main, model=bare, data=rows):
@@ -97,7 +97,7 @@ def test_generate_writes_answers_without_rewards(evaluate):
 def test_pass_at_k_by_hand():
     """If two of four answers are right, pass@2 is 1 - C(2, 2) / C(4, 2) = 5/6.
 
-    If none is right, pass@2 is 0, and a row without a solution does not count.
+    If no answer is right, pass@2 is 0, and a row without a solution does not count.
     """
     rows = [("cat", ["Cat.", "dog", "cat", "bird"]), ("cat", ["dog"] * 4), (None, ["dog"])]
     lines = [{"solution": truth, "answers": [{"answer": text} for text in texts]} for truth, texts in rows]

@@ -1,4 +1,4 @@
-"""Test `python -m minivlmrl`: the list of commands, and mistakes in one line."""
+"""Test `python -m minivlmrl`: the command list, and mistakes in one line."""
 
 import importlib
 import importlib.util
@@ -92,14 +92,14 @@ def test_a_closed_stdout_is_no_error():
 
 
 def not_loaded_by_python():
-    """Return the modules of the standard library that `python -m` does not load before it runs a module."""
+    """Return the standard library's modules that `python -m` does not load before it runs a module."""
     code = "import runpy, sys; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     return [name for name in sys.stdlib_module_names - {*loaded} if importlib.util.find_spec(name)]
 
 
 def test_only_a_recipe_or_code_that_the_user_names_may_import_from_the_working_folder():
-    """The tests of a found folder run some of these command lines."""
+    """The tests for a found folder run some of these command lines."""
     own = ["check config.yaml", "reproduce . --recipe=config.yaml", "memory config.yaml --model ."]
     own += [f"evaluate --model . --data x.json {option}" for option in ("--rewards={mine:f:1}", "--system_prompt=a:b")]
     found = ["reproduce .", "report .", "memory --model .", "evaluate --model . --data x.json", "chat --prompt=a:b"]

@@ -20,14 +20,14 @@ import tiny
 
 
 def head_of(path):
-    """Return the comment lines of a recipe as one string."""
+    """Return a recipe's comment lines as one string."""
     lines = path.read_text().splitlines()
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
 
 @functools.cache
 def estimator_for(model, num_layers=None):
-    """Return the estimator of a model on the Hub, or of the model with only its first layers."""
+    """Return the estimator for a model on the Hub, or for the model with only its first layers."""
     values = copy.deepcopy(real_config(model))
     if num_layers is not None:
         values["text_config"]["num_hidden_layers"] = num_layers
@@ -56,7 +56,7 @@ def cached_activations():
 
 
 def needed(config, stage, model, num_layers=None, gpus=1):
-    """Return the peak memory in GB of a step on each GPU, as the command prints it."""
+    """Return a step's peak memory in GB on each GPU, as the command prints it."""
     return peak_bytes(estimate_phases(config, stage, estimator_for(model, num_layers), gpus)) / GB
 
 
@@ -73,7 +73,7 @@ def cell(size):
 
 
 def rows_of_memory(name):
-    """Return the cells of all table rows of docs/memory.md whose first cell is `name`."""
+    """Return the cells of all table rows in docs/memory.md whose first cell is `name`."""
     lines = Path("docs/memory.md").read_text().splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith(f"| {name} |")]
     return [[text.strip() for text in row] for row in rows]
@@ -85,7 +85,7 @@ ONE_CARD = {"own_demonstrations_one_card": "sft", "own_pairs_one_card": "dpo", "
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_CARD)
 def test_the_table_of_one_card_equals_the_command(name):
-    """Each size is printed for the options of its column, and fits the card of its column."""
+    """Each size is printed for its column's options, and fits its column's card."""
     lines = Path("docs/one_card.md").read_text().splitlines()
     [head] = [line for line in lines if line.startswith("| recipe |")]
     [row] = [line for line in lines if line.startswith(f"| [{name}]")]
@@ -148,7 +148,7 @@ def test_faster_ways_to_shard_are_named_if_they_fit(tmp_path, capsys, adapted):
 
 @pytest.mark.slow
 def test_recipes_fit_the_gpus_that_their_comments_name():
-    """Recipes state the memory on an 80 GB GPU, and the options for a GPU of 24 GB."""
+    """Recipes state the memory on an 80 GB GPU, and the options for a 24 GB GPU."""
     recipes, on_eight = [], []
     for path in sorted(Path("recipes").glob("*.yaml")):
         head = head_of(path)
@@ -225,7 +225,7 @@ def test_recipes_for_mixture_of_experts_models_fit(model):
     ("row", "model"), [("all weights, float32", "3B"), ("LoRA on bfloat16", "3B"), ("LoRA on NF4", "7B")]
 )
 def test_memory_sizes_in_the_readme(row, model):
-    """Sizes in README and docs/memory.md agree with the estimate for the options of the row."""
+    """Sizes in README and docs/memory.md agree with the estimate for the row's options."""
     [[*cells, options]] = rows_of_memory(row)
     config = load_config("own_data.yaml", shlex.split(options.replace("`", "")))
     size = needed(config, "grpo", f"Qwen2.5-VL-{model}")

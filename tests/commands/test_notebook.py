@@ -1,6 +1,6 @@
 """Test training from Python with custom rows and rewards.
 
-test_docs.py runs the lines of the README.
+test_docs.py runs README's lines.
 """
 
 from functools import partial

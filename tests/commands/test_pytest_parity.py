@@ -45,7 +45,7 @@ three = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with functions of a user, and settings that would hide or break tests of another package."""
+    """Return a folder with a user's functions, and settings that would hide or break another package's tests."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "losses.py").write_text(FUNCTIONS)
     settings = "[pytest]\npython_files = check_*.py\npython_functions = check\nfilterwarnings = error\ntestpaths = no\n"
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def check(folder, monkeypatch, capsys):
-    """Run pytest in this process and in the folder of the user; return (exit status, stdout, stderr)."""
+    """Run pytest in this process and in the user's folder; return (exit status, stdout, stderr)."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
@@ -166,14 +166,14 @@ def test_a_file_may_import_modules_of_its_folder(check, folder):
 
 
 def run(folder, *arguments):
-    """Run Python in a folder, with the code of this clone."""
+    """Run Python in a folder, with this clone's code."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "audit")]), "COLUMNS": "80"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
 def test_the_page_shows_the_output(tmp_path):
-    """The command of the page, with the loss of the page, prints the text of the page."""
+    """The page's command, with the page's loss, prints the page's text."""
     pytest.importorskip("minivlmrl_audit")
     code, command, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", PAGE)[1:]
     (tmp_path / "my_file.py").write_text(code)

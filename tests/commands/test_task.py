@@ -45,7 +45,7 @@ def test_every_file_has_the_rows_of_the_default_run(tmp_path, rows, file):
 
 
 def test_datasets_reads_the_rows(tmp_path, rows, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # paths of images are relative
+    monkeypatch.chdir(tmp_path)  # image paths are relative
     by_verl, by_easyr1, written = (
         datasets.load_dataset("json", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
         for file in reversed(FILES)
