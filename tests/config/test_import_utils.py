@@ -86,7 +86,7 @@ def set_on(owner, name, value):
 
 
 INFERENCE = torch.inference_mode()  # the mode ends when this object is freed
-CHANGES = {  # setting -> (a change of it, the values in the message)
+CHANGES = {  # setting -> (a change, the values in the message)
     "the number of threads": (lambda: torch.set_num_threads(3), "from [12] to 3"),
     "the default dtype": (lambda: torch.set_default_dtype(torch.float64), "from torch.float32 to torch.float64"),
     "the default device": (lambda: torch.set_default_device("meta"), "from cpu to meta"),
@@ -112,7 +112,7 @@ CHANGES = {  # setting -> (a change of it, the values in the message)
 
 
 def as_without_pytest():
-    """Undo settings of pytest and of earlier tests in a forked process."""
+    """Undo settings from pytest and earlier tests in a forked process."""
     for number, stream in ((1, "stdout"), (2, "stderr")):
         setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -132,7 +132,7 @@ def test_code_that_changes_the_process_is_reported_in_one_sentence(setting):
         sentence = f"^f changed .*{setting} {values}, which affects the rest of the run; restore this before the code"
         with pytest.raises(ValueError, match=sentence):
             call_user_code("f", change)
-        # the end of the run needs these to save a checkpoint and to report the error
+        # when it ends, the run needs its folder, stdout and stderr to save a checkpoint and to report the error
         assert os.getcwd() == folder
         print("still open", flush=True)
         print("still open", file=sys.stderr, flush=True)
@@ -147,7 +147,7 @@ def test_code_that_changes_the_process_is_reported_in_one_sentence(setting):
     set_on(torch.backends, "fp32_precision", "tf32"),
 ])  # fmt: skip
 def test_matmul_precision_is_read_from_both_interfaces_of_torch(change):
-    """After a use of the new interface, torch's getters of the old one raise errors."""
+    """After the new interface is used, torch's getters in the old interface raise errors."""
 
     def work():
         with pytest.raises(ValueError, match="changed the precision of products"):

@@ -1,4 +1,4 @@
-"""Recipes and overrides: what is written is what runs, and what cannot run is named."""
+"""Test recipes and overrides: written values are used, and errors name the values that cannot be used."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def recipe(write):
 
 
 def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
-    """The last of two counts."""
+    """If an override occurs twice, the last value counts."""
     assert load_config(recipe) == RunConfig(seed=3, grpo=GRPOOptions(num_generations=4))
     config = load_config(recipe, ["--seed=5", "--grpo.beta=0.5", "--grpo.beta=0.25"])
     assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
@@ -51,7 +51,7 @@ def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
     ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
     ("--grpo.mask_truncated_completions=true", "grpo.mask_truncated_completions", True),
     ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
-    ("--stages=dpo", "stages", ["dpo"]),  # one name for a list of one
+    ("--stages=dpo", "stages", ["dpo"]),  # one name for a list with one element
     ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
     ("--grpo={rollout_correction_bounds: [0, 1]}", "grpo.rollout_correction_bounds", (0.0, 1.0)),
     ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
@@ -132,7 +132,7 @@ def test_numbers_of_losses_and_sampling_are_finite(recipe, name, value):
 
 
 def example(hint, number):
-    """Build a value of a type that contains a number wherever the type contains a float; None if it has no float."""
+    """Build a value of a type, with a number wherever the type contains a float; None if the type has no float."""
     inside = [part for part in typing.get_args(hint) if part is not type(None)]
     kind = typing.get_origin(hint)
     if hint is float:
@@ -147,7 +147,7 @@ def example(hint, number):
     return next((value for value in values if value is not None), None)
 
 
-FLOATS = [  # (path, type) of every float option, also of the stages in recipes/ and of an environment
+FLOATS = [  # (path, type) of every float option, also for the stages in recipes/ and for an environment
     (option.path, option.hint)
     for cls in (RunConfig, KTOConfig, DistillConfig, Settings, FileOptions, VideoOptions)
     for option in options_of(cls)
@@ -182,7 +182,7 @@ def test_a_recipe_that_is_no_yaml_is_named(write, content):
 
 @pytest.mark.parametrize("content", ["sft: {max_steps: 1}\nsft: {}", "sft:\n  max_steps: 1\n  max_steps: 2"])
 def test_a_key_that_is_there_twice_is_refused(write, content):
-    """YAML takes the last one."""
+    """YAML would take the last value."""
     with pytest.raises(
         ValueError, match=r"recipe\.yaml: the text is not valid YAML \(the key '(sft|max_steps)' occurs twice\n"
     ):
@@ -200,7 +200,7 @@ def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
     ("", "there", "here"), ("here", "here", "here"), ("there", "there", "there"), ("here there", "there", "here"),
 ])  # fmt: skip
 def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have, from_recipe, from_command):
-    """Rewards, task, environment and the model's config alike; of the command line it is looked for here first."""
+    """All file paths are searched alike; a path on the command line is first searched in the working folder."""
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
         for file in ("own.py", "own.json") if name in have.split() else ():
@@ -263,7 +263,7 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
 
 
 def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
-    """The name is that of the file, unless an override replaces the wrong value or is wrong itself."""
+    """The message names the file, unless an override replaces the wrong value or is wrong itself."""
     recipe = write({"sampling": {"top_k": "many"}}, "minivlmrl.yaml")
     with pytest.raises(ValueError, match=r"^.*minivlmrl\.yaml: sampling\.top_k is 'many', but it must be of type int"):
         load_config(recipe, ["--seed=1"], asked_for=[])
@@ -273,7 +273,7 @@ def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
 
 
 def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
-    """By an override, or with the recipe; names of tables, and numbers for their options, always may."""
+    """An override or the recipe can name code; table names, and numbers for their options, are always allowed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(
         "from minivlmrl.trainers.sft import SFTTrainer\n\n\nclass Mine(SFTTrainer):\n    stage = 'mine'\n"
@@ -326,7 +326,7 @@ def again(write):
 
 
 def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
-    """Checked, overridden and written as those of the table are; an override may leave it out."""
+    """The section is checked, overridden and written as for stages in the table; an override may omit it."""
     config = load_config(again, ["--again.fast", "--again.max_steps=7"])
     assert config.stage_names == ["sft", "again"] and config.stages[1] == f"{tmp_path / 'again.py'}:Again"
     assert (config.again.share, config.again.fast, config.again.max_steps) == (0.25, True, 7)
@@ -358,7 +358,7 @@ def test_a_missing_recipe_is_named(tmp_path):
 
 
 def test_a_folder_that_exists_is_written_as_an_absolute_path(recipe, tmp_path, monkeypatch):
-    """The written config then repeats the run from any folder; what does not exist stays as it was said."""
+    """The written config then repeats the run from any folder; a path that does not exist stays unchanged."""
     monkeypatch.chdir(tmp_path)
     for name in ("weights", "judge"):
         (tmp_path / name).mkdir()
@@ -377,7 +377,7 @@ def test_written_and_read_again_it_is_equal(write):
 
 
 def test_a_recipe_of_ours_is_found_by_its_name(tmp_path, monkeypatch):
-    """Outside of a clone too; a file of that name here comes first."""
+    """This works outside a clone, too; a file with that name here comes first."""
     monkeypatch.chdir(tmp_path)
     assert load_config("own_data.yaml").output_dir == "runs/own_data"
     (tmp_path / "own_data.yaml").write_text("output_dir: mine")

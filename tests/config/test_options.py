@@ -1,6 +1,6 @@
 """Test that every option has an effect.
 
-Each option changes the results of a short run, or ELSEWHERE names the test of its effect.
+Each option changes the results of a short run, or ELSEWHERE names the test for its effect.
 """
 
 import functools
@@ -45,10 +45,10 @@ GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
 BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
 # a second iteration at a high learning rate gives ratios far from 1, where clipping and KL matter
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
-# "drift": the log-probabilities of the sampler differ a little from the trainer's
+# "drift": the sampler's log-probabilities differ a little from the trainer's
 DRIFT = ["drift", *GRPO, "--rollout.max_logp_mismatch=.inf"]
 FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
-# the policy of later rollouts has moved away from its reference
+# in later rollouts, the policy has moved away from its reference
 PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 TWO_STEPS, THREE_STEPS = ([f"--{stage}.max_steps={steps}" for stage in STAGES] for steps in (2, 3))
 # options that all stages inherit; each is tested with one stage, in turn
@@ -148,7 +148,7 @@ OPTIONS = [
 
 
 def choices(name):
-    """Return the values in the Literal type of a field."""
+    """Return the values in a field's Literal type."""
     section, name = name.split(".")
     cls = KTOConfig if section == "kto" else typing.get_type_hints(RunConfig)[section]
     hint = typing.get_type_hints(cls)[name]
@@ -178,7 +178,7 @@ ENUMERATIONS = [
 EVALUATED = ["evaluated", *SFT]
 OWN = ["own", *SFT]
 SEVERAL = [*OWN, "--data.train_file=null", "--data.train=[{file: {home}/rows.jsonl}]"]
-# option, changed value, base options, and the prefix of the outputs that change ("error": message)
+# option, changed value, base options, and the prefix of changed outputs ("error": message)
 OUTPUTS = [
     *[(f"{stage}.micro_batch_size", 1, BASES[stage], METRICS) for stage in ("sft", "reward_model", "ppo")],
     *[(f"{stage}.max_tokens_per_micro_batch", 100, BASES[stage], METRICS) for stage in ("grpo", "ppo")],
@@ -209,7 +209,7 @@ OUTPUTS = [
     ("report_to", "[tensorboard]", SFT, "tensorboard"),
     ("rollout.max_logp_mismatch", 0.1, DRIFT, "error"),
 ]  # fmt: skip
-# options that need several processes, other hardware or more time, and the tests of their effect
+# options that need several processes, other hardware or more time, and the tests for their effect
 ELSEWHERE = {
     "output_dir": "run/test_loop.py: test_eval_rows_and_eval_file_choose_what_is_evaluated",
     "num_threads": "run/test_loop.py: test_num_threads",
@@ -255,7 +255,7 @@ ELSEWHERE |= {f"{stage}.router_aux_loss_coef": BALANCE for stage in (*STAGES, *F
 def run_outputs(home, own):
     """Return a cached function that runs a recipe with overrides.
 
-    The function returns the files of the run as {path: bytes}, and its "error".
+    The function returns the run's files as {path: bytes}, and its "error".
     """
     (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
     (home / "elsewhere").mkdir()
@@ -296,7 +296,7 @@ def run_outputs(home, own):
 
 @pytest.fixture(scope="module")
 def run_metrics(run_outputs):
-    """Return a function from the overrides of a run to its metrics."""
+    """Return a function from a run's overrides to its metrics."""
 
     def run_metrics(*overrides):
         outputs = run_outputs(*overrides)
@@ -307,7 +307,7 @@ def run_metrics(run_outputs):
 
 
 def note_save(folder, *_):
-    """Append a line to a file instead of saving the weights of a model."""
+    """Append a line to a file instead of saving a model's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "saves").open("a") as file:
         file.write("once more\n")
@@ -330,12 +330,12 @@ def boxed(processor, ids):
 
 
 def lengths(answer_texts, **columns):
-    """Return the lengths of the answers as rewards."""
+    """Return the answer lengths as rewards."""
     return [float(len(text)) for text in answer_texts]
 
 
 def upper(row):
-    """Change a row as the function of data.format."""
+    """Change a row, as the function in data.format."""
     return row | {"problem": row["problem"].upper()}
 
 
@@ -385,7 +385,7 @@ def test_options_that_change_the_output_files(run_outputs, lively, home, name, v
 
 
 def test_every_option_is_tested():
-    """Every option has a row above, and config/validation.py lists the conditions of its effect."""
+    """Every option has a row above, and config/validation.py lists the conditions for its effect."""
     names = {"rewards.letters": "rewards", "reference": "reference.sync_ref_model"}
     tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
     tested |= {f"{stage}.{name}" for stage in (*STAGES, *FILES) for name in STAGE_OPTIONS}
@@ -401,7 +401,7 @@ def test_every_option_is_tested():
 
 
 def test_all_images_can_have_one_size(home, own):
-    """The area of this size stays within the bounds of the model folder."""
+    """This size's area stays within the model folder's bounds."""
     size = "{resized_height: 50, resized_width: 86}"
     config = load_config(home / "recipe.yaml", [*own, f"--data.image={size}", "--data.min_pixels=784"])
     (_, processor), rows = build_model(config, ONE), load_datasets(config, {"sft": "demonstrations"})["sft"]

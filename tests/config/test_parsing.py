@@ -21,7 +21,7 @@ class Base:
 
 @dataclass
 class Section(Base):
-    share: Annotated[float, "(0, 1]"] = 1.0  # of the tokens
+    share: Annotated[float, "(0, 1]"] = 1.0  # fraction of the tokens
     # which
     # estimator
     kind: Literal["k1", "k3"] = "k1"
@@ -138,7 +138,7 @@ def test_numbers_too_large_for_a_float_are_reported_and_shortened():
     ("zzz=1", "did you mean "),
 ])  # fmt: skip
 def test_an_unknown_option_gets_a_suggestion(override, meant):
-    """Typing errors, and the option names of TRL and ms-swift, get a suggestion."""
+    """Typing errors, and option names from TRL and ms-swift, get a suggestion."""
     with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
         load_config("shapes.yaml", [f"--{override}"])
     ours = {re.match(r"[\w.]+", name)[0].replace("STAGE", "grpo") for name in parsing.TRL_ALIASES.values()}
@@ -148,7 +148,7 @@ def test_an_unknown_option_gets_a_suggestion(override, meant):
 def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
     """Reading must stay fast.
 
-    20,000 keys once took half a minute, and each valid value built the text of an error.
+    20,000 keys once took half a minute, and each valid value built an error text.
     """
     assert len(parse_yaml("\n".join(f"k{i}: 1" for i in range(20_000)))) == 20_000
     texts = []
@@ -157,7 +157,7 @@ def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
 
 
 def test_an_alias_is_refused():
-    """Nine lines of nine aliases each have 9**9 values, which hung every command that reads a found folder."""
+    """Nine lines with nine aliases each have 9**9 values, which hung every command that reads a found folder."""
     lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
     for text in ("\n".join(lines), "a: &a {b: 1}\nc:\n  <<: *a", "&a [*a]"):
         with pytest.raises(
@@ -170,7 +170,7 @@ def test_an_alias_is_refused():
 def test_long_quoted_values_are_shortened():
     """Long quoted values, such as a base64 image, are shortened.
 
-    Paths and text between two apostrophes of words are not.
+    Paths, and text between two apostrophes inside words, are not shortened.
     """
     picture = "A" * 200_000
     assert shortened(f"column is {picture!r}; drop it") == f"column is '{'A' * 79}...'; drop it"

@@ -45,7 +45,7 @@ def catch_everything():
 
 
 def replace_the_alarm():
-    """Do as math_verify.parse does, which has a time limit of its own."""
+    """Cancel the alarm, as math_verify.parse does, which has its own time limit."""
     signal.alarm(0)
     time.sleep(60)
 
@@ -79,7 +79,7 @@ def test_code_that_cannot_be_stopped_ends_the_process(code, monkeypatch, capfd):
 
 
 def test_the_process_does_not_continue_while_it_ends(monkeypatch):
-    """A checkpoint that is saved at the end of the process must not contain a later optimizer step."""
+    """A checkpoint that is saved when the process ends must not contain a later optimizer step."""
 
     def save_for_a_while(message):
         time.sleep(0.3)

@@ -99,7 +99,7 @@ CASES = [
 
 
 def recipe(options, **more):
-    """Return the overrides of a plain recipe of the built-in task with these options."""
+    """Return the overrides for a plain recipe on the built-in task with these options."""
     sections = [name.partition(".")[0] for name in options]
     stage = next((name for name in sections if name in ("dpo", "ppo")), "grpo")
     base = {"data.task": "shapes", "model.config": "model.json", "stages": [stage]}
@@ -148,14 +148,14 @@ def test_an_option_without_effect_is_refused(empty, name, value, without, with_i
 
 
 def lines_that_yield(function):
-    """Return the line numbers of the `yield` statements of a function, without `yield from`."""
+    """Return the line numbers of a function's `yield` statements, without `yield from`."""
     lines, start = inspect.getsourcelines(function)
     nodes = ast.walk(ast.parse("".join(lines)))
     return {(function.__name__, start + node.lineno - 1) for node in nodes if isinstance(node, ast.Yield)}
 
 
 def test_cases_cover_every_check(empty):
-    """Every `yield` of a check is reached by a row of CASES."""
+    """Every `yield` in a check is reached by a row in CASES."""
     checks = [function for name, function in vars(validation).items() if name.startswith("check_")]
     lines = set().union(*map(lines_that_yield, checks))
     assert len(lines) > 30
@@ -189,7 +189,7 @@ def test_the_message_names_recipe_option_value_and_reason(empty):
 
 
 def test_defaults_and_options_of_unused_stages_are_accepted(empty):
-    """Options of unused stages are only reported as a note, see tests/run/test_preflight.py."""
+    """Options for unused stages are only reported as a note, see tests/run/test_preflight.py."""
     check(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"]))
     check(load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"]))
     check(RunConfig())
@@ -213,7 +213,7 @@ def test_options_are_checked_before_anything_is_loaded(command, empty, monkeypat
 
 @dataclass
 class Halved(SFTOptions):
-    """Options of a custom stage, with a check of their own."""
+    """Options for a custom stage, with their own check."""
 
     half: float = 0.0
     quarter: float = 0.0
