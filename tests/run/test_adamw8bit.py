@@ -1,4 +1,4 @@
-"""Test AdamW with 8-bit moments against the codes of bitsandbytes and the updates of torch."""
+"""Compare AdamW with 8-bit moments with bitsandbytes' codes and torch's updates."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_updates_match_torch():
     found, optimizer = trained(AdamW8bit, weights)
     theirs, _ = trained(torch.optim.AdamW, weights)
     for number, (mine, other, start) in enumerate(zip(found, theirs, weights, strict=True)):
-        small = number > 1  # vectors and tensors of few values keep float32 moments
+        small = number > 1  # vectors and tensors with few values keep float32 moments
         assert (optimizer.state[mine]["exp_avg"].dtype == torch.float32) == small
         off = (mine - other).norm() / (other - start).norm()
         assert off < (1e-5 if small else 0.05), off
@@ -54,7 +54,7 @@ def test_updates_match_torch():
 def test_small_gradients_next_to_large_ones_move_no_weight_far():
     """Tiny second moments must not be rounded to 0, because the update divides by their root.
 
-    Here the smallest is 1e-8 of the largest in its block, which 8 bits cannot represent.
+    Here the smallest moment is 1e-8 times the largest in its block, which 8 bits cannot represent.
     """
     weights = [torch.zeros(64, 300)]
     [mine], [theirs] = (trained(kind, weights, smallest=-4)[0] for kind in (AdamW8bit, torch.optim.AdamW))
@@ -62,9 +62,9 @@ def test_small_gradients_next_to_large_ones_move_no_weight_far():
 
 
 def test_rows_are_updated_independently(monkeypatch):
-    """The update of a row must not depend on the other rows.
+    """A row's update must not depend on the other rows.
 
-    Then a rank that holds some rows, or a piece of some rows, computes the same values.
+    Then a rank that holds some rows, or parts of some rows, computes the same values.
     """
     weights = [torch.randn(64, 300)]
     [whole], _ = trained(AdamW8bit, weights)

@@ -1,4 +1,4 @@
-"""Test how the tensors of a training checkpoint are written and read back.
+"""Test how a training checkpoint's tensors are written and read back.
 
 Each row is written once, in pieces, and any number of ranks can read them.
 Runs that resume are tested in test_checkpoints.py.
@@ -54,7 +54,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
 
 
 def replicas(folder, _, world):
-    """Write tensors from two replicas of two shards, and return whether they read back equal."""
+    """Write tensors from two replicas with two shards each, and return whether they are read back unchanged."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharded = distribute_tensor(TENSORS["matrix"], mesh, [Replicate(), Shard(0)])
     (folder / "state").mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ def test_a_digest_covers_small_files_fully_and_large_ones_by_blocks(tmp_path, mo
         path.write_bytes(content)
         found.add(digest(checkpoint_files.sampled_blocks([path])))
     assert len(found) == 4 and len(digest([])) == 128
-    monkeypatch.setattr(checkpoint_files, "BLOCK", 2)  # 1,024 blocks of 2 bytes are read
+    monkeypatch.setattr(checkpoint_files, "BLOCK", 2)  # 1,024 blocks with 2 bytes are read
     before = digest(checkpoint_files.sampled_blocks([path]))
     path.write_bytes(bytes((byte + 1) % 256 for byte in content))
     assert digest(checkpoint_files.sampled_blocks([path])) != before

@@ -77,7 +77,7 @@ def lively():
         leave_out(patch)
         patch.setattr(tool_sampler, "find_calls", eager)
         patch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
-        # a forked child would not have the thread of tqdm
+        # a forked child would not have tqdm's thread
         patch.setattr(tqdm.tqdm, "monitor_interval", 0)
         yield
 
@@ -130,7 +130,7 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
         port = free.getsockname()[1]
 
     def begin(me):
-        # the child must not collect a process group of its parent, because it lacks the threads
+        # the child must not collect its parent's process group, because it lacks the threads
         gc.freeze()
         os.environ.update(RANK=str(me), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         if die and rank in (None, me):
@@ -143,12 +143,12 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
 
 
 def states(output):
-    """Return the names of the checkpoints in the folder of a run."""
+    """Return the names of the checkpoints in a run's folder."""
     return sorted(path.name for path in (output / "states").iterdir())
 
 
 def outcome(output):
-    """Return the results of a run that must not depend on when the run was killed."""
+    """Return a run's results that must not depend on when the run was killed."""
     summary = json.loads((output / "summary.json").read_text())
     summary.pop("seconds")
     saved = [*output.glob("checkpoint/*.safetensors"), *output.glob("best/checkpoint/*.safetensors")]
@@ -215,7 +215,7 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
 def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, stages, attempts):
     """Resume with another number of ranks after a kill in the middle of a rollout.
 
-    Two ranks shard the weights; runs of other sizes replicate them, and the last has one rank.
+    Two ranks shard the weights; runs with other sizes replicate them, and the last run has one rank.
     """
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     options += ["--dpo.precompute_ref_log_probs=true"] * (stages == "dpo")
@@ -274,7 +274,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_after_its_rollout(recipe, unint
 def test_a_signal_within_a_step(recipe, uninterrupted, tmp_path, options, backward, kept):
     """After the micro-batch, the run stops. Its checkpoint holds the weights from before the step.
 
-    The evaluation of these weights is not repeated after the resumption.
+    These weights are not evaluated again after the resumption.
     """
     signalled = {"after": lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
     PLACES["signal"] = (torch.Tensor, "backward", signalled)
@@ -288,7 +288,7 @@ REWARD_CALLS = []
 
 
 def fails_on_the_second_rank(completions, completion_ids, **columns):
-    """Raise on rank 1 in call number FAILS_AT of the reward.
+    """Raise on rank 1 in the reward's call number FAILS_AT.
 
     The first call is the trial before training.
     """
@@ -304,7 +304,7 @@ def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkey
     monkeypatch.setenv("FAILS_AT", "never")
     expected = uninterrupted("--checkpoint_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
-    # the exit code of an exception
+    # an exception's exit code
     assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]
     assert capfd.readouterr().err.count("states/000004: fix the cause, then continue with --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
@@ -331,7 +331,7 @@ SHORT = ["--grpo.max_steps=3", "--grpo.num_iterations=1", "--grpo.steps_per_gene
 
 @pytest.fixture(scope="module")
 def finished(recipe):
-    """Train a short run and return its folder, with the checkpoints of steps 2 and 3.
+    """Train a short run and return its folder, with checkpoints after steps 2 and 3.
 
     Each rollout feeds one step.
     """
@@ -395,7 +395,7 @@ ATTACKED = "attacked"
 
 
 def rewrite(state, name, content):
-    """Replace a file of a checkpoint, and correct its checksum."""
+    """Replace a checkpoint file, and correct its checksum."""
     (state / name).write_bytes(content)
     sums = json.loads((state / "complete.json").read_text()) | {name: resume_file._checksum(state / name)}
     (state / "complete.json").write_text(json.dumps(sums))
@@ -403,7 +403,7 @@ def rewrite(state, name, content):
 
 @pytest.mark.parametrize("name", ["0000_0000.safetensors", "run.json", ".metadata"])
 def test_a_checkpoint_cannot_run_code(recipe, copy, tmp_path, monkeypatch, name):
-    """Pickled code in any file of a checkpoint, also in .metadata of torch, is not executed."""
+    """Pickled code in any checkpoint file, also in torch's .metadata, is not executed."""
     monkeypatch.chdir(tmp_path)
     rewrite(copy / "states" / "000003", name, pickle.dumps(Attack()))
     shutil.rmtree(copy / "states" / "000002")
@@ -524,7 +524,7 @@ def test_incompatible_resumptions_are_refused(recipe, copy, options, message):
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
     """Checkpoints are saved ten minutes apart, and at the end of a stage.
 
-    The clock of this test advances by four minutes at each reading.
+    This test's clock advances by four minutes at each reading.
 
     The run reads it at the start, at each step and after each checkpoint.
     """
@@ -558,7 +558,7 @@ def test_changed_rows_are_refused_unless_the_checkpoint_is_named(recipe, copy):
 
 
 def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
-    """A checkpoint of an adapter lacks the base weights, so a changed base must be noticed."""
+    """An adapter's checkpoint lacks the base weights, so a changed base must be detected."""
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     base = tmp_path / "start" / "checkpoint"
     options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--checkpoint_steps=1"]

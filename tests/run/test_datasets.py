@@ -1,4 +1,4 @@
-"""The rows of a run: from a task or from files, with the columns that its stages need."""
+"""Test a run's rows: from a task or from files, with the columns that its stages need."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_urls_of_a_file_are_refused_before_anything_is_trained(write_rows):
 
 
 def open_rows_on_rank(folder, options, world):
-    """Open rows, remove long ones, and open a file that misses an image. Return what this rank has done and found."""
+    """Open rows, remove long ones, and open a file that misses an image. Return this rank's actions and errors."""
     questions = []
 
     def recorded(function):
@@ -79,7 +79,7 @@ def open_rows_on_rank(folder, options, world):
 
 
 def test_only_rank_0_asks_the_file_system_for_images(write_rows):
-    """Otherwise 64 ranks would ask a shared file system 64 times for each image. All ranks learn what rank 0 found."""
+    """Otherwise 64 ranks would query a shared file system 64 times for each image. Rank 0 sends its result to all."""
     file = write_rows(
         {"problem": "a", "image": "red.png"},
         {"problem": "long " * 99, "image": "red.png"},

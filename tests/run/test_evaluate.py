@@ -30,7 +30,7 @@ def config(rewards=("accuracy", "format"), sampling=None, blind=False):
 @pytest.mark.parametrize(
     ("rewards", "evaluated"),
     [
-        ({"format": 0.5, "accuracy": 1.0}, ["accuracy", "format"]),  # of the default recipe
+        ({"format": 0.5, "accuracy": 1.0}, ["accuracy", "format"]),  # as in the default recipe
         ({"box_format": 1.0, "own.py:f": 0.2, "iou": 1.0}, ["iou", "own.py:f", "box_format"]),
         ({"environment": 1.0}, ["environment"]),
         ({"reward_model": 1.0, "format": 0.1}, ["format"]),
@@ -51,10 +51,10 @@ SAMPLING = SamplingOptions(0.7, 20, None, 5, 0.9, 0.1, 1.3, stop_strings=["</ans
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Take the rewards of a row from its columns `sampled` and `greedy`, instead of generating."""
+    """Take a row's rewards from its columns `sampled` and `greedy`, instead of generating."""
 
     def make_sampler(model, processor, sampling, world, gather_weights):
-        # the stop strings are those of training, but its truncation of probabilities is off, and batches are bounded
+        # stop strings are the same as in training, but probabilities are not truncated, and batches are bounded
         assert sampling == SamplingOptions(sampling.temperature, 20, stop_strings=["</answer>"], max_batch_tokens=16384)
         return SimpleNamespace(world=world, kind={1.0: "sampled", 0.0: "greedy"}[sampling.temperature])
 
@@ -104,7 +104,7 @@ def model(folder):
 
 
 def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypatch):
-    """Each image of a row is replaced, and the samples depend on the row alone.
+    """Each image in a row is replaced, and the samples depend only on the row.
 
     A row without images stays unchanged.
     """

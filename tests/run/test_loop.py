@@ -33,7 +33,7 @@ ROLLOUT |= {"completions/clipped_ratio"}
 
 
 def test_the_files_and_metrics_of_a_run(run, capsys):
-    """Each step writes a line with the metrics of its stage; the summary has all evaluations."""
+    """Each step writes a line with its stage's metrics; the summary has all evaluations."""
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images",
@@ -157,7 +157,7 @@ def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatc
 
 
 class Recorder(Callback):
-    """Records the events of a run in their order."""
+    """Records a run's events in order."""
 
     def __init__(self):
         self.events = []
@@ -225,7 +225,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(run, plain, m
     with pytest.raises(ValueError, match=r"sft step 1: the loss nan.* lower sft\.learning_rate"):
         run(*options, name="bad")
     kept = [(folder / "checkpoint" / "model.safetensors").read_bytes() for folder in (good, bad)]
-    assert kept[0] == kept[1]  # the weights of step 0
+    assert kept[0] == kept[1]  # the weights at step 0
     assert [line["step"] for line in metrics(bad)] == [0]
 
 
@@ -244,6 +244,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, plain, monkeypatch):
 
 
 def test_sharded_ranks_wait_for_the_longest_micro_batch():
-    """Two ranks with 40 and 20 tokens need the time of 40 tokens, and the time of 50 tokens in another order."""
+    """Two ranks with 40 and 20 tokens need the time for 40 tokens, and in another order the time for 50 tokens."""
     assert [lockstep_wait([[30, 10], [10, 10]], rank) for rank in (0, 1)] == [0, 0.5]
     assert lockstep_wait([[10, 30], [20, 10]], 0) == 1 - 40 / 50

@@ -1,4 +1,4 @@
-"""Test the metrics files, and how metrics of micro-batches and ranks are merged."""
+"""Test the metrics files, and how metrics from micro-batches and ranks are merged."""
 
 import math
 import shutil
@@ -36,7 +36,7 @@ STEP = SimpleNamespace(micro_batches=[SimpleNamespace(group=group) for group in 
 
 
 def test_the_memory_is_that_of_the_gpu(monkeypatch):
-    """test_platforms.py tests the memory of the host."""
+    """test_platforms.py tests the host's memory."""
     with PretendCuda():
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
@@ -96,7 +96,7 @@ def test_a_line_about_speed_is_printed_every_ten_steps(tmp_path, capsys):
 
 
 def test_the_speed_on_a_gpu_has_the_share_of_the_peak(tmp_path, monkeypatch):
-    """Each phase takes a second of the simulated clock. A step has 50 tokens in 2 forward and 2 backward passes."""
+    """Each phase takes a second on the simulated clock. A step has 50 tokens in 2 forward and 2 backward passes."""
     monkeypatch.setattr(metrics_file, "peak_flops", lambda device, dtype: 1e6)
     monkeypatch.setattr(metrics_file, "flops_by_input", lambda model, config: 2e4)
     monkeypatch.setattr(metrics_file, "batch_flops", lambda flops, batch: flops * len(batch.input_ids))
@@ -161,7 +161,7 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, kind):
 
 @pytest.mark.parametrize("rest", [b'{"stage": "sft", "step": 0, "loss": 1.0}\n{"stage": "sf', None])
 def test_lines_that_a_log_has_lost_are_named(tmp_path, capsys, rest):
-    """A resumed run appends to the complete lines of a log that was cut or deleted."""
+    """A resumed run appends to the complete lines in a log that was cut or deleted."""
     if rest is not None:
         (tmp_path / METRICS).write_bytes(rest)
     state = tmp_path / "states" / "000002"
@@ -187,7 +187,7 @@ def test_evaluations_have_their_own_lines_and_do_not_count_as_training_time(tmp_
 
 
 def test_metrics_are_averaged_by_tokens_peaks_by_maximum_and_losses_by_sum():
-    """Losses are summed, because each is already divided by the counts of the whole step."""
+    """Losses are summed, because each loss is already divided by the whole step's counts."""
     parts = [
         ({"kl": 1.0, "rollout/logp_mismatch": 3e-6, "loss": 1.0}, 10),
         ({"kl": 4.0, "rollout/logp_mismatch": 1e-6, "loss": 2.0}, 20),
@@ -199,7 +199,7 @@ def test_metrics_are_averaged_by_tokens_peaks_by_maximum_and_losses_by_sum():
     assert merge([merge(parts), merge(parts)])[0] == {"kl": 3.0, "rollout/logp_mismatch": 3e-6, "loss": 6.0}
 
 
-# stand-in for wandb, which writes all calls into the folder of the run
+# stand-in for wandb, which writes all calls into the run's folder
 WANDB = """
 import json, pathlib
 class Run:
@@ -221,7 +221,7 @@ OPTIONS = ("--stages=[sft, grpo]", "--eval_steps=2", LETTERS, *STEPS)
 
 
 def curves(folder):
-    """Return {name: [(step, value), ...]} from the event files of a run, without duplicates."""
+    """Return {name: [(step, value), ...]} from a run's event files, without duplicates."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return {
         name: list(dict.fromkeys((e.step, e.value) for e in events.Scalars(name))) for name in events.Tags()["scalars"]
@@ -231,7 +231,7 @@ def curves(folder):
 def expected(folder):
     """Return the same curves from metrics.jsonl and evaluations.jsonl.
 
-    The steps of grpo follow two steps of sft.
+    The grpo steps follow two sft steps.
     """
     found, before = {}, {"sft": 0, "grpo": 2}
     for lines, offset in ((metrics(folder), 1), (metrics(folder, "evaluations.jsonl"), 0)):
@@ -244,7 +244,7 @@ def expected(folder):
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_tensorboard_agrees_with_the_files_also_after_resuming(run):
-    """The resumed run starts before an evaluation of the first run, and repeats it."""
+    """The resumed run starts before an evaluation in the first run, and repeats this evaluation."""
     options = *OPTIONS, "--report_to=[tensorboard]", "--checkpoint_steps=1", "--eval_steps=1"
     folder = run(*options)
     assert curves(folder) == expected(folder)
@@ -253,7 +253,7 @@ def test_tensorboard_agrees_with_the_files_also_after_resuming(run):
     run(*options, "--resume=auto")
     assert curves(folder) == expected(folder)
     run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
-    assert curves(folder) == expected(folder)  # without values of the earlier run
+    assert curves(folder) == expected(folder)  # without values from the earlier run
 
 
 @pytest.mark.usefixtures("plain", "lively")
@@ -284,7 +284,7 @@ def test_trackers_get_no_nan(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(metrics_file.TRACKERS))
 def test_a_missing_package_is_named_before_anything_is_loaded(run, tmp_path, monkeypatch, name):
-    """An empty folder of this name, such as the one that wandb creates, is not the package."""
+    """An empty folder with this name, such as wandb's output folder, is not the package."""
     (tmp_path / name).mkdir()
     monkeypatch.setattr(
         metrics_file.importlib.util, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])

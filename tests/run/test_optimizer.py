@@ -145,7 +145,7 @@ def test_invalid_custom_optimizers_are_refused(file, name, says):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd", "adagrad"])
 def test_begin_state_has_the_tensors_of_a_step(file, name):
-    """begin_state creates the names, shapes and dtypes of a real step.
+    """begin_state creates the same names, shapes and dtypes as a real step.
 
     The memory estimate counts them on the meta device.
     """

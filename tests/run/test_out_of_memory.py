@@ -37,7 +37,7 @@ ERRORS = {
 
 @contextlib.contextmanager
 def run_out(folder, owner, name, lines, error="GPU", half_done=False):
-    """Let a function raise an error while metrics.jsonl of a run has a number of lines.
+    """Let a function raise an error while a run's metrics.jsonl has a given number of lines.
 
     With half_done, the function does its work before.
     """
@@ -63,7 +63,7 @@ def contents(folder):
     return {name: (folder / name).read_bytes() for name in FILES}
 
 
-whole = {}  # contents of uninterrupted runs, by their options
+whole = {}  # uninterrupted runs' contents, by their options
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def interrupted(run, plain, lively, tmp_path):
     return interrupted
 
 
-# phase -> (owner, function, lines of metrics.jsonl when memory runs out)
+# phase -> (owner, function, lines in metrics.jsonl when memory runs out)
 PLACES = {
     "load": (Trainer, "__init__", 1),
     "sampling": (generate, "inverse_cdf", 2),

@@ -44,7 +44,7 @@ def test_rewards_are_tried_before_weights_are_created(run, tmp_path, monkeypatch
 
 
 def test_built_in_rewards_are_tried_on_a_row():
-    """Rewards of boxes get the image sizes. `reward_model` is tried without loading its model."""
+    """Box rewards get the image sizes. `reward_model` is tried without loading its model."""
     text = Row([{"role": "user", "content": "?"}], [], {"problem": "?", "solution": "a"})
     config = RunConfig(rewards={"iou": 1, "giou": 1, "box_format": 1, "reward_model": 1, "accuracy": 1})
     config.data.eval_rewards = ["iou", "format"]
@@ -199,7 +199,7 @@ def test_updates_that_bfloat16_rounds_away_are_reported():
 def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path):
     """Rows are equal if the question and the pixels are equal.
 
-    The names of the image files do not matter.
+    The image file names do not matter.
     """
     lines = [{"problem": "What?", "image": f"{name}.png", "solution": name} for name in ("red", "green", "blue")]
     training = FileDataset(write_rows(*lines))

@@ -88,13 +88,13 @@ SMALL = [
 
 
 def test_a_run_mixes_no_devices(run, plain, lively):
-    """Training, evaluations and checkpoints never mix tensors of two devices."""
+    """Training, evaluations and checkpoints never mix tensors from two devices."""
     with PretendCuda() as gpu:
         folder = run(*SMALL, "--stages=[grpo]")
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
 
 
-STEPS = {  # options, and the dtype of the model
+STEPS = {  # options, and the model's dtype
     "float32": ([], torch.float32),
     "bfloat16": (["--model.dtype=bfloat16"], torch.bfloat16),
     "LoRA on bfloat16": (["--model.dtype=bfloat16", "--adapter.r=2"], torch.bfloat16),
@@ -105,8 +105,8 @@ STEPS = {  # options, and the dtype of the model
 def test_waits_of_a_grpo_step(tmp_path, lively, name):
     """A grpo step waits for the GPU at most 13 times, in rollout, rewards, losses and update.
 
-    The step has 4 prompts with 3 completions of 6 tokens, in two micro-batches. In 16 bits, the columns of the tower's
-    MLP are padded, adapters are sampled with 16-bit copies, and the trainer multiplies them in TF32.
+    The step has 4 prompts with 3 completions of 6 tokens, in two micro-batches. In 16 bits, the tower's MLP columns are
+    padded, adapters are sampled with 16-bit copies, and the trainer multiplies adapters in TF32.
 
     Lower the limit when waits are removed, but never raise it. A failure shows where the host
     waits, as {(reason, file, line): count}.

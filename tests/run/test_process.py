@@ -19,7 +19,7 @@ from minivlmrl.run.process import run_rank
 def ended(monkeypatch, tmp_path, capfd):
     """Return a function that calls main as a rank under torchrun.
 
-    The function returns the exit code, the printed errors, and torchrun's summary of them.
+    The function returns the exit code, the printed errors, and torchrun's error summary.
     """
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
@@ -36,7 +36,7 @@ def ended(monkeypatch, tmp_path, capfd):
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["nowhere.yaml"], "nowhere.yaml: this recipe does not exist"),
     (["shape.yaml"], "shape.yaml: this recipe does not exist; did you mean shapes.yaml?"),
-    (["shapes_kto.yaml", "--kto.prompts_per_step=1"], "kto.prompts_per_step is 1, but must be"),  # of recipes/kto.py
+    (["shapes_kto.yaml", "--kto.prompts_per_step=1"], "kto.prompts_per_step is 1, but must be"),  # in recipes/kto.py
     (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
     (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (while parsing"),
 ], ids=str)  # fmt: skip
@@ -124,9 +124,9 @@ def test_a_mistake_in_an_own_stage_names_its_line(ended, home, tmp_path, name, s
 
 
 def test_only_the_first_rank_prints_a_mistake(ended, monkeypatch):
-    """Under torchrun, the summary shows the mistakes of all ranks.
+    """Under torchrun, the summary shows all ranks' mistakes.
 
-    Otherwise each rank prints its own.
+    Otherwise each rank prints its own mistakes.
     """
     monkeypatch.setenv("RANK", "1")
     assert ended(train_recipe, "--seed=x")[:2] == (2, "")

@@ -66,7 +66,7 @@ class Enlarge:
 def draw(name, count):
     """Write rows whose images have one coloured half.
 
-    Half of the demonstrations call the tool that enlarges the image.
+    Half the demonstrations call the tool that enlarges the image.
     """
     rng, lines = random.Random(name), []
     for i in range(count):

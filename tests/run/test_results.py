@@ -1,4 +1,4 @@
-"""Test the result files of a run: contents, writing rank, and protection from overwriting."""
+"""Test a run's result files: contents, writing rank, and protection from overwriting."""
 
 import shutil
 from functools import partial
@@ -26,7 +26,7 @@ from stages import ONE, SECOND_RANK
 
 @pytest.fixture
 def results(home, tmp_path, monkeypatch):
-    """Return a function that creates the Results of a run in tmp_path / "run"."""
+    """Return a function that creates a run's Results in tmp_path / "run"."""
 
     def results(*overrides, world=ONE, held_out=None):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
@@ -176,7 +176,7 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
 
 
 def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, tmp_path, capsys, monkeypatch):
-    """Both runs end with the same files, and the adapter of an earlier step answers rows like its merged weights."""
+    """Both runs end with the same files, and an earlier step's adapter answers rows like its merged weights."""
     options = [
         *own, "--stages=[sft]", "--sft.max_steps=3", "--adapter.r=2", "--adapter.target=[language, vision]",
         "--save_steps=2", "--data.eval_rows=2", f"--data.eval_file={rows}", "--best_metric=eval/loss",

@@ -1,4 +1,4 @@
-"""Test that completions.jsonl shows the completions of a step, and does not change the run."""
+"""Test that completions.jsonl shows a step's completions, and does not change the run."""
 
 import json
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_lines_agree_with_the_metrics_of_the_step(run):
 def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     """Rewards, find_answer, the report and evaluate read the thought that the prompt opens.
 
-    The ids that are trained on stay those of the completion.
+    Training still uses only the completion's ids.
     """
     template = ChatTemplate(published("qwen3_5_think"), "t")
     end = "</think>\n<answer>green square</answer>"
@@ -138,7 +138,7 @@ def log_on_rank(folder, overrides, world):
 
 @pytest.mark.parametrize(("overrides", "logged"), [({"num_logged_prompts": None}, [0, 1, 10]), ({}, [0, 1])])
 def test_completions_of_all_ranks(tmp_path, overrides, logged):
-    """Rank 0 writes the lines and the images of all ranks."""
+    """Rank 0 writes all ranks' lines and images."""
     launch(2, tmp_path, {"log": overrides | {"log_completions": 1}}, log_on_rank)
     lines = completions(tmp_path)
     assert [line["row"] for line in lines] == logged
@@ -163,7 +163,7 @@ def test_a_character_of_several_tokens_is_shown_at_its_last_token(checkpoint):
 
 
 def test_a_line_cut_by_a_full_disk_is_dropped(tmp_path):
-    """Lines of steps that the resumed run repeats are dropped too.
+    """Lines for steps that the resumed run repeats are dropped too.
 
     The file is truncated in place, so a reader always sees all lines that are kept.
     """

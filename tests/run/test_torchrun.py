@@ -43,7 +43,7 @@ torch.Tensor.backward = backward
 main(sys.argv[1:])
 """
 
-# rank 1 is killed in PHASE of the third step, which is the first step after states/000002 has been written
+# rank 1 is killed in PHASE during the third step, which is the first step after states/000002 has been written
 KILLED = """
 import contextlib, os, signal, sys, threading, time
 from pathlib import Path
@@ -100,7 +100,7 @@ PHASES = ("sampling", "waiting", "backward", "saving")
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """Return a function that starts two ranks of a recipe under torchrun."""
+    """Return a function that starts a recipe on two ranks under torchrun."""
     (tmp_path / "model.json").write_text(json.dumps(RUN_MODEL))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
 
@@ -133,7 +133,7 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
 
 @pytest.mark.parametrize("action", ["os.kill(os.getpid(), signal.SIGKILL)", "import time; time.sleep(600)"])
 def test_a_lost_rank_is_named_in_one_sentence(torchrun, action):
-    """Rank 1 is dead or hangs; rank 0 ended with a traceback of gloo."""
+    """Rank 1 is dead or hangs; rank 0 ended with a gloo traceback."""
     process = torchrun("--checkpoint_steps=1", "--timeout=4", action=action)
     try:
         _, errors = process.communicate(timeout=90)
@@ -173,7 +173,7 @@ def test_two_ranks_compute_the_bits_of_their_samplers(torchrun, tmp_path):
 
 
 def test_a_rank_that_is_killed_in_any_phase_costs_no_bytes(torchrun, tmp_path):
-    """Torchrun ends the job, names rank 1 and its signal, and a resumed run has the bytes of a run without a kill."""
+    """Torchrun ends the job and names rank 1 and its signal; a resumed run has the bytes of an uninterrupted run."""
     options = ["--stages=[grpo]", "--grpo.max_steps=4", "--grpo.prompts_per_step=4", "--grpo.num_generations=2",
                "--data.eval_rows=1", "--sharding.enabled=true", "--checkpoint_steps=1", "--resume=auto"]  # fmt: skip
     results = {}
