@@ -1,4 +1,4 @@
-"""Test boxes: overlap, coordinate spaces, matching, and parsing of texts."""
+"""Test boxes: overlap, coordinate spaces, matching, and parsing."""
 
 import math
 import random
@@ -21,9 +21,9 @@ def box(*numbers):
 
 
 def random_pairs():
-    """Return pairs of boxes as numbers.
+    """Return box pairs as numbers.
 
-    Half of the pairs lie on a 6 x 6 grid, where sides touch and boxes are equal, empty or nested.
+    Half the pairs lie on a 6 x 6 grid, where sides touch and boxes are equal, empty or nested.
     """
     draw = random.Random(0)
     for k in range(10_000):
@@ -41,7 +41,7 @@ def area(left, top, right, bottom):
 
 
 def torchvision_iou_giou(a, b):
-    """Return torchvision's box_iou and generalized_box_iou of one pair."""
+    """Return torchvision's box_iou and generalized_box_iou for one pair."""
     corners = list(zip(a, b, strict=True))
     left, top = (max(pair) for pair in corners[:2])
     right, bottom = (min(pair) for pair in corners[2:])
@@ -158,7 +158,7 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    # formats of Qwen2.5-VL
+    # Qwen2.5-VL's formats
     ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
     ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
     ('{"bbox_2d": [1, 2, 5, 6], "label": "[7, 7, 8, 9.5] 猫", "score": 0.9, "tags": [1, [2]]}', [BOX]),
@@ -186,7 +186,7 @@ def test_parse_boxes(text, expected):
 
 @pytest.mark.parametrize("text", [
     "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", '"1 2 5 6"', "```", "```json\n```",
-    # another number of numbers
+    # too many or too few numbers
     "1 2 5", "1 2 5 6 7", "[1, 2], [5, 6]", "(1, 2, 5, 6)", "(1, 2), (5, 6), (7, 7)", '{"bbox_2d": [[1, 2, 5, 6]]}',
     # values that are not finite numbers
     "[NaN, 2, 5, 6]", "[1, 2, 1e309, 6]", '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": null}',

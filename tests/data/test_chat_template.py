@@ -1,4 +1,4 @@
-"""Test that the built-in chat template renders like the published one of Qwen2.5-VL."""
+"""Test that the built-in chat template renders like Qwen2.5-VL's published template."""
 
 import itertools
 
@@ -39,7 +39,7 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def template(published):
-    """Return the template in TRL, compiled as by apply_chat_template of transformers."""
+    """Return TRL's template, compiled as in transformers' apply_chat_template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(published("qwen2_5_vl"))
@@ -47,7 +47,7 @@ def template(published):
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_rendering_equals_the_template(template, published, name):
-    """The pieces equal those of folder_template.py, for the published and the default template."""
+    """The pieces equal folder_template.py's pieces, for the published and the default template."""
     messages = CONVERSATIONS[name]
     pieces = render(messages)
     assert "".join(pieces) == template.render(messages=messages, add_generation_prompt=True)
@@ -70,7 +70,7 @@ def test_control_tokens_in_user_text_stay_text():
 
 
 def test_a_key_that_is_none_is_as_good_as_missing():
-    """Arrow adds the keys of other parts with None, which must not count as an image."""
+    """Arrow adds other parts' keys with None, which must not count as an image."""
     word = {"type": "text", "text": "a", "image": None, "video": None}
     image = {"type": "image", "text": None}
     filled = [word, image]

@@ -23,7 +23,7 @@ WANTED = set(FILES) - {"pytorch_model.bin", "README.md", "original/model.safeten
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Set an empty cache of huggingface_hub, and a hub that does not answer."""
+    """Set an empty huggingface_hub cache, and a hub that does not answer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -31,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
-    """Create the cache folder of huggingface_hub with some files of the main branch."""
+    """Create huggingface_hub's cache folder with some files from the main branch."""
     repository = cache / "models--Qwen--tiny"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
@@ -60,7 +60,7 @@ def test_a_cached_repository_needs_no_network(cache):
     assert find_folder(REPOSITORY) == newer
     assert find_folder(f"{REPOSITORY}@main") == newer
     assert find_folder(f"{REPOSITORY}@{OLDER}") == older
-    (cache.parent / REPOSITORY).mkdir(parents=True)  # a local folder of this name has precedence
+    (cache.parent / REPOSITORY).mkdir(parents=True)  # a local folder with this name has precedence
     assert find_folder(REPOSITORY) == Path(REPOSITORY)
 
 

@@ -1,4 +1,4 @@
-"""Rows of files: how text columns become prompts and answers, and that every error names the line of the row."""
+"""Test rows from files: text columns become prompts and answers, and every error names the row's line."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_rows_need_not_have_the_same_columns(write_rows):
 
 
 def test_a_lone_surrogate_is_named(tmp_path):
-    """A JSON escape can be a lone surrogate. test_row_files.py tests other errors of files."""
+    """A JSON escape can be a lone surrogate. test_row_files.py tests other file errors."""
     (tmp_path / "rows.jsonl").write_text('{"problem": "a\\ud83d"}')
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: the text is not valid JSON \(.*surrogates not allowed"):
         FileDataset(tmp_path / "rows.jsonl")
@@ -82,7 +82,7 @@ def test_constants_are_columns_of_every_row(write_rows):
 
 
 def test_folders_of_classes_are_rows(tmp_path):
-    """The solution of train/cat/1.png is the name of its folder, and data.prompt_template is the question."""
+    """The solution for train/cat/1.png is its folder name, and data.prompt_template is the question."""
     for path in ("cat/1.png", "cat/2.JPG", "dog/1.png"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         PIL.Image.new("RGB", (8, 8)).save(tmp_path / path)
@@ -361,7 +361,7 @@ def own_format(tmp_path):
 
 
 def test_a_nested_format_in_a_file(write_rows, own_format):
-    """The function returns columns of any known format, here question and answer."""
+    """The function returns columns in any known format, here question and answer."""
     required = ("problem", "solution", "completion")
     row = FileDataset(write_rows(NESTED), required, format=f"{own_format}:read")[0]
     assert text_of(row.messages[-1]) == "Which colour?" and row.images[0].size == (4, 4)

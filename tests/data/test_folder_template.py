@@ -1,4 +1,4 @@
-"""Test chat templates of folders, which render as in transformers, in pieces."""
+"""Test chat templates from folders, which render as in transformers, in pieces."""
 
 import copy
 import itertools
@@ -57,9 +57,9 @@ CONVERSATION = [*user({"type": "image"}, {"text": " Hi? "}), assistant("Hi."), *
     ("qwen3_8", {}, THINK), ("qwen3_8", OFF, ""), ("qwen3_8", {"add_vision_id": True}, THINK),
 ])  # fmt: skip
 def test_template_options_work_as_in_transformers(published, transformers, tmp_path, name, values, opened):
-    """Compare rendered prompts, and the text of the assistant's turn that the prompt opens.
+    """Compare rendered prompts, and the beginning of the assistant's turn that the prompt opens.
 
-    Qwen2-VL has the template of Qwen2.5-VL.
+    Qwen2-VL has the same template as Qwen2.5-VL.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -92,7 +92,7 @@ def test_a_demonstrated_thought_continues_the_opened_thought(load, name):
 
 LOOK = [{"function": {"name": "look", "arguments": {"at": "left", "times": 2}}}]
 ANSWERED, ODD = {"role": "tool", "content": "red"}, {"role": "user", "content": "<think>?</think>Why?"}
-# an assistant's turn is a pair of its text and its calls
+# an assistant's turn is a pair (text, calls)
 TALKS = [
     [*CONVERSATION[:1], ("Red.", []), ODD, ("Blue.", [])],
     [{"role": "system", "content": "Be brief."}, *HI, ("", LOOK), ANSWERED, ("Red.", []), *HI, ("Blue.", [])],
@@ -134,7 +134,7 @@ def test_spellings_of_a_thought_render_the_same(load, published, transformers, n
         [prompt], _ = render_jinja_template([theirs[:split]], add_generation_prompt=True, **options)
         assert "".join(template.render(ours[:split])) == prompt
         [whole], _ = render_jinja_template([theirs], **options)
-        # the other template changes thoughts of earlier turns
+        # the other template changes thoughts in earlier turns
         if whole.startswith(prompt) and (is_last or name == "qwen3_8"):
             completion = "".join(piece for piece, _ in template.render_completion(ours[:split], ours[split:]))
             assert prompt + completion + "\n" == whole
@@ -173,7 +173,7 @@ def test_a_template_that_refuses_system_messages_names_the_option():
         ValueError, match=r"^t: chat template: the template does not support .*no system.*remove data\.system_prompt"
     ):
         ChatTemplate(text, "t").render([system, *HI])
-    # other messages of raise_exception
+    # other messages from raise_exception
     with pytest.raises(ValueError, match=r"^t: chat template: the template fails in line"):
         ChatTemplate("{{ raise_exception('no') }}", "t").render([system, *HI])
 
@@ -195,7 +195,7 @@ def controls(pieces):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_text_that_spells_a_control_token_stays_text(name):
-    """No text is lost, and the control tokens are those of the same conversation with other words."""
+    """No text is lost, and the control tokens are the same as with other words."""
     text = CHATML.replace("<|im_end|>", "{{ message.tool_calls }}<|im_end|>")
     template, said = ChatTemplate(text, "a.jinja"), ATTACKS[name]
     plain = json.loads(json.dumps(said).replace("<|", "(("))
@@ -218,7 +218,7 @@ def test_a_thought_beside_a_spelled_control_token_is_still_a_thought(load):
 def test_longer_control_tokens_are_matched_first():
     template = ChatTemplate("<im><img>{{ messages[0].content }}<|im_end|>", "t", ["<im>", "<img", "<img>", "x"])
     pieces = template.render([{"role": "user", "content": "a x<i"}])
-    # a token of one character is no control token, because it occurs in ordinary text
+    # a one-character token is no control token, because it occurs in ordinary text
     assert pieces == ["<im>", "<img>", "a x<i<|im_end|>"]
     assert [isinstance(piece, Control) for piece in pieces] == [True, True, False]
 
@@ -231,7 +231,7 @@ COMPOSED = (
 
 @pytest.mark.parametrize("refused", ["", "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"])
 def test_the_structure_is_what_the_template_writes(refused):
-    """Also names that the template composes. Texts may write tags of thoughts and tools, and other tokens."""
+    """This includes names that the template composes. Texts may contain tags for thoughts and tools and other names."""
     roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
     others = ["<think>", "<tool_call>", "<|box_start|>", "<|medicine|>"]
     text = COMPOSED.replace("%}", f"%}}{refused}", 1)
@@ -263,7 +263,7 @@ SYSTEM_TALK = [
     {"role": "system", "content": "Answer in French."}, {"role": "user", "content": "  2 + 2?\n"}, assistant("4"),
     {"role": "user", "content": [{"text": "What is 4 + 4?"}, {"text": "Think."}]},
 ]  # fmt: skip
-LOSSES = {  # what each template does to CHATML's text of a message, and the message and the text that the error names
+LOSSES = {  # how each template changes a message's text in CHATML, and the message and the text that the error names
     "no system messages": ("{{ content if message.role != 'system' }}", (0, "Answer in French.")),
     "no assistant turns": ("{{ content if message.role != 'assistant' }}", (2, "4")),
     "only the last message": ("{{ content if loop.last }}", (0, "Answer in French.")),
@@ -300,7 +300,7 @@ def test_a_template_may_change_whitespace_and_the_order(change):
 def test_a_lost_text_of_an_answer_is_named():
     template = ChatTemplate(TEXTS.replace("CONTENT", "{{ content.split('</think>')[-1] }}") + GENERATION, "t")
     thought = assistant("<think>hm</think>four")
-    # thoughts of earlier turns may be missing, also if there are several
+    # earlier turns' thoughts may be missing, also if there are several
     for earlier in (
         thought,
         assistant("<think>a</think>\n<think>hm</think>four"),
@@ -317,7 +317,7 @@ def test_a_lost_text_of_an_answer_is_named():
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6"])
 @pytest.mark.parametrize("thoughts", ["<think>a</think>b<think>c</think>", "<think>a</think>\n<think>c</think>"])
 def test_an_answer_with_two_thoughts_is_refused(load, name, thoughts):
-    """The templates would render only one of the thoughts, so the other one would never be trained."""
+    """The templates would render only one thought, so the other thought would never be trained."""
     said = "render message 1 completely: .*An answer has several thoughts.* Join the thoughts, or write"
     with pytest.raises(ValueError, match=said):
         load(name).render_completion(HI, [assistant(f"{thoughts}four")])
@@ -345,7 +345,7 @@ def test_a_lost_text_of_a_tool_call_is_named(name, value, missing):
 
 
 def test_published_templates_lose_no_text(load):
-    """Only thoughts of earlier turns are dropped, in each spelling; Qwen's templates strip texts."""
+    """Only earlier turns' thoughts are dropped, in each spelling; Qwen's templates strip texts."""
     thought = {"role": "assistant", "content": "\n\nfour", "reasoning_content": "hm"}
     talk = [{"role": "system", "content": " Be brief. "}, *HI, thought, {"role": "user", "content": " And? \n"}]
     spelled = [*talk[:2], assistant("<think>\nhm\n</think>\n\nfour"), *talk[3:]]
@@ -430,7 +430,7 @@ def write(folder, files):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_template_of_a_folder_is_chosen_as_in_transformers(tmp_path, name, transformers):
-    """The choice is that of transformers' processor, apart from templates of the tokenizer."""
+    """The choice is the same as in transformers' processor, except for templates of the tokenizer."""
     files, text = FOLDERS[name]
     found = ChatTemplate.from_folder(write(tmp_path, files))
     assert (found and found.text) == text
@@ -498,7 +498,7 @@ BROKEN = {
     "Python's insides": ("{{ ''.__class__.__mro__ }}", "line \\?: SecurityError"),
     "another file": ("{% include '/etc/passwd' %}", "line \\?: TypeError: no loader"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line \\?: RecursionError"),
-    # the prompts of a seed must not depend on the date
+    # a seed's prompts must not depend on the date
     "the clock": ("{{ strftime_now('%Y') }}", "line \\?: .*'strftime_now' is undefined"),
     "an open block": ("\n{% generation %}a", "line 2: .*'endgeneration'"),
 }
@@ -527,7 +527,7 @@ ANSWERED = [
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_trained_text_is_that_of_return_assistant_tokens_mask(load, transformers, name):
-    """The mask of transformers also has the end of the prompt, such as <think>, and the newline after <|im_end|>."""
+    """transformers' mask also has the prompt's end, such as <think>, and the newline after <|im_end|>."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = load(name)

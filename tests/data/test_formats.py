@@ -1,4 +1,4 @@
-"""A row in each format of docs/rows.md, and the error message for each kind of invalid row."""
+"""Test a row in each format in docs/rows.md, and the error message for each kind of invalid row."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ HOW_MANY = [user("How many?")]
 ONE_SOLUTION = {"solution": "2"}
 ANSWERED = {"solution": "2", "completion": "2"}
 PAIR = {"chosen": "2", "rejected": "3"}
-# {format: expected columns of its row, and under "turns" the prompt, if it is not HOW_MANY}
+# {format: its row's expected columns, and under "turns" the prompt, if it is not HOW_MANY}
 EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {
     "LLaVA": {"turns": [user("\nHow many?")], "solution": "2", "completion": "2\nSure?\nYes."},
     "LLaMA-Factory, sharegpt": ANSWERED | {"turns": [system("Be brief."), *HOW_MANY]},
@@ -54,7 +54,7 @@ def words(turns):
 def test_the_page_names_the_columns_of_every_form():
     named = re.findall(r"`(\w+)`", PAGE.split("## Columns of other projects")[1].split("\n## ")[0])
     assert SHOWN.keys() == EXPECTED.keys() and len(SHOWN) == 21
-    assert {name for row in SHOWN.values() for name in row} - {*named} == {"id", "data_source"}  # ids of rows
+    assert {name for row in SHOWN.values() for name in row} - {*named} == {"id", "data_source"}  # row ids
 
 
 @pytest.mark.parametrize("form", EXPECTED)
@@ -123,7 +123,7 @@ def test_choices_are_in_the_prompt(read, row, prompt):
 
 
 def test_a_row_of_mmbench(read, tmp_path):
-    """A line of MMBench's TSV file has columns A to D, and the image as base64 without a data URI header."""
+    """A line in MMBench's TSV file has columns A to D, and the image as base64 without a data URI header."""
     cells = {"index": "7", "question": "How many?", "hint": "", "A": "one", "B": "two", "C": "", "D": "",
              "answer": "B", "image": encoded_picture()}  # fmt: skip
     lines = ["\t".join(cells), "\t".join(cells.values())]
@@ -139,7 +139,7 @@ def test_a_row_of_mmbench(read, tmp_path):
     ("messages", "tool_call", "tool"),
 ])  # fmt: skip
 def test_tool_calls_and_tool_results_are_read(read, name, calls, answers):
-    """The formats are those of LLaMA-Factory and ms-swift, and a tool result may contain an image."""
+    """The formats come from LLaMA-Factory and ms-swift, and a tool result may contain an image."""
     keys = ("from", "value") if name == "conversations" else ("role", "content")
     asked = '{"name": "zoom"}'
     said = [("user", "<image>Where?"), (calls, asked), (answers, "<image>"), ("assistant", "There.")]

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.slow
 IMAGES = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "ICO", "MPO"]
 VIDEOS = [("matroska", "ffv1", "bgr0"), ("avi", "rawvideo", "bgr24"), ("mp4", "libx264", "yuv420p")]
 CHECKPOINT = ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
-# factor for the number of damaged files, for example: FUZZ=20 pytest tests/data/test_fuzz.py
+# multiplies the count of damaged files, for example: FUZZ=20 pytest tests/data/test_fuzz.py
 MORE = int(os.environ.get("FUZZ", 1))
-# A subject maps (folder, name) to the path of the damaged file, the contents of intact files, and a
-# function that reads the file and checks the result.
+# A subject maps (folder, name) to the damaged file's path, the intact files' contents, and a function that reads the
+# file and checks the result.
 
 
 def images(folder, name):
@@ -72,7 +72,7 @@ def tokenizers(folder, name):
 
 
 def checkpoints(folder, name):
-    """Save a complete folder of a tiny model, with weights in two files."""
+    """Save a tiny model's complete folder, with weights in two files."""
     (folder / "tiny.json").write_text(json.dumps(tiny.RUN_MODEL | {"tie_word_embeddings": True}))
     model, processor = random_model(folder / "tiny.json", shapes.tokenizer(), seed=0)
     most = sum(p.nbytes for p in model.parameters()) // 2 + 50_000
@@ -89,7 +89,7 @@ WRONG = [None, True, 0, -1, 300, 2**40, -(2**70), 1e308, "", "<|im_end|>", [], {
 
 
 def wrong_value(draw, content):
-    """Replace or remove one value of a JSON file, at any depth."""
+    """Replace or remove one value in a JSON file, at any depth."""
     inside = values = json.loads(content)
     while True:
         key = draw(st.sampled_from([*inside] if isinstance(inside, dict) else range(len(inside))))

@@ -1,4 +1,4 @@
-"""Compare sizes and patches of images with transformers' processors, bit for bit."""
+"""Compare images' sizes and patches with transformers' processors, bit for bit."""
 
 import random
 
@@ -69,7 +69,7 @@ def test_the_transparent_colour_of_an_rgb_file_becomes_white(tmp_path):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path, orientation):
-    """All orientations of the camera give the same upright image."""
+    """All camera orientations give the same upright image."""
     upright = stored = noise("RGB", (3, 2))
     turns = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
     if orientation > 1:
@@ -91,7 +91,7 @@ def test_exif_orientation_is_applied(tmp_path, orientation):
     ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),
 ], ids=str)  # fmt: skip
 def test_options_of_one_image(options, grid):
-    """An image of 56 x 84 pixels has 2 x 3 tokens, unless it has its own bounds or size.
+    """An image with 56 x 84 pixels has 2 x 3 tokens, unless it has its own bounds or size.
 
     Sizes are rounded to multiples of 28.
     """

@@ -1,4 +1,4 @@
-"""Test that values of preprocessor_config.json mean the same as in transformers."""
+"""Test that values in preprocessor_config.json mean the same as in transformers."""
 
 import json
 
@@ -23,7 +23,7 @@ def read(content, **bounds):
     return read_image_processor(content, "preprocessor_config.json", **bounds)
 
 
-# values of preprocessor_config.json of Qwen2.5-VL
+# values in Qwen2.5-VL's preprocessor_config.json
 HUB_CONFIG = {
     "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -32,7 +32,7 @@ HUB_CONFIG = {
 
 
 @pytest.mark.parametrize(("config", "bounds"), [
-    ({}, (3136, 1003520)),  # defaults of the class in transformers, not of files on the Hub
+    ({}, (3136, 1003520)),  # defaults in transformers' class, not in files on the Hub
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}}, (784, 5000)),
     ({"size": {"shortest_edge": 784, "longest_edge": 5000}, "max_pixels": 4000}, (784, 4000)),
     ({"size": None, "min_pixels": None, "max_pixels": 4000}, (3136, 4000)),

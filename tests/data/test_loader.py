@@ -52,7 +52,7 @@ def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, ans
 
 
 def next_rows(batches, count):
-    """Return (number, index, key) of each row in the next `count` draws."""
+    """Return (number, index, key) for each row in the next `count` draws."""
     return [[(row.columns["number"], row.index, row.key) for row in next(batches)] for _ in range(count)]
 
 
@@ -64,7 +64,7 @@ def test_rows_have_their_index_and_a_unique_key():
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
 def test_any_number_of_ranks_gets_the_same_rows_and_keys(ranks, steps):
-    """The rows of each step are divided among the ranks in order."""
+    """Each step's rows are divided among the ranks in order."""
     alone = next_rows(batches(steps=steps), 5)
     shares = [next_rows(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
     for draw, rows in enumerate(alone):

@@ -1,4 +1,4 @@
-"""Test images and videos of rows: sources, damaged files, options, order and tensors."""
+"""Test rows' images and videos: sources, damaged files, options, order and tensors."""
 
 import base64
 import os
@@ -34,7 +34,7 @@ COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Create three one-colour images of 56 x 28 pixels, and four frames of a video."""
+    """Create three one-colour images with 56 x 28 pixels, and four video frames."""
     for name, color in COLORS.items():
         PIL.Image.new("RGB", (56, 28), color).save(tmp_path / f"{name}.png")
     for i in range(4):
@@ -117,7 +117,7 @@ def test_a_part_may_contain_its_image_or_video(folder, name):
 
 
 def test_a_part_may_have_size_options_for_the_image_of_a_column(folder):
-    """Options of a part and of the column are combined. Those of the part have precedence."""
+    """The part's and the column's options are combined. The part's options have precedence."""
     listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
     parts = [{"type": "image", "max_pixels": most} for most in (784, 1568, 12544)]
     row = read(folder, {"prompt": [user(parts)], "images": listed})
@@ -143,7 +143,7 @@ def test_an_option_beside_the_image_is_refused(folder, row, name):
     ({"video": {"video": FRAMES, "max_pixels": 20000}}, "max_pixels is 20000, but it must be at least .* 25088,.*both"),
 ])  # fmt: skip
 def test_images_without_a_valid_size_are_reported_with_their_row(folder, columns, says):
-    """Such errors only occur when the image is resized with the bounds of the processor."""
+    """Such errors only occur when the image is resized with the processor's bounds."""
     PIL.Image.new("RGB", (3000, 10)).save(folder / "long.png")
     row = read(folder, columns | {"problem": "a"})
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{says}"):
@@ -157,7 +157,7 @@ def test_one_size_for_all_images_without_own_options(folder):
 
 
 def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
-    """Missing files of later turns are reported too."""
+    """Missing files in later turns are reported too."""
     lines = [{"image": name, "problem": "a"} for name in ("red.png", "1.png", "2.png", f"file://{folder}/green.png")]
     later = user([{"type": "image", "image": f"{i}.png"} for i in (4, 5, 6)])
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
@@ -244,7 +244,7 @@ def test_parts_are_read_as_transformers_and_other_interfaces_write_them(folder):
 
 
 def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):
-    """64 decoded photos of a step would take 2 GB."""
+    """A step's 64 decoded photos would take 2 GB."""
     alive, load, most = [], fetch_image, 0
 
     def counted(*arguments):
@@ -304,7 +304,7 @@ def test_an_image_that_cannot_be_read_names_its_row_and_the_option(folder):
 
 
 def png_header(width, height):
-    """Return the header of a PNG with this size, without pixels."""
+    """Return a PNG header with this size, without pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     crc = struct.pack(">I", zlib.crc32(head))
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"
@@ -317,7 +317,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(size):
 
 
 def iptc(content):
-    """Return an IPTC file of 4 x 4 pixels, whose image data is another file."""
+    """Return an IPTC file with 4 x 4 pixels, whose image data is another file."""
     fields = {(3, 60): b"\1\0", (3, 20): b"\0\4", (3, 30): b"\0\4", (3, 120): b"\5", (8, 10): content}
     head = b"\x1c%c%c"
     return b"".join(head % key + struct.pack(">H", len(value)) + value for key, value in fields.items())

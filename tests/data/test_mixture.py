@@ -1,4 +1,4 @@
-"""Test mixtures of row files: selected rows, weights, and rewards of each file."""
+"""Test mixtures of row files: selected rows, weights, and each file's rewards."""
 
 import PIL.Image
 import pytest

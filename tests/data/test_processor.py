@@ -1,4 +1,4 @@
-"""Compare prompts and completions of rows with transformers' processor."""
+"""Compare rows' prompts and completions with transformers' processor."""
 
 import unicodedata
 
@@ -54,7 +54,7 @@ def theirs(processor_of):
 
 @pytest.fixture(scope="module")
 def processor_of(tmp_path_factory, oracle, published):
-    """Return a function that returns a function of messages and images, which calls transformers' processor.
+    """Return a function that creates a function (messages, images), which calls transformers' processor.
 
     The argument is the name of a chat template that TRL contains.
     """
@@ -159,7 +159,7 @@ def test_each_answer_follows_its_own_prompt_if_the_template_drops_thoughts(proce
 
 
 def test_an_answer_that_begins_with_a_newline():
-    """The newline of the answer is its own token.
+    """The answer's newline is a separate token.
 
     In one string, the newlines of prompt and answer would be one token, which a policy cannot
     generate, because no prompt ends inside it.

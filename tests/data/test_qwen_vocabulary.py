@@ -1,4 +1,4 @@
-"""Compare the ids of the published vocabulary with transformers, on known, odd and random texts."""
+"""Compare the published vocabulary's ids with transformers, on known, odd and random texts."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ WORDS = (
 
 
 def ranks():
-    """Return the bytes of all tokens in the order of their ids, from Alibaba's package dashscope.
+    """Return all tokens' bytes in id order, from Alibaba's package dashscope.
 
     Version 1.17.0 has no large dependencies, and the package is not imported.
     """
@@ -80,7 +80,7 @@ def qwen(vocabulary, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def theirs(vocabulary, transformers):
-    """Create the tokenizer of transformers from vocabulary and merges.
+    """Create transformers' tokenizer from vocabulary and merges.
 
     It has its own splitting, normalisation and decoder.
     """
@@ -112,7 +112,7 @@ PIECES = [
 
 
 def drawn_text(seed):
-    """Return a random text of words, white space and characters of one script."""
+    """Return a random text with words, white space and characters in one script."""
     rng = random.Random(seed)
     kinds = [lambda: rng.choice(PIECES), lambda: rng.choice(SPACES)]
     kinds.append(lambda: chr(rng.choice(range(*rng.choice(SCRIPTS)))))

@@ -1,4 +1,4 @@
-"""Files of rows: every format gives the same rows, and an error names the file and the line."""
+"""Test row files: every format gives the same rows, and an error names the file and the line."""
 
 import csv
 import json
@@ -70,7 +70,7 @@ def test_a_row_is_named_by_its_line(files):
 
 
 DEEP = "[" * 100_000
-WRONG = {  # {content of a file: error message after the name of the file}
+WRONG = {  # {file content: error message after the file name}
     '{"problem": "a"}\n{"problem": ': r":2: the text is not valid JSON \(Expecting value",
     '[{"problem": "a"}, {"problem"}]': r":1: the text is not valid JSON \(Expecting ':'",
     '[\n{"problem": "a"},\n3]': r":3: the row is 3, .* a JSON object that maps columns to values",

@@ -17,7 +17,7 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 
 
 @pytest.fixture
 def rows(tmp_path):
-    """Return a function that creates rows with images of the given sizes."""
+    """Return a function that creates rows with images in the given sizes."""
 
     def rows(*sizes):
         made = []
@@ -81,7 +81,7 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
 
 
 def test_names_of_control_tokens_in_texts_are_counted(tmp_path):
-    """Names of grounding tokens are no difference, because they are encoded as tokens."""
+    """Grounding tokens' names do not count, because they are encoded as tokens."""
     made = [
         {"problem": "What?", "completion": "<|box_start|>(1,2)<|box_end|>"},
         {"problem": "a <|im_end|>", "completion": "b <|im_end|> <|image_pad|>"},

@@ -1,4 +1,4 @@
-"""Test the random numbers of a row."""
+"""Test a row's random numbers."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from minivlmrl.data.rows import uniform_numbers
 
 
 def test_random_numbers_depend_on_the_key_of_a_prompt():
-    """The numbers are those of NumPy's generator for the key, one per token of each completion."""
+    """The numbers come from NumPy's generator for the key, one per token in each completion."""
     numbers = uniform_numbers(["a", "bc"], 2, 3)
     expected = [np.random.default_rng(seed).random((2, 3)) for seed in ([97], [98, 99])]
     assert numbers.tolist() == np.concatenate(expected).tolist()

@@ -76,7 +76,7 @@ def load(folder, content):
 
 
 def test_additions_to_every_text_are_removed(tmp_path):
-    """Truncation and padding of the saving run, and tokens put around each text, are removed."""
+    """Truncation and padding from the saving run, and tokens put around each text, are removed."""
     cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     fill = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
     piece = {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}
@@ -99,7 +99,7 @@ def test_qwens_control_tokens_are_always_control_tokens(tmp_path):
 
 
 def added(*tokens):
-    """Return the content of a tokenizer.json with further tokens, each as (name, whether it is special, options)."""
+    """Return a tokenizer.json's content with further tokens, each as (name, whether it is special, options)."""
     new = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     words = []
     for i, (name, is_special, options) in enumerate(tokens):
@@ -177,7 +177,7 @@ def test_tokens_that_transformers_adds_are_read_again(tmp_path, transformers):
     theirs.add_special_tokens({"additional_special_tokens": ["<extra>"], "pad_token": "<pad>"})
     theirs.save_pretrained(tmp_path)
     ours = load_tokenizer(tmp_path / "tokenizer.json")
-    load(tmp_path, OWN)  # the file of the base model again, as in folders that were put together by hand
+    load(tmp_path, OWN)  # the base model's file again, as in folders that were put together by hand
     for edited in (ours, load_tokenizer(tmp_path / "tokenizer.json")):
         assert edited.backend.get_vocab().keys() >= {"<extra>", "<pad>"}
     assert ours.backend.get_vocab() == theirs.get_vocab()
@@ -185,7 +185,7 @@ def test_tokens_that_transformers_adds_are_read_again(tmp_path, transformers):
 
 @pytest.mark.parametrize("number", [7, N + 1])
 def test_a_listed_id_that_the_token_does_not_get_is_named(tmp_path, number):
-    """The embedding of the token would be another one than the embedding that was trained for it."""
+    """The token would get another embedding than the embedding that was trained for the token."""
     (tmp_path / ADDED).write_text(json.dumps({"<SEG>": number}))
     with pytest.raises(ValueError, match=rf"the token '<SEG>' with the id {number}, but it gets the next free id {N};"):
         load(tmp_path, SAVED)
@@ -203,7 +203,7 @@ def test_something_other_than_a_token_is_named(tmp_path, file, content):
 
 @pytest.mark.parametrize("name", STRUCTURE)
 def test_only_names_of_the_structure_stay_text(tmp_path, transformers, name):
-    """transformers splits special tokens of a text into letters if `split_special_tokens` is set."""
+    """transformers splits special tokens in a text into letters if `split_special_tokens` is set."""
     content = json.loads(json.dumps(OWN))
     for token in content["added_tokens"]:
         token["special"] = token["content"] in STRUCTURE
@@ -239,7 +239,7 @@ MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
     ({"normalizer": {"type": "Lowercase"}}, "encoding and decoding changes .Hello .* to .hello "),
     ({"added_tokens": [t for t in SAVED["added_tokens"] if t["content"] != "<|vision_pad|>"]},
      r"no control token <\|vision_pad\|>"),
-    # the Rust code removes the length of this prefix from a merged token, which panics
+    # the Rust code removes this prefix's length from a merged token, which panics
     ({"model": MODEL | {"continuing_subword_prefix": "a long prefix"}}, ""),
 ])  # fmt: skip
 def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):
@@ -262,7 +262,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
     ({"post_processor": {"type": "Sequence", "processors": [BYTES] * 2}}, "its post_processor contains ByteLevel 2 t"),
 ])  # fmt: skip
 def test_a_component_that_can_grow_a_text_without_bounds_is_refused(tmp_path, changed, reason):
-    """40 of these doublings are four kilobytes; the library aborts the process when the memory is used up."""
+    """40 such doublings are four kilobytes; the library aborts the process when the memory is used up."""
     with pytest.raises(ValueError, match=rf"tokenizer\.json: .* not a usable tokenizer\.json of Qwen2 \({reason}"):
         load(tmp_path, SAVED | changed)
 

@@ -112,7 +112,7 @@ def test_frame_sampling_options_do_not_apply_to_lists():
 
 
 def encoded(frames, *kind, rate=30, **options):
-    """Return the bytes of a video file; ffv1, rawvideo, png and libx264rgb are lossless here."""
+    """Return a video file's bytes; ffv1, rawvideo, png and libx264rgb are lossless here."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "video")
         tiny.write_video(path, frames, rate, *(kind or LOSSLESS[0]), **options)
