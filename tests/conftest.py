@@ -32,14 +32,14 @@ LONGEST_FILES = (
 
 
 def pytest_collection_modifyitems(items):
-    """Move the tests of LONGEST_FILES to the front, in this order."""
+    """Move the tests in LONGEST_FILES to the front, in this order."""
     order = {name: number for number, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Seed torch before each test, and reset the number of threads, which a run with num_threads may have changed."""
+    """Seed torch before each test, and reset the thread count, which a run with num_threads may have changed."""
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
@@ -62,12 +62,12 @@ def poisoned():
 
 
 def pytest_deselected(items):
-    """Record the slow tests that `-m "not slow"` of pyproject.toml excludes."""
+    """Record the slow tests that `-m "not slow"` in pyproject.toml excludes."""
     SLOW_FILES.update({item.nodeid: item.path.name for item in items if item.get_closest_marker("slow")})
 
 
 def pytest_sessionfinish(session):
-    """Send the excluded tests of a pytest-xdist worker to the process that prints the summary."""
+    """Send a pytest-xdist worker's excluded tests to the process that prints the summary."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["slow"] = SLOW_FILES
 
@@ -99,7 +99,7 @@ scipy, av = (library(name, f"extra missing: pip install {name}") for name in ("s
 
 @pytest.fixture(scope="session")
 def published(trl):
-    """A function that returns the text of a published chat template, such as "qwen2_5_vl", from the copies in TRL."""
+    """Return a function that returns a published chat template's text, such as "qwen2_5_vl", from TRL's copies."""
     templates = Path(trl.__file__).parent / "chat_templates"
     return lambda name: (templates / f"{name}.jinja").read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Check the files of a checkpoint folder: errors for invalid JSON, and how a save replaces the folder.
+"""Check a checkpoint folder's files: errors for invalid JSON, and how a save replaces the folder.
 
 If a save is killed at any step, or the disk is full, either the old or the new checkpoint is complete.
 """
@@ -44,7 +44,7 @@ def save(folder: Path, text: str):
 
 
 def saved(folder: Path) -> str:
-    """Return the text of the checkpoint that find_folder finds, after checking that it is complete."""
+    """Return the text in the checkpoint that find_folder finds, after checking that the checkpoint is complete."""
     between = not folder.exists()
     message = "checkpoint does not exist, because saving it was interrupted; .*checkpoint.replaced, is used"
     with pytest.warns(UserWarning, match=message) if between else nullcontext():
@@ -55,7 +55,7 @@ def saved(folder: Path) -> str:
 
 
 def killed_at(step: int, work) -> bool:
-    """Run `work` in a process that exits at its `step`-th change of the file system without any cleanup.
+    """Run `work` in a process that exits at its `step`-th file-system change without any cleanup.
 
     Returns:
         True if the process exited in this way, False if the work was finished before.
@@ -99,7 +99,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
-    """The old checkpoint is renamed first, and then the rename of the new one fails."""
+    """The old checkpoint is renamed first, and then renaming the new checkpoint fails."""
     folder = tmp_path / "checkpoint"
     save(folder, "old")
     rename = Path.rename
@@ -177,7 +177,7 @@ def test_a_file_system_may_be_unable_to_flush_folders(tmp_path, monkeypatch, num
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_the_umask_decides_who_reads_weights(tmp_path, umask):
-    """A file that is rewritten has the permissions of a new file, so that a server of another user can read it."""
+    """A rewritten file has a new file's permissions, so that another user's server can read the file."""
     before = os.umask(umask)
     try:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Check the public names of the package, and that importing the package does not import torch."""
+"""Check the package's public names, and that importing the package does not import torch."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ def test_a_public_name_is_the_object_of_its_module(name):
 
 
 def test_public_names_are_imported_in_a_fresh_process():
-    """No module of the package is loaded there yet."""
+    """No module in the package is loaded there yet."""
     code = f"from minivlmrl import *; {'; '.join(NAMES)}; from minivlmrl import {', '.join(NAMES)}"
     subprocess.run([sys.executable, "-c", code], check=True)
 

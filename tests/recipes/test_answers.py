@@ -1,4 +1,4 @@
-"""Tests of the rewards for choices, yes and no, and classes: reward_table.yaml, and invalid solutions."""
+"""Test the rewards for choices, yes and no, and classes: reward_table.yaml, and invalid solutions."""
 
 import pytest
 from links import ROOT

@@ -1,4 +1,4 @@
-"""Tests of recipes/arrows.py: the answer can be read from the image, and a shortcut does not give it."""
+"""Test recipes/arrows.py: the answer can be read from the image, and a shortcut does not find the answer."""
 
 import runpy
 
@@ -7,7 +7,7 @@ from links import ROOT
 
 ARROWS = runpy.run_path(str(ROOT / "recipes" / "arrows.py"))
 NAMES = {color: name for name, color in ARROWS["COLORS"].items()} | {(0, 0, 0): None}  # a shaft
-EDGES = [(6, 0), (13, 6), (6, 13), (0, 6)]  # pixels of a cell that a head which points into it fills
+EDGES = [(6, 0), (13, 6), (6, 13), (0, 6)]  # pixels in a cell that an arrow head fills if it points into the cell
 CELL, COLUMNS, ROWS = (ARROWS[name] for name in ("CELL", "COLUMNS", "ROWS"))
 
 

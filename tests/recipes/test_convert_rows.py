@@ -44,7 +44,7 @@ ROWS = {  # (row, content of its question and its answer, as version 0.4 read th
 
 
 def convert_as_advised(path, capsys):
-    """Run the command in the error message of a file, and return the new file."""
+    """Run the command in a file's error message, and return the new file."""
     with pytest.raises(ValueError, match=r"convert the file once with `.*`, and use the new file$") as error:
         FileDataset(path)
     python, script, old, arrow, new = shlex.split(re.search("once with `(.*)`", str(error.value))[1])

@@ -1,4 +1,4 @@
-"""Rewards for labelled boxes, and recipes/vlm_r1.py: by hand, against scikit-learn's curve, and what one might try."""
+"""Test rewards for labelled boxes in recipes/vlm_r1.py: by hand, against scikit-learn's curve, and against exploits."""
 
 import json
 
@@ -15,7 +15,7 @@ NAMES = [f"{RECIPE}:detection", f"{RECIPE}:ap_50", f"{RECIPE}:weighted_sum"]
 CAT = ([0, 0, 20, 20], "cat")
 OTHER_CAT = ([60, 0, 80, 20], "cat")
 DOG = ([0, 40, 20, 60], "dog")
-HALF = ([0, 0, 20, 10], "cat")  # of the cat: IoU 0.5
+HALF = ([0, 0, 20, 10], "cat")  # half the cat: IoU 0.5
 NOWHERE = ([80, 80, 90, 90], "cat")
 
 
@@ -61,7 +61,7 @@ def test_boxes_are_compared_in_pixels_of_the_file():
 
 
 def test_average_precision_equals_the_curve_of_scikit_learn():
-    """One label, hits in a drawn order; precision at 101 levels of recall, each the best at that recall or more."""
+    """One label, hits in random order; precision at 101 recall levels, each the best at that recall or more."""
     metrics = pytest.importorskip("sklearn.metrics", reason="oracle missing: pip install scikit-learn")
     rng = np.random.default_rng(0)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""On-policy distillation: the divergence of a step against its definition, and teachers with prompts of their own."""
+"""Test on-policy distillation: a step's divergence against its definition, and teachers with their own prompts."""
 
 import copy
 import json
@@ -27,14 +27,14 @@ HINT = ["--distill.teacher_prompt=teachers:hint"]
 
 
 def log_probs(model, prompt, completion, temperature):
-    """Compute the log-probabilities (T, V) of one completion in its own batch."""
+    """Compute one completion's log-probabilities (T, V) in a separate batch."""
     group = pack([prompt], [[completion]], model.config)
     words = len(shapes.tokenizer())
     return (model.lm_head(completion_states(model, group))[:, :words] / temperature).log_softmax(-1)
 
 
 def by_hand(run, teacher, shown, rollout):
-    """Compute the loss of a rollout from all logits, one completion after the other."""
+    """Compute a rollout's loss from all logits, one completion after the other."""
     student = run.trainer.policy
     processor = run.trainer.processor
     total = 0.0
@@ -65,7 +65,7 @@ def test_a_step_is_the_divergence_from_the_teacher(stage, samples, option):
 
 
 def test_a_teacher_in_a_folder_with_a_larger_picture(run, plain, lively, checkpoint):
-    """It runs whole, is resumed, and the student comes nearer to it."""
+    """The run finishes, a resumed run is equal, and the student approaches the teacher."""
     options = of_file("distill", STAGE | {"max_steps": 8, "learning_rate": 1e-2, "num_generations": 3})
     options += ["--data.min_pixels=784", "--data.max_pixels=784", "--seed=3", "--checkpoint_steps=4"]
     options += [f"--distill.teacher={checkpoint}", "--distill.teacher_prompt=teachers:larger"]
@@ -90,7 +90,7 @@ def test_a_teacher_prompt_that_fails_ends_the_run_with_one_line(stage, name, err
 
 @pytest.fixture
 def teacher(folder, tmp_path):
-    """(change of its config) -> a model of another seed in a folder, and the option that names this."""
+    """Return a function (config changes) -> (a model with another seed, the option that names its folder)."""
 
     def teacher(**changes):
         (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
@@ -103,7 +103,7 @@ def teacher(folder, tmp_path):
 
 
 def test_a_teacher_may_have_more_rows_than_the_student(stage, samples, teacher):
-    """The head of Qwen2.5-VL-7B has more rows than that of the 3B student; they do not belong to a token."""
+    """Qwen2.5-VL-7B's head has more rows than the 3B student's head; the additional rows do not belong to a token."""
     model, option = teacher(vocab_size=368)
     run = stage("distill", *HINT, option)
     loss = sum(run.trainer.loss(batch)[0] for batch in run.next())
@@ -127,7 +127,7 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused(stage, teacher, t
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
 def test_a_teacher_that_is_not_finite_is_named(stage, teacher, tmp_path, name, monkeypatch):
-    """Not a learning rate. Weights that are not are refused when they are loaded."""
+    """The error names the teacher, not a learning rate. Loading also refuses weights that are not finite."""
     monkeypatch.setattr(checkpoint, "check_loaded", lambda *_: None)
     file = tmp_path / "teacher" / "model.safetensors"
     _, option = teacher()

@@ -1,4 +1,4 @@
-"""Tests that recipes/download.py downloads the file of each URL once, and that no answer of a server ends it."""
+"""Test that recipes/download.py downloads each URL's file once, and that no server response ends the script."""
 
 import gzip
 import io

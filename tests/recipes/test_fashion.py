@@ -1,4 +1,4 @@
-"""Test recipes/fashion.py on small files in the two formats of Fashion-MNIST."""
+"""Test recipes/fashion.py on small files in Fashion-MNIST's two formats."""
 
 import gzip
 import io

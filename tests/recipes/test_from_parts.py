@@ -1,4 +1,4 @@
-"""recipes/from_parts.py keeps the decoder and the tokenizer of a text model, and transformers loads the result."""
+"""Test that recipes/from_parts.py keeps a text model's decoder and tokenizer, and that transformers loads it."""
 
 import json
 import struct
@@ -52,7 +52,7 @@ def make_text_model(folder, model_type="qwen2", tied=False, dtype=torch.float64)
 
 
 def text_logits(model, ids):
-    """Compute our logits (N, V) of a text."""
+    """Compute our logits (N, V) for a text."""
     no_patches = torch.zeros(0, model.config.vision_config.patch_dim)
     prompt = Prompt(ids, no_patches, torch.zeros(0, 3, dtype=torch.long))
     batch = pack([prompt], [[Completion(torch.tensor([1]))]], model.config)
@@ -61,7 +61,7 @@ def text_logits(model, ids):
 
 
 def decoder_tensors(folder):
-    """Return the tensors of the decoder in a folder, without the prefixes of transformers."""
+    """Return the decoder's tensors in a folder, without transformers' prefixes."""
     tensors = load_file(folder / "model.safetensors")
     return {k.replace("language_model.", ""): v for k, v in tensors.items() if "visual" not in k}
 
@@ -125,7 +125,7 @@ def test_missing_control_tokens_are_added(tmp_path):
 
 
 def add_tokenizer(writer, file):
-    """Add the tokens of a tokenizer.json to a GGUF file, and padding up to VOCAB tokens."""
+    """Add a tokenizer.json's tokens to a GGUF file, and padding up to VOCAB tokens."""
     content = json.loads(file.read_text())
     tokens = {i: (token, 1) for token, i in content["model"]["vocab"].items()}
     tokens |= {token["id"]: (token["content"], from_parts.CONTROL) for token in content["added_tokens"]}
@@ -138,7 +138,7 @@ def add_tokenizer(writer, file):
 
 
 def write_gguf(file, model, folder, kind, missing=()):
-    """Write a text model as a GGUF file, with all matrices of one type, as llama.cpp's converter does."""
+    """Write a text model as a GGUF file, with the same type for all matrices, as llama.cpp's converter does."""
     gguf = pytest.importorskip("gguf", reason="extra missing: pip install gguf")
     config = model.config
     writer = gguf.GGUFWriter(file, config.model_type)
@@ -257,7 +257,7 @@ def refused(source, out):
 
 
 def test_wrong_values_in_config_json_are_sentences(tmp_path):
-    """Each value is refused before memory is used: 54 of them, and six missing keys."""
+    """Each of 54 wrong values and six missing keys is refused before memory is used."""
     make_text_model(tmp_path, dtype=torch.float32)
     original = (tmp_path / "config.json").read_text()
     for key in KEYS:
@@ -307,7 +307,7 @@ def test_weights_without_an_embedding_are_sentences(tmp_path):
 
 
 def test_damaged_gguf_files_are_sentences(tmp_path):
-    """Files are cut, counts are huge, and types and names of values are wrong. No file is read in an endless loop."""
+    """Files are cut, counts are huge, and values have wrong types and names. No file is read in an endless loop."""
     model = make_text_model(tmp_path, dtype=torch.float32)
     file = tmp_path / "text.gguf"
     write_gguf(file, model, tmp_path, "F32")
@@ -319,7 +319,7 @@ def test_damaged_gguf_files_are_sentences(tmp_path):
         struct.pack_into(layout, content, position, value)
         damaged.append(bytes(content))
 
-    for position in (8, 16, 24):  # numbers of tensors and values, and length of the first name
+    for position in (8, 16, 24):  # tensor count, value count, and length of the first name
         for value in (0, 2**31, 2**63, 2**64 - 1):
             put(position, "<Q", value)
     tokens = good.find(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")

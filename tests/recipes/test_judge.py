@@ -1,4 +1,4 @@
-"""The judge over HTTP, with a real server of the standard library on this machine."""
+"""Test the judge over HTTP, with a real server from the standard library on this machine."""
 
 import contextlib
 import json
@@ -30,7 +30,9 @@ REPLIES = {
 
 
 class Server(Quiet):
-    """Replies to an answer by REPLIES; `failing`, `elsewhere`, `slow`, dripping bodies or `headers` as they say."""
+    """Replies with the entry in REPLIES; the words `failing`, `elsewhere`, `slow`, `dripping` and `headers` select
+    faults.
+    """
 
     asked: ClassVar = []
     running = 0
@@ -105,7 +107,7 @@ def test_what_is_asked(url, monkeypatch):
     assert found.item() == 1 and path == "/v1/chat/completions" and key == "Bearer key"
     assert body["model"] == "m" and body["temperature"] == 0
     assert "Question: How many?" in text and "Right answer: two" in text
-    assert "right {solution}" in text  # what an answer says is not filled in
+    assert "right {solution}" in text  # braces in an answer are not filled in
     for shown in pictures:
         image = fetch_image(shown["image_url"]["url"])
         assert image.size == (1024, 256) and image.getpixel((9, 9)) == pytest.approx((0, 255, 0), abs=2)
@@ -121,13 +123,13 @@ def test_concurrency_is_bounded_and_the_order_kept(url):
 
 
 def test_a_slow_server_and_none_at_all(url):
-    """One that drips, a byte each twentieth of a second for two, is slow too: no single read times out."""
+    """A body with a byte every 0.05 s for two seconds is slow, too, although no single read times out."""
     assert judge(["slow", "right dripping", "right"], url=url, timeout=0.6) == [None, None, 1.0]
     assert judge(["right"], url="http://127.0.0.1:9/v1", timeout=1) == [None]
 
 
 def test_the_time_of_a_call_begins_before_headers_and_before_the_server_has_an_address(url, monkeypatch):
-    """A server that sends headers without an end is hung up on; one of names that never answers holds nobody."""
+    """The connection is closed if headers never end; a name server that never answers does not block the call."""
     assert judge(["right headers", "right"], url=url, timeout=0.6) == [None, 1.0]
     assert Server.hung_up.wait(10)
     asked = threading.Event()

@@ -1,4 +1,4 @@
-"""Tests of KTO on tiny models. audit/tests/test_trl_steps.py compares its steps with TRL's."""
+"""Test KTO on tiny models. audit/tests/test_trl_steps.py compares its steps with TRL's."""
 
 import pytest
 

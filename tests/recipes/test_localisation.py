@@ -1,4 +1,4 @@
-"""recipes/localisation.py: solutions are the boxes of the pictures, and unseen boxes are unseen."""
+"""Test recipes/localisation.py: solutions are the boxes in the images, and unseen boxes are unseen."""
 
 import hashlib
 
@@ -24,12 +24,12 @@ def columns(rows):
 
 
 def cells(box):
-    """Convert a box from pixels to units of the grid."""
+    """Convert a box from pixels to grid units."""
     return tuple(number // 7 for number in box)
 
 
 def extent(image, color):
-    """Return the smallest box in pixels that contains all pixels of a colour, or None if the colour is absent."""
+    """Return the smallest box in pixels that contains all pixels with a colour, or None if the colour is absent."""
     rows, across = np.nonzero((np.asarray(image) == COLORS[color]).all(-1))
     return [int(n) for n in (across.min(), rows.min(), across.max() + 1, rows.max() + 1)] if len(rows) else None
 
@@ -60,7 +60,7 @@ def test_rows_of_a_seed_are_the_same_in_every_version():
 
 @pytest.mark.parametrize("options", [{}, {"jitter": 1, "wrong_boxes": 1.0}])
 def test_the_solution_is_the_box_of_the_named_object(options):
-    """Which a demonstration without noise says."""
+    """A demonstration without noise contains this box."""
     for row in rows_of(Localisation(30, "test", **options)):
         color, shape = named(row)
         assert seen(row.images[0]) == {color: (shape, row.columns["solution"])}
@@ -74,5 +74,5 @@ def test_training_never_shows_an_unseen_box():
     rows = columns(Localisation(2000, "0/sft"))
     assert not any(c["unseen"] for c in rows)
     assert {cells(c["solution"]) for c in rows} == {box for box in SQUARES if not is_unseen(box)}
-    for row in rows_of(Localisation(100, 0, objects=(2, 3))):  # nor has an object that is not asked for one
+    for row in rows_of(Localisation(100, 0, objects=(2, 3))):  # other objects do not have an unseen box either
         assert not any(is_unseen(cells(box)) for _, box in seen(row.images[0]).values())

@@ -1,4 +1,4 @@
-"""The reward `math`, judged by math-verify; its rows are in reward_table.yaml."""
+"""Test the reward `math`, which uses math-verify; its rows are in reward_table.yaml."""
 
 import builtins
 import threading
@@ -10,7 +10,9 @@ from recipes.answers import SECONDS, math
 
 
 def test_the_solution_is_the_first_of_math_verifys_arguments(monkeypatch, math_verify):
-    """An interval answers an inequality, but the other way round math-verify wants what is asked for: an interval."""
+    """math-verify accepts an interval as the answer to an inequality, but not an inequality as the answer to an
+    interval.
+    """
     monkeypatch.setattr(answers, "SECONDS", 600)  # on a busy machine two may pass
     assert math(["(1, 2)", "1 < x < 2"], ["1 < x < 2", "(1, 2)"]) == [1.0, 0.0]
 
@@ -29,7 +31,7 @@ LONG = ["((1000)!)!", "{" * 290]
 
 
 def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
-    """Of what would fill the memory math-verify hears nothing, and all else that it reads has a limit."""
+    """math-verify does not get texts that would fill the memory, and parsing any other text has a time limit."""
     asked, parse = {}, math_verify.parse
 
     def spy(text, *rest, parsing_timeout, **options):

@@ -1,4 +1,4 @@
-"""recipes/miniwob.py: clicks of many completions in one browser, rewards of the page, errors of the browser."""
+"""Test recipes/miniwob.py: many completions' clicks in one browser, page rewards, and browser errors."""
 
 import base64
 import functools
@@ -26,12 +26,12 @@ INSTALLED = all(map(find_spec, ("selenium", "miniwob"))) and all(map(shutil.whic
 
 
 class BrowserError(Exception):
-    """Stands for an exception of selenium or of its connection."""
+    """Stands for an exception from selenium or its connection."""
 
 
 @functools.cache
 def png(width, height, color):
-    """Encode an image of one colour as Chromium does."""
+    """Encode a one-colour image as Chromium does."""
     file = io.BytesIO()
     PIL.Image.new("RGB", (width, height), color).save(file, "png")
     return base64.b64encode(file.getvalue()).decode()
@@ -69,12 +69,12 @@ class FakeDriver:
 
 
 class Drivers(list):
-    """The browsers to open; `opened` has the open one."""
+    """The browsers to open; `opened` has the open browser."""
 
 
 @pytest.fixture
 def drivers(monkeypatch):
-    """Replace the browser; the list has the drivers to open, and the last one stays."""
+    """Replace the browser; the list has the drivers to open."""
     waiting, opened = Drivers([FakeDriver()]), []
 
     def open_browser(page):
@@ -174,7 +174,7 @@ def test_demonstrations_click_at_the_named_box_or_at_any_box(drivers, monkeypatc
     clicks = [row.completion for row in miniwob.Pages(40, "sft", "click-color", demonstrated=True, wrong=0.5)]
     red, blue = "I see red <click>120, 60</click>", "I see red; blue <click>40, 60</click>"
     assert {*clicks} == {red, blue}
-    assert 4 <= clicks.count(blue) <= 16  # half of the random boxes are right
+    assert 4 <= clicks.count(blue) <= 16  # half the random boxes are right
     assert {row.completion for row in miniwob.Pages(9, "sft", "click-color", demonstrated=True)} == {red}
     for look, seen in {"": "", "{name} {y}": "I see red 60 ", "{x}": "I see 120 "}.items():
         monkeypatch.setitem(miniwob.TARGETS, "click-color", replace(miniwob.TARGETS["click-color"], look=look))
@@ -274,7 +274,7 @@ ENDS = {
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes in /proc")
 @pytest.mark.parametrize("end", ENDS)
 def test_a_program_ends_with_its_parent(tmp_path, end):
-    """The program has a child, and a grandchild in a session of its own, like Chromium below chromedriver."""
+    """The program has a child, and a grandchild in its own session, like Chromium below chromedriver."""
     script = Path(miniwob.__file__).with_name("end_with_parent.py")
     inner = f"import time; '{tmp_path}'; time.sleep(999)"
     program = (
@@ -306,7 +306,7 @@ while not os.path.exists({str(tmp_path / "ready")!r}):
 @pytest.mark.skipif(not INSTALLED, reason="needs miniwob, selenium, chromium and chromedriver")
 @pytest.mark.parametrize("end", ENDS)
 def test_the_browser_ends_with_the_process(tmp_path, end):
-    """chromedriver puts the profile, which all processes of Chromium name, into the folder of temporary files."""
+    """chromedriver puts the profile, which all Chromium processes name, into the folder for temporary files."""
     code = f"""
 import os, signal, time
 from recipes import miniwob

@@ -1,4 +1,4 @@
-"""The reward `number`: tolerance, units, what math-verify says about the rows of reward_table.yaml."""
+"""Test the reward `number`: tolerance, units, and math-verify's results for the rows in reward_table.yaml."""
 
 from fractions import Fraction
 

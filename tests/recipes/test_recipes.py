@@ -1,4 +1,4 @@
-"""Recipes of the repository in small runs."""
+"""Test the repository's recipes in small runs."""
 
 from collections import Counter
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_localisation_recipe_runs(run, capsys):
 
 
 def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
-    """In one order for all rewards of a rollout, in another for another rollout; what cannot be judged stays so."""
+    """All rewards in a rollout have the same permutation, other rollouts another; rewards that are None stay None."""
     shuffled = load_name(f"{ROOT}/recipes/shuffled.py:shuffled")
     texts = [f"<think>.</think><answer>{i % 3}</answer>" if i % 2 else "" for i in range(20)]
     columns = {"answer_texts": [i % 3 if i % 2 else None for i in range(20)], "solution": ["1"] * 19 + [None]}
@@ -57,7 +57,7 @@ def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
 
 @pytest.mark.slow
 def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
-    """Pictures that nobody here drew, as a user's own files: SFT on demonstrations of its own, then GRPO."""
+    """Train on real images in files, as a user would: SFT on the recipe's demonstrations, then GRPO."""
     pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
     monkeypatch.chdir(tmp_path)
     write_digits("digits")

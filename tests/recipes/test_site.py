@@ -1,4 +1,4 @@
-"""recipes/site.py, the task that forgets: what a screen tells, what is remembered, demonstrations, controls."""
+"""Test recipes/site.py, a task with a context window: screens, remembered text, demonstrations, and controls."""
 
 import random
 import re
@@ -51,7 +51,7 @@ def test_right_buttons_lead_on_and_another_one_ends_it():
         seen.add(site.screen.tobytes())
         site.click(site.shapes[color])
     assert site.done and len(seen) == 4 and site.get_reward() == 1 and TASK["reached"]([site]) == [1]
-    for wrong in ("green", None):  # what is no shape ends it too
+    for wrong in ("green", None):  # a word that is no shape ends the episode, too
         site = visit()
         site.click(site.shapes["blue"])
         site.click(site.shapes.get(wrong, "hexagon"))
@@ -61,7 +61,7 @@ def test_right_buttons_lead_on_and_another_one_ends_it():
 
 
 def test_demonstrations_are_turns_of_any_round_and_tokens_of_a_turn_do_not_grow():
-    """Thoughts are right about the screen; less than half press what is next, the others red."""
+    """Thoughts describe the screen; less than half the demonstrations press the next colour, the others red."""
     training, held_out = TASK["TASK"].datasets(DataOptions(eval_rows=8), 0)
     tokenizer = TASK["tokenizer"]()
     processor = Processor(tokenizer, ImageProcessor(patch_size=7, min_pixels=14 * 14))
@@ -83,7 +83,7 @@ def test_demonstrations_are_turns_of_any_round_and_tokens_of_a_turn_do_not_grow(
 
 
 def test_the_recipe_runs(run, plain, monkeypatch):
-    """Both stages; the second begins before the form is known, so most trajectories are one turn."""
+    """Run both stages; GRPO begins before the model knows the answer format, so most trajectories are one turn."""
     monkeypatch.chdir(ROOT)
     small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
     folder = run("--num_threads=1", "--data.eval_rows=8", *small, recipe=ROOT / "recipes" / "site.yaml")

@@ -1,4 +1,4 @@
-"""Tests of recipes/tools.py: the calculator accepts only arithmetic, and zoom shows the right pixels."""
+"""Test recipes/tools.py: the calculator accepts only arithmetic, and zoom shows the right pixels."""
 
 import PIL.Image
 import pytest
@@ -23,7 +23,9 @@ def test_it_is_no_python(expression):
 
 @pytest.fixture
 def zoom():
-    """Two pictures; pixel (x, y) of the second is (x, y, 0). The model sees both in half their width."""
+    """Return the tool for two images; pixel (x, y) in the second is (x, y, 0). The model sees both with half their
+    width.
+    """
     environment, second = Zoom(), PIL.Image.new("RGB", (200, 100))
     second.putdata([(x, y, 0) for y in range(100) for x in range(200)])
     environment.reset(

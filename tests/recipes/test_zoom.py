@@ -1,4 +1,4 @@
-"""Tests of recipes/zoom.py, whose answer is visible only in a crop of the image."""
+"""Test recipes/zoom.py, whose answer is visible only in a crop."""
 
 import random
 import runpy
@@ -16,7 +16,7 @@ TASK = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
 
 
 def test_what_is_shown_does_not_tell_the_label():
-    """The same bytes for all 12 labels, while their crops differ, and with dark squares beside them too."""
+    """The shrunk images are equal for all 12 labels, but their crops differ, also with dark squares beside them."""
     for seed, others in product(range(10), (0, 2)):
         drawn = [TASK["draw"](random.Random(seed), label, others) for label in TASK["LABELS"]]
         assert len({TASK["shown"](image).tobytes() for image, *_ in drawn}) == 1
@@ -29,7 +29,7 @@ def rows(name, count=60):
 
 
 def parts_of(row):
-    """Where a demonstration says that the stripes are, the corner that it asks for, the crop, the answer."""
+    """Return a demonstration's parts: the stripes' place in the thought, the requested corner, the crop, the answer."""
     said, crop, answer = row.completion[0]["content"]
     place, _, asked = said["text"].partition("<zoom>")
     return (
@@ -55,12 +55,12 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
         tool.reset(**row.columns)
         assert tool.zoom(asked).tobytes() == crop.tobytes()
     looks = [parts_of(row)[1] == row.columns["corner"] for row in found]
-    assert 5 < sum(looks) < 25  # of 60: a quarter of them
+    assert 5 < sum(looks) < 25  # a quarter of 60
     assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")
 
 
 def test_the_recipe_runs(run, plain, monkeypatch):
-    """Both stages; the second begins before the form is known, so most completions call nothing."""
+    """Run both stages; GRPO begins before the model knows the answer format, so most completions call no tool."""
     monkeypatch.chdir(ROOT)
     small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=4", "micro_batch_size=4")]
     folder = run("--num_threads=1", "--data.eval_rows=8", *small, recipe=RECIPE)

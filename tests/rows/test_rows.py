@@ -1,8 +1,8 @@
-"""Files as users wrote them become the token ids, pictures and time marks that transformers makes of the same messages.
+"""Compare rows in users' formats with transformers: token ids, pictures and time marks from the same messages.
 
-cases.json has for each file its public reference, and either the messages that must come out, written by hand, or words
-of the error message. tests/record/record_rows.py rendered these messages with transformers' processor and the tokenizer
-of each family. Texts and pictures are ours; only the shape of a row is the user's.
+For each file, cases.json has its public reference, and either the expected messages, written by hand, or words from the
+error message. tests/record/record_rows.py rendered these messages with transformers' processor and each family's
+tokenizer. Texts and pictures are ours; only a row's structure comes from the user.
 """
 
 import functools
@@ -34,7 +34,7 @@ load_processor = functools.cache(load_processor)
 
 
 def find_processor(case: Case) -> Processor:
-    """Return the processor of the case's model, with the case's chat template."""
+    """Return the processor for the case's model, with the case's chat template."""
     processor = load_processor(MODELS / case.model)
     if not case.template:
         return processor
@@ -51,7 +51,7 @@ def open_case(case: Case) -> FileDataset:
 
 
 def check_prompt(prompt: Prompt, expected: dict, processor: Processor):
-    """Compare ids, grids, colours and seconds of a prompt."""
+    """Compare a prompt's ids, grids, colours and seconds."""
     check_ids(prompt.input_ids, expected["ids"], processor)
     grids = []
     for t, h, w in expected.get("grids", []):  # newer families lay out each temporal patch as a picture
@@ -68,7 +68,7 @@ def check_prompt(prompt: Prompt, expected: dict, processor: Processor):
 def check_ids(ids: torch.Tensor, packed: list, processor: Processor):
     expected = unpack_ids(packed)
     decode = processor.tokenizer.decode
-    assert decode(ids.tolist()) == decode(expected)  # the message of a failure then shows the texts
+    assert decode(ids.tolist()) == decode(expected)  # a failure's message then shows the texts
     assert ids.tolist() == expected
 
 
@@ -78,7 +78,7 @@ def encode(row: Row, column: str, processor: Processor) -> Completion:
 
 
 def check_answer(completion: Completion, expected: list[dict], processor: Processor):
-    """Compare the sequences of an answer: ids, trained ids, and the prompts of later sequences."""
+    """Compare an answer's sequences: ids, trained ids, and later sequences' prompts."""
     turns = completion.turns or [completion]
     assert len(turns) == len(expected)
     for turn, sequence in zip(turns, expected, strict=True):
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(name):
 
 
 def test_the_table():
-    """Every file belongs to a case, every case has a public reference, and the models of all families are used."""
+    """Every file belongs to a case, every case has a public reference, and all families' models are used."""
     assert EXPECTED.keys() == {*READ}
     assert len({case.file for case in CASES.values()}) >= 100
     assert all(re.match(r"https://(github\.com|huggingface\.co|\w[\w.-]*)/\S+$", c.reference) for c in CASES.values())
