@@ -15,8 +15,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from gpu_report import part, report, report_skipped, run_part
-from gpu_step import CARD, peak_gib, seconds_of
+from common import CARD, part, peak_gib, report, report_skipped, run_part, seconds_of
 from torch import Tensor
 from torch.nn.functional import linear
 

@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported, which the imports below do
-from gpu_report import part, report, report_skipped, run_part
-from gpu_step import CARD, build, seconds_of, synchronize, twin
-from grpo_step import QUESTION, Ours, distinct_characters, make_rows, trl_processor
+from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
+from gpu_step import build, compare_and_measure, twin
+from grpo_step import Ours, make_rows, trl_clock, trl_side
 from sizes import HUB, small_model
 
 from minivlmrl.config.loading import load_config
@@ -130,10 +130,7 @@ def vllm_speed(toy: bool):
 @part
 def transformers(toy: bool):
     """Compare log-probabilities, gradients and seconds with transformers, see gpu_step.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "step.json"
-        run_python("benchmarks/gpu_step.py", "--repeats=1", f"--json={file}", *(["--toy"] if toy else []))
-        found = json.loads(file.read_text())
+    found = compare_and_measure(toy, repeats=1)
     for label, differences in (("two layers, float32", "shallow_differences"), ("whole model", "differences")):
         for peer, (logps, gradients) in found[differences].items():
             report(f"{label}, {peer}: difference of log-probabilities", logps, "nats")
@@ -448,31 +445,29 @@ def trl_step(toy: bool, attention: str):
 
     Gradient checkpointing is on, as in TRL's examples, and a micro-batch is a prompt with its completions.
     """
-    import datasets
-    import trl
-
     if attention != "sdpa" and CARD.type == "cpu":
         return report_skipped(f"step with {attention}", "this part needs a GPU")
     pixels, prompts, new_tokens = (56, 2, 4) if toy else (STEP.pixels, 8, 256)
-    rows = make_rows(pixels, prompts)
-    chats = [{"prompt": [{"role": "user", "content": QUESTION}], "image": row.images[0]} for row in rows]
+
+    def report_step(number: int, seconds: float) -> bool:
+        report(f"{attention}: step {number}", seconds, "s")
+        if CARD.type == "cuda":
+            report(f"{attention}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+        return seconds > 55  # then the second step is skipped
+
     with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
         small, processor, token_ids = small_model(Path(folder))
-        save_model(Path(folder) / "model", small, processor)
+        save_model(path, small, processor)
         config = config_json.from_dict(HUB["toy" if toy else STEP.size] | token_ids)
         model = twin(build(config, torch.float32 if toy else torch.bfloat16))
         model.set_attn_implementation(attention)
         model.generation_config.eos_token_id = None  # so that all completions have the same length
-        options = trl.GRPOConfig(
-            output_dir=folder, max_steps=2, use_cpu=CARD.type == "cpu", bf16=False, gradient_checkpointing=True,
-            lr_scheduler_type="constant", per_device_train_batch_size=8, gradient_accumulation_steps=prompts,
-            num_generations=8, max_completion_length=new_tokens, logging_steps=99, report_to="none",
-            generation_kwargs={"min_new_tokens": new_tokens, "suppress_tokens": sorted(token_ids.values())},
-            save_strategy="no", disable_tqdm=True, beta=0.0, loss_type="grpo", learning_rate=1e-6,
-        )  # fmt: skip
-        trainer = trl.GRPOTrainer(
-            model, reward_trl, options, train_dataset=datasets.Dataset.from_list(chats),
-            processing_class=trl_processor(Path(folder) / "model"), callbacks=[trl_clock(attention)],
+        generation = {"min_new_tokens": new_tokens, "suppress_tokens": sorted(token_ids.values())}
+        trainer = trl_side(
+            model, path, make_rows(pixels, prompts), 2, trl_clock(report_step), new_tokens, gradient_checkpointing=True,
+            per_device_train_batch_size=8, gradient_accumulation_steps=prompts, generation_kwargs=generation, beta=0.0,
+            learning_rate=1e-6,
         )  # fmt: skip
         sampled = []
         generate_and_score = marked(trainer._generate_and_score_completions, sampled)
@@ -481,30 +476,6 @@ def trl_step(toy: bool, attention: str):
         synchronize()
     for pair in sampled:
         report(f"{attention}: sampling and rewards of a step", seconds_between(*pair), "s")
-
-
-def reward_trl(completions: list, **columns) -> list[float]:
-    return distinct_characters([message["content"] for (message,) in completions])
-
-
-def trl_clock(attention: str):
-    """Create a callback that reports each TRL step. It skips the second step if the first took over 55 s."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            synchronize()
-            self.begin = time.perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            synchronize()
-            seconds = time.perf_counter() - self.begin
-            report(f"{attention}: step {state.global_step}", seconds, "s")
-            if CARD.type == "cuda":
-                report(f"{attention}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
-            control.should_training_stop |= seconds > 55
-
-    return Clock()
 
 
 if __name__ == "__main__":

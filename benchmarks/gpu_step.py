@@ -1,7 +1,7 @@
 """Compare scoring and a Qwen2.5-VL-3B training step on a GPU with transformers.
 
-python benchmarks/gpu_step.py --json FILE     # a table and its numbers
-python benchmarks/gpu_step.py --toy           # tests the script: toy size in float32, also on a CPU
+python benchmarks/gpu_step.py          # a table
+python benchmarks/gpu_step.py --toy    # tests the script: toy size in float32, also on a CPU
 
 The weights are random, in bfloat16. There is one prompt with 1,000 image tokens and 100 text tokens, and 8 completions
 with exactly 256 tokens each.
@@ -21,20 +21,15 @@ maximum. Memory is a call's peak minus the memory that model and optimizer alrea
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
 import json
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import CARD, about, peak_gib, read_options, seconds_of
 from sizes import config_of
 from torch import Tensor
 
@@ -47,7 +42,6 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 
-CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PEER_ROWS = 2  # rows that a peer processes at once in a step
 TOLERANCE = 1e-3  # largest difference in float32, in nats and relative to the gradient's norm
 
@@ -75,24 +69,31 @@ class Case:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each way")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
     options = read_options(parser)
+    print(json.dumps(about()))
+    compare_and_measure(options.toy, options.repeats)
+
+
+def compare_and_measure(toy: bool, repeats: int) -> dict:
+    """Compare the implementations, time them, and print the results.
+
+    Returns:
+        "rows": see measure; "shallow_differences" and "differences" (whole model): see compare.
+    """
     # otherwise transformers' Conv3d would compute with ten bits in the float32 comparison
     torch.backends.cudnn.allow_tf32 = False
-    print(json.dumps(about()))
-    case = make_case(options.toy)
+    case = make_case(toy)
     shallow_case = dataclasses.replace(case, config=shallow(case.config))
     model = build(shallow_case.config, torch.float32)
     shallow_differences = compare("float32, two layers", model, twin(model), shallow_case)
     for way, (logps, gradients) in shallow_differences.items():
         assert max(logps, gradients) <= TOLERANCE, f"{way}: {logps:.1e} nats, gradients {gradients:.1e}"
-    dtype = torch.float32 if options.toy else torch.bfloat16
+    dtype = torch.float32 if toy else torch.bfloat16
     model = build(case.config, dtype)
     theirs = twin(model)
     differences = compare(str(dtype), model, theirs, case)
-    rows = measure(model, theirs, case, options.repeats)
-    found = {"rows": rows, "differences": differences, "shallow_differences": shallow_differences}
-    write_numbers(options.json, found)
+    rows = measure(model, theirs, case, repeats)
+    return {"rows": rows, "differences": differences, "shallow_differences": shallow_differences}
 
 
 def make_case(toy: bool) -> Case:
@@ -308,59 +309,6 @@ def line(numbers: dict, base: float | None) -> str:
     times = f"{numbers['seconds'] / base:.2f}" if base else ""
     spent = f"{numbers['seconds']:.3f} | {numbers['shortest']:.3f} | {numbers['longest']:.3f}"
     return f"{spent} | {times} | {numbers['peak_gib']:.1f}"
-
-
-def seconds_of(call: Callable) -> float:
-    """Measure a call's seconds, including its GPU work."""
-    synchronize()
-    begin = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - begin
-
-
-def peak_gib(call: Callable) -> float:
-    """Measure a call's peak memory in GiB, minus the memory in use before the call; 0 without a GPU."""
-    if CARD.type == "cpu":
-        call()
-        return 0.0
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    call()
-    synchronize()
-    return (torch.cuda.max_memory_allocated() - held) / 2**30
-
-
-def synchronize():
-    if CARD.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Add the option --toy to a script that needs a GPU, and parse its options."""
-    parser.add_argument("--toy", action="store_true", help="toy size in float32, also on a CPU")
-    options = parser.parse_args()
-    if CARD.type == "cpu" and not options.toy:
-        sys.exit("This benchmark needs a GPU; pass --toy to run it at toy size on a CPU")
-    return options
-
-
-def about() -> dict:
-    """Return the device, today's date, and the package versions."""
-    versions = {}
-    for name in ("torch", "triton", "transformers"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
-    card = torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
-    return {"card": card, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
-
-
-def write_numbers(path: Path | None, numbers: dict):
-    """Write the numbers with date, device and versions to a JSON file, unless the path is None."""
-    if path:
-        path.write_text(json.dumps(about() | numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ is only meaningful if it differs from 1 by more than the control does.
 """
 
 import argparse
-import datetime
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,6 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before imports that read it; no networ
 # before torch is imported; minivlmrl sets the same value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
+from common import about, seconds_of, synchronize
 from torch import Tensor
 
 from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
@@ -89,33 +90,26 @@ class Ours:
         return metrics
 
 
-def take_turns(ours: Ours):
-    """Create a callback for TRL's trainer that times its steps and minivlmrl's steps."""
+def trl_clock(after_step: Callable[[int, float], bool | None]):
+    """Create a callback that times TRL's steps, and calls `after_step` with each step's number and seconds.
+
+    Training ends if `after_step` returns True. Between on_step_begin and on_step_end, Trainer runs training_step, in
+    which GRPOTrainer generates, scores with the reference, and runs forward and backward. Then Trainer clips, updates
+    and zeroes the gradients. Rows are loaded before.
+    """
     import transformers
 
-    class TakeTurns(transformers.TrainerCallback):
-        """Time TRL's steps; after each TRL step, run and time a minivlmrl step.
-
-        Between on_step_begin and on_step_end, Trainer runs training_step, in which GRPOTrainer generates, scores with
-        the reference, and runs forward and backward. Then Trainer clips, updates and zeroes the gradients. Rows are
-        loaded before.
-        """
-
-        def __init__(self, ours: Ours):
-            self.ours = ours
-            self.our_seconds = []
-            self.trl_seconds = []
-
+    class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
+            synchronize()
             self.begin = time.perf_counter()
 
-        def on_step_end(self, *args, **kwargs):
-            self.trl_seconds.append(time.perf_counter() - self.begin)
-            begin = time.perf_counter()
-            self.ours.step()
-            self.our_seconds.append(time.perf_counter() - begin)
+        def on_step_end(self, args, state, control, **kwargs):
+            synchronize()
+            seconds = time.perf_counter() - self.begin
+            control.should_training_stop |= bool(after_step(state.global_step, seconds))
 
-    return TakeTurns(ours)
+    return Clock()
 
 
 def main():
@@ -157,7 +151,7 @@ def main():
             "versions": versions,
             "threads": options.threads,
             "steps": options.steps,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "date": about()["date"],
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 
@@ -200,11 +194,7 @@ def measure_alone(size: int, prompts: int, new_tokens: int, steps: int) -> float
     """Return the median time for minivlmrl's step in milliseconds."""
     model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
     ours = our_side(model, processor, make_rows(size, prompts), new_tokens)
-    seconds = []
-    for _ in range(WARMUP + steps):
-        begin = time.perf_counter()
-        ours.step()
-        seconds.append(time.perf_counter() - begin)
+    seconds = [seconds_of(ours.step) for _ in range(WARMUP + steps)]
     return statistics.median(seconds[WARMUP:]) * 1e3
 
 
@@ -217,14 +207,20 @@ def measure(size: int, prompts: int, steps: int, config=MODEL_CONFIG, new_tokens
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         save_model(path, model, processor)
-        turns = take_turns(our_side(model, processor, rows, new_tokens))
+        ours = our_side(model, processor, rows, new_tokens)
+        our_seconds, trl_seconds = [], []
+
+        def alternate(number: int, seconds: float):
+            trl_seconds.append(seconds)
+            our_seconds.append(seconds_of(ours.step))
+
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        trainer = trl_side(theirs, path, rows, warmup + steps, turns, new_tokens)
+        trainer = trl_side(theirs, path, rows, warmup + steps, trl_clock(alternate), new_tokens)
         trainer.remove_callback(transformers.PrinterCallback)
         prompt_tokens, difference = assert_agreement(model, processor, trainer, rows)
         trainer.train()
-    our_ms = statistics.median(turns.our_seconds[warmup:]) * 1e3
-    trl_ms = statistics.median(turns.trl_seconds[warmup:]) * 1e3
+    our_ms = statistics.median(our_seconds[warmup:]) * 1e3
+    trl_ms = statistics.median(trl_seconds[warmup:]) * 1e3
     return {
         "image_pixels": size,
         "prompt_tokens": prompt_tokens,
@@ -268,27 +264,18 @@ def our_side(
     return Ours(GRPOTrainer(run, model, endless, World(device=model.lm_head.weight.device)), rows)
 
 
-def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int):
-    """Create TRL's trainer; the folder has the tokenizer and the image settings."""
+def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int, **options):
+    """Create TRL's trainer; the folder has the tokenizer and the image settings; `options` override the config."""
     import datasets
     import trl
 
-    config = trl.GRPOConfig(
-        output_dir=str(folder),
-        max_steps=steps,
-        use_cpu=model.device.type == "cpu",
-        bf16=False,
-        gradient_checkpointing=False,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=len(rows) * NUM_GENERATIONS,
-        max_completion_length=new_tokens,
-        generation_kwargs={"min_new_tokens": new_tokens},
-        logging_steps=steps + 1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        **COMMON,
-    )
+    defaults = {
+        "output_dir": str(folder), "max_steps": steps, "use_cpu": model.device.type == "cpu", "bf16": False,
+        "gradient_checkpointing": False, "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": len(rows) * NUM_GENERATIONS, "max_completion_length": new_tokens,
+        "generation_kwargs": {"min_new_tokens": new_tokens}, "logging_steps": steps + 1, "report_to": "none",
+        "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
     chats = [{"prompt": [{"role": "user", "content": QUESTION}], "image": row.images[0]} for row in rows]
 
     def judge(completions, **columns):
@@ -297,7 +284,7 @@ def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, 
     return trl.GRPOTrainer(
         model,
         judge,
-        config,
+        trl.GRPOConfig(**defaults | COMMON | options),
         train_dataset=datasets.Dataset.from_list(chats),
         processing_class=trl_processor(folder),
         callbacks=[callback],

@@ -87,45 +87,28 @@ def log_softmax_builds() -> list[Build]:
     """Return builds for the log-softmax kernels, for whole rows and for linear_log_softmax's tiles."""
     numbers = same("i32", "stride", "width", "first") | {"k": "fp32", "ids": "*i64"}
     results = same("*fp32", "logps", "entropies", "tops", "totals")
+    whole = {"parts": None, "FIRST": True, "LAST": True}
+    middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False}
+    forward, forward_warps = log_softmax._score_kernel, log_softmax.FORWARD_WARPS
+    backward, backward_warps = log_softmax._differentiate_kernel, log_softmax.BACKWARD_WARPS
     elements = log_softmax.STEPS.value * log_softmax.COLUMNS.value
+    block = log_softmax.BLOCK.value
     builds = []
     for dtype in DTYPES:
+        name = f"log-softmax forward {dtype}"
         given = numbers | {"logits": f"*{dtype}", "rows": "i32"}
-        builds.append(
-            Build(
-                name=f"log-softmax forward {dtype}",
-                kernel=log_softmax._score_kernel,
-                signature=given | results,
-                constexprs={"parts": None, "FIRST": True, "LAST": True},
-                num_warps=log_softmax.FORWARD_WARPS,
-                elements=elements,
-            )
-        )
-        builds.append(
-            Build(
-                name=f"log-softmax forward, middle part {dtype}",
-                kernel=log_softmax._score_kernel,
-                signature=given | {"parts": "*fp32"},
-                constexprs=dict.fromkeys(results) | {"FIRST": False, "LAST": False},
-                num_warps=log_softmax.FORWARD_WARPS,
-                elements=elements,
-            )
-        )
-        given = (
-            numbers | same(f"*{dtype}", "logits", "out") | same("*fp32", "entropies", "tops", "totals", "grad_logps")
-        )
-        given["out_stride"] = "i32"
-        for name, with_entropy in (("", False), (" with entropy", True)):
-            builds.append(
-                Build(
-                    name=f"log-softmax backward{name} {dtype}",
-                    kernel=log_softmax._differentiate_kernel,
-                    signature=given | {"grad_entropies": "*fp32"} if with_entropy else given,
-                    constexprs={} if with_entropy else {"grad_entropies": None},
-                    num_warps=log_softmax.BACKWARD_WARPS,
-                    elements=log_softmax.BLOCK.value,
-                )
-            )
+        builds.append(Build(name, forward, given | results, whole, forward_warps, elements=elements))
+        name = f"log-softmax forward, middle part {dtype}"
+        given = given | {"parts": "*fp32"}
+        builds.append(Build(name, forward, given, middle, forward_warps, elements=elements))
+        name = f"log-softmax backward {dtype}"
+        given = numbers | same(f"*{dtype}", "logits", "out") | {"out_stride": "i32"}
+        given |= same("*fp32", "entropies", "tops", "totals", "grad_logps")
+        without = {"grad_entropies": None}
+        builds.append(Build(name, backward, given, without, backward_warps, elements=block))
+        name = f"log-softmax backward with entropy {dtype}"
+        given = given | {"grad_entropies": "*fp32"}
+        builds.append(Build(name, backward, given, {}, backward_warps, elements=block))
     return builds
 
 

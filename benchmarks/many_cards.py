@@ -169,9 +169,7 @@ def count_step(run: RunConfig, estimator: MemoryEstimator, cards: int) -> Commun
             sharding.shard(model)
         shape = BatchShape(1, 2, 8, 4, 2)  # the communication does not depend on the token count
         batch = meta_batch(estimator.config, shape, torch.bfloat16)
-        run_micro_batch(
-            model, batch, PROMPTS - 1, world
-        )  # because a run's first step gathers some weights once more
+        run_micro_batch(model, batch, PROMPTS - 1, world)  # because a run's first step gathers some weights once more
         total = Communication(Counter(), Counter())
         for index, times in ((0, 1), (1, PROMPTS - 2), (PROMPTS - 1, 1)):
             with CollectiveCounter() as counter:

@@ -1,0 +1,94 @@
+"""Shared by the benchmarks: timers, the option --toy, and numbers printed as JSON lines.
+
+first_gpu_hour.py reads these lines from the output of its parts.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seconds_of(call: Callable) -> float:
+    """Measure a call's seconds, including its GPU work."""
+    synchronize()
+    begin = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def peak_gib(call: Callable) -> float:
+    """Measure a call's peak memory in GiB, minus the memory in use before the call; 0 without a GPU."""
+    if CARD.type == "cpu":
+        call()
+        return 0.0
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    call()
+    synchronize()
+    return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def synchronize():
+    if CARD.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Add the option --toy to a script that needs a GPU, and parse its options."""
+    parser.add_argument("--toy", action="store_true", help="toy size in float32, also on a CPU")
+    options = parser.parse_args()
+    if CARD.type == "cpu" and not options.toy:
+        sys.exit("This benchmark needs a GPU; pass --toy to run it at toy size on a CPU")
+    return options
+
+
+def about() -> dict:
+    """Return the device, today's date, and the package versions."""
+    versions = {}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    card = torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
+    return {"card": card, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
+
+
+def run_part(description: str, parts: Mapping[str, Callable]):
+    """Run the part that the command line names; `parts` has the functions of a script by name."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("part", choices=[name for name, x in parts.items() if getattr(x, "is_part", False)])
+    parser.add_argument("arguments", nargs="*")
+    options = read_options(parser)
+    print(json.dumps(about()), flush=True)
+    parts[options.part](options.toy, *options.arguments)
+
+
+def part(function: Callable) -> Callable:
+    """Mark a function(toy, *arguments) as a part of first_gpu_hour.py."""
+    function.is_part = True
+    return function
+
+
+def report(name: str, value: float, unit: str):
+    """Print a number with four significant digits."""
+    show(name, value=float(f"{value:.4g}"), unit=unit)
+
+
+def report_skipped(name: str, reason: str):
+    """Print that a number was not measured, with the reason."""
+    show(name, skipped=reason)
+
+
+def show(name: str, **fields):
+    print(json.dumps({"card": about()["card"], "name": name, **fields}), flush=True)
