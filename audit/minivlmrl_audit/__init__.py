@@ -1,1 +1,1 @@
-"""Audit a trainer: recompute one of its optimizer steps, and name the mistake behind each difference."""
+"""Audit a trainer: recompute an optimizer step, and name the mistake behind each difference."""

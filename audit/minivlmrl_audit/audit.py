@@ -1,9 +1,9 @@
 """`python -m minivlmrl audit STEP`: recompute a dumped optimizer step and explain its differences.
 
 Each stage is recomputed from the trainer's own inputs to that stage, so one mistake is reported only once. For a stage
-that differs, the search tries known causes one at a time, then a free factor, then the most promising pairs of causes.
-A search ends after --seconds with the causes that it has found. Exit status 0 means that all stages agree, 1 that at
-least one stage differs, and 2 that nothing could be compared.
+that differs, the search tries a fitted factor, then known causes one at a time, then the most promising
+pairs. A search ends after --seconds with the causes that it has found. Exit status 0 means that all stages agree, 1
+that at least one stage differs, and 2 that nothing could be compared.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby, permutations, product
 from typing import NamedTuple
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minivlmrl_audit import known_bugs, optimizer_checks, step_checks, step_names
+from minivlmrl_audit import known_bugs, optimizer_checks, step_checks, step_format
 from minivlmrl_audit.dump import DAMAGES, Dump, SearchEndedError, read
 from minivlmrl_audit.minivlmrl_api import error_context
 from minivlmrl_audit.perturbations import Change
 
-# Largest error that counts as agreement, relative to the size of the terms that were summed. It is a small multiple of
-# the rounding error of float32.
+# Largest error that counts as agreement, relative to the summed terms. It is a small multiple of float32's rounding
+# error.
 TOLERANCE = 1e-5
-# stages that need a forward of a model: (name of the dumped tensor, field of step.json with the model's folder)
+# stages that need a model's forward: (dumped tensor, field in step.json with the model's folder)
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "entropies": ("entropies", "model"),
@@ -54,20 +54,20 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
-IDS = ("tokens", "pictures", "mask")  # stages of integers, for which no factor is fitted
+IDS = ("tokens", "pictures", "mask")  # stages with integers, for which no factor is fitted
 SHOWN = 4  # maximum number of printed explanations per stage
-LIKELY_CAUSES = 8  # number of single causes closest to the trainer's numbers; each is tried in pairs with other causes
-PAIRED = 400  # number of causes with which each likely cause is tried as a pair
+LIKELY_CAUSES = 8  # single causes closest to the trainer's numbers, each tried in pairs with other causes
+PAIRED = 400  # causes with which each likely cause is tried as a pair
 MODEL_CAUSES = 24  # used instead of PAIRED for stages in which each cause needs a model's forward
 PAIRED_NUMBERS = 12  # pairs of causes are tried only if at least this many numbers differ
-# initial values of the search for the free number of a fitted cause; the last ones are discounts
+# initial values in the search for a cause's free number; the last ones are discounts
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
-SECONDS = 30.0  # time after which the search for the causes of one stage ends in commands
-# pieces of a change that a model's outputs get after its forward, which then needs no repetition
+SECONDS = 30.0  # time after which the search for a stage's causes ends in commands
+# pieces in a change that apply to a model's outputs, so that the forward needs no repetition
 AFTER_FORWARD = {"logps", "mode", "inside"}
-# stage: what its numbers are grouped by, see count_groups
+# names for the groups that count_groups counts
 GROUPS = {"advantages": "group of completions", "loss": "row, pair or micro-batch"}
-# progress bar of a search, shown only after 20 seconds
+# progress bar for a search, shown only after 20 seconds
 searched = partial(tqdm, delay=20, leave=False, disable=None)
 
 
@@ -76,14 +76,18 @@ class Cause:
     """A possible mistake: a way in which a stage may deviate from its definition."""
 
     says: str
-    change: dict  # quantities of the stage's definition that this cause replaces, see Change
+    change: dict  # quantities in the stage's definition that this cause replaces, see Change
     of: known_bugs.Quantity  # for example with the stages and the effect
     error: float = 0.0  # error that remains if the stage is recomputed with this cause
-    parts: int = 1  # number of single causes that this cause combines
+    parts: int = 1  # how many single causes this cause combines
     is_guess: bool = False  # whether this cause has a fitted number that no count or option has
 
     def __str__(self) -> str:
         return f"{self.says} (remaining error {self.error:.0e})"
+
+    def is_limited(self) -> bool:
+        """Return whether this cause uses other rows or tokens, or affects only part of the step."""
+        return any(isinstance(x, tuple) for x in self.change.values())
 
     def is_fitted(self) -> bool:
         """Return whether this cause has a free number that is fitted to the trainer's values."""
@@ -91,75 +95,61 @@ class Cause:
 
     def is_general(self) -> bool:
         """Return whether this cause only says that a quantity is, for example, halved or taken from another row."""
-        return any(isinstance(x, tuple) or (callable(x) and x in known_bugs.GENERAL) for x in self.change.values())
+        return self.is_limited() or any(callable(x) and x in known_bugs.GENERAL for x in self.change.values())
 
     def has_unlikely_number(self) -> bool:
         """Return whether a number was fitted that is far from 1 and has no known origin."""
         return "factor" not in self.change and not 0.01 <= abs(self.change.get("c", 1.0)) <= 100
 
     def may_be_inside(self, quantity: str) -> bool:
-        """Return whether this cause can be limited to one use of a quantity; "" means any quantity.
-
-        For example, a wrong reward may affect only the baseline of the advantages.
-        """
-        # Causes that use the values of other rows or tokens are excluded, because with few numbers they match by
-        # chance. A mask has many numbers, so causes that change a mask are kept.
-        may_be = "mask" in self.change or not any(isinstance(x, tuple) for x in self.change.values())
+        """Return whether this cause can be limited to one use of `quantity`; "" means any quantity."""
+        # With few numbers, values from other rows or tokens match by chance, except in a mask, which has many numbers.
+        may_be = "mask" in self.change or not self.is_limited()
         return may_be and quantity in (*self.change, "") and not self.is_fitted()
 
     def inside(self, use: str) -> "Cause":
-        """Return a copy of this cause that affects only one use of a quantity."""
+        """Return a copy that affects a quantity only in one use, such as a wrong reward only in the baseline."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def rank(self) -> int:
         """Return the order in which causes are tried, because simpler causes are tried first.
 
-        A cause with a fitted number has rank 3. Any other cause has the number of the uses that it is limited to, which
-        is 0 for a cause without a limit.
+        A cause with a fitted number has rank 3. For any other cause, the rank counts the uses to which it is limited.
         """
         return 3 if self.is_fitted() else len(self.change.get("inside", []))
 
     def needs_forward(self) -> bool:
-        """Return whether a stage of log-probabilities needs another forward for this cause."""
+        """Return whether log-probabilities need another forward for this cause."""
         return not self.change.keys() <= AFTER_FORWARD
 
     def with_number(self, number: float, source: str = "") -> "Cause":
-        """Return a copy of this cause with its fitted number, and a text that names where it may come from."""
+        """Return a copy with a fitted number, and a text that names where the number may come from."""
         says = self.says.replace("{c}", f"{number:.5g}") + source
         return replace(self, says=says, change=self.change | {"c": number}, is_guess=not source)
 
 
 class Place(NamedTuple):
-    """A subset of a stage's numbers: all of them, some rows, or a part of the model."""
+    """A subset of a stage's numbers: all numbers, some rows, or a part of the model."""
 
-    says: str  # name of the subset; "" means all numbers
-    inside: dict[str, Tensor]  # bool mask of the subset for each tensor of the stage
+    says: str  # the subset's name; "" means all numbers
+    inside: dict[str, Tensor]  # bool mask for each tensor in the stage
     rows: Tensor | None = None
 
 
 @dataclass
-class Search:
-    """The result of a search for the causes of a stage's differences."""
-
-    explained: list[Cause] = field(default_factory=list)  # causes that reproduce all numbers, with the fewest parts
-    near: list[Cause] = field(default_factory=list)  # causes that leave exactly one number unexplained
-    has_ended: bool = False  # whether the time was over before all causes were tried
-
-
-@dataclass
 class Finding:
-    """The result of comparing a stage, which agrees if its error is at most TOLERANCE."""
+    """A compared stage, which agrees if its error is at most TOLERANCE."""
 
     stage: str
     error: float
     numbers: int
-    where: Sequence[str] = ()  # lines of text: counts of differing numbers, then examples
+    where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
     # causes with the fewest parts that explain the stage; empty if no known cause explains it
     explained: Sequence[Cause] = ()
     again: bool = False  # whether an earlier stage has reported the same cause already
-    groups: int = 0  # number of independent groups in which a number differs, see count_groups
-    search: Search = field(default_factory=Search)
+    groups: int = 0  # how many independent groups differ, see count_groups
+    search: "Search | None" = None  # None if no search was needed
 
     @property
     def ok(self) -> bool:
@@ -169,49 +159,46 @@ class Finding:
         """Return sentences about why the explanations, or their absence, may be wrong."""
         if self.ok or self.again:
             return []
-        result = []
         unit = GROUPS.get(self.stage, "number")
         count = len(self.explained)
-        if self.groups < 2:
-            result.append(f"only one {unit} differs, too few to tell causes apart; audit a larger step")
-        if count > SHOWN:
-            result.append(f"{count} causes give the same numbers, so this step cannot tell them apart")
-        if count and self.search.near:
-            names = "; ".join(cause.says for cause in self.search.near[:SHOWN])
-            result.append(
-                f"one number decides against {len(self.search.near)} other causes, which give all other numbers: "
-                f"{names}; audit a larger step"
-            )
-        if self.groups == 2 and count and self.explained[0].is_guess:
-            result.append(
-                f"a number was fitted for the first cause, so only one {unit} confirms it; audit a larger step"
-            )
-        if self.search.has_ended:
-            result.append("the time was over before all causes were tried; a larger --seconds tries more")
-        return result
+        near = self.search.near if self.search else []
+        names = "; ".join(cause.says for cause in near[:SHOWN])
+        doubts = {
+            f"only one {unit} differs, too few to tell causes apart; audit a larger step": self.groups < 2,
+            f"{count} causes give the same numbers, so this step cannot tell them apart": count > SHOWN,
+            f"one number decides against {len(near)} other causes, which give all other numbers: {names}; "
+            "audit a larger step": count and near,
+            f"a number was fitted for the first cause, so only one {unit} confirms it; audit a larger step": (
+                self.groups == 2 and count and self.explained[0].is_guess
+            ),
+            "the time was over before all causes were tried; a larger --seconds tries more": (
+                self.search and self.search.has_ended
+            ),
+        }
+        return [text for text, holds in doubts.items() if holds]
 
 
-# a fitted factor that multiplies all numbers of a stage
+# a fitted factor that multiplies all numbers in a stage
 FACTOR = Cause("all values are {c} times as large", {"factor": known_bugs.fitted_number}, known_bugs.FACTOR)
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names that known_bugs.py uses for a stage of this step."""
+    """Return the names that known_bugs.py uses for a stage in this step."""
     other_name = "logps" if name in LOGPS else name
     return {name, d.about["kind"] if name == "loss" else other_name}
 
 
 def possible_causes(name: str, d: Dump) -> list[Cause]:
-    """List the causes for a stage of this step, those that are limited to one use of a quantity last."""
+    """List the causes for a stage in this step, with causes that are limited to one use last."""
     names = names_of(name, d)
     result = []
     for quantity, causes in known_bugs.QUANTITIES.items():
         if names & quantity.stage_names() and quantity.needs in d:
             for says, change in causes.items():
                 change = change if isinstance(change, dict) else {quantity.name: change}
-                for text, parts in limited(says, change, d, "mask" in names):
-                    result.append(Cause(text, parts, quantity))
-    # causes specific to this kind of loss or model come before general causes
+                for text, pieces in for_each_part(says, change, d, "mask" in names):
+                    result.append(Cause(text, pieces, quantity))
+    # causes specific to this loss or model come before general causes
     result.sort(key=lambda cause: (cause.is_general(), not (names - {"loss", "logps"}) & cause.of.stage_names()))
     for stages, uses, quantity in known_bugs.SCOPES:
         if names & set(stages.split(", ")):
@@ -220,24 +207,24 @@ def possible_causes(name: str, d: Dump) -> list[Cause]:
     return result
 
 
-def limited(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield the sentence and the change of a cause, once for each part of the step to which it may be limited."""
+def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
+    """Yield a cause's sentence and change, once for each part to which the cause may be limited."""
     pieces = [name for name, x in change.items() if isinstance(x, known_bugs.Limited)]
     if not pieces:
         yield says, change
     for name in pieces:
         kinds, formula = change[name]
         for kind in kinds.split():
-            for unit in getattr(d, kind):
+            for part in getattr(d, kind):
                 # the completion mask cannot select tokens while the mask itself is compared
-                if not (in_mask and "counted" in unit):
-                    yield says.replace("{}", unit), change | {name: (kind, unit, formula)}
+                if not (in_mask and "counted" in part):
+                    yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Compare every stage for which the dump has the needed tensors and fields.
 
-    seconds: time after which the search for the causes of one stage ends.
+    seconds: time after which the search for a stage's causes ends.
 
     Raises ValueError if a stage cannot be recomputed because a tensor or field has a wrong type or shape.
     """
@@ -290,22 +277,22 @@ def look_for_causes(finding: Finding, d: Dump, differing: dict[str, Finding], se
         finding.again = True  # the mask depends on the token ids, which differ already
         finding.explained = differing["tokens"].explained
     change = finding.explained[0].change if finding.explained else None
-    # the gradients stage repeats the deviation of the forward
+    # the gradients stage repeats the forward's deviation
     if finding.stage == "logps" or of_one_forward:
         d.forward = change or None
-    if finding.stage == "tokens":  # the mask stage repeats the deviation of the token ids
+    if finding.stage == "tokens":  # the mask stage repeats the token ids' deviation
         d.ids = change
         d.__dict__.pop("regions", None)
 
 
 def error(answer: dict) -> float:
-    """Return the largest relative difference of a stage; infinite if a number is not finite."""
+    """Return a stage's largest relative difference; infinite if a number is not finite."""
     differences = all_gaps(answer)
     return differences.max().item() if len(differences) else 0.0
 
 
 def all_gaps(answer: dict) -> Tensor:
-    """Return the relative differences (numbers,) of all numbers of a stage, see `gaps`."""
+    """Return the relative differences (numbers,) for all numbers in a stage, see `gaps`."""
     nothing = torch.zeros(0)
     return torch.cat([nothing, *(gaps(*values).flatten() for values in answer.values())])
 
@@ -318,7 +305,7 @@ def gaps(theirs: Tensor, ours: Tensor, unit: Tensor | float) -> Tensor:
 def computed(name: str, d: Dump, change: dict) -> dict | None:
     """Recompute a stage with a deviation, see Change; {} recomputes the definition itself.
 
-    Returns None if this is impossible. Raises SearchEndedError after the deadline of a search.
+    Returns None if this is impossible. Raises SearchEndedError after a search's deadline.
     """
     d.check_time()
     factor = Change(d, change)("factor", 1.0)
@@ -327,7 +314,7 @@ def computed(name: str, d: Dump, change: dict) -> dict | None:
         change = {piece: x for piece, x in change.items() if piece not in ("factor", "c")}
     try:
         answer = STAGES[name](d, Change(d, change))
-    # for example a changed mask that counts no token in one answer of a DPO pair
+    # for example a changed mask that counts no token in a DPO answer
     except (ValueError, *DAMAGES):
         return None
     if answer and not change:
@@ -344,13 +331,12 @@ def computed(name: str, d: Dump, change: dict) -> dict | None:
 def unseen(name: str, d: Dump) -> Iterator[tuple[str, bool]]:
     """Yield (topic, is unseen) for each cause with a topic, such as clipping.
 
-    A cause is unseen if it does not change any number of the stage, so this step cannot reveal it. Causes that are
-    limited to a part of the step are left out.
+    A cause is unseen if it does not change any number in the stage, so this step cannot reveal it. Causes that are
+    limited to a part are left out.
     """
     answer = computed(name, d, {})
     for cause in possible_causes(name, d):
-        is_whole = not any(isinstance(x, tuple) for x in cause.change.values())
-        shows = cause.of.about and is_whole and not cause.is_fitted()
+        shows = cause.of.about and not (cause.is_limited() or cause.is_fitted())
         other_answer = computed(name, d, cause.change) if shows else None
         if other_answer:
             pairs = {key: (answer[key][1], x, unit) for key, (_, x, unit) in other_answer.items()}
@@ -362,16 +348,15 @@ def explain(name: str, d: Dump, seconds: float = math.inf) -> list[Cause]:
     return find_causes(name, d, seconds).explained
 
 
-def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
+def find_causes(name: str, d: Dump, seconds: float = math.inf) -> "Search":
     """Search the simplest causes that reproduce the trainer's numbers, for some seconds."""
     answer = computed(name, d, {})
-    result = Search()
+    search = Search(name, d)
     # some cause would match a single wrong token id, or a learning rate without earlier ones
     compared = all_gaps(answer) > TOLERANCE
     if (name in IDS and compared.sum() < 2) or (name == "schedule" and len(compared) < 2):
-        return result
-    # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if the deviation explains 99 %
-    # of the error.
+        return search
+    # A deviation may round more than the definition, so up to 3 * TOLERANCE may remain if 99 % are explained.
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # Forwards are slow, so only the row with the largest error is searched. Each cause that is found must then explain
     # all rows.
@@ -380,12 +365,12 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
         d.part = gaps(*values).amax(1).argmax().view(1)
     d.deadline = time.monotonic() + seconds
     try:
-        search(name, d, result)
+        search.run()
     except SearchEndedError:
-        result.has_ended = True
+        search.has_ended = True
     d.deadline = math.inf
     d.part = None
-    explanations = result.explained
+    explanations = search.explained
     if name in LOGPS:
         explanations = [again for cause in explanations for again in fits(name, d, cause)]
     fewest = min((cause.parts for cause in explanations), default=1)
@@ -393,85 +378,147 @@ def find_causes(name: str, d: Dump, seconds: float = math.inf) -> Search:
     smallest_error = min((cause.error for cause in explanations), default=0.0)
     limit = max(10 * smallest_error, TOLERANCE / 100)
     explanations = [cause for cause in explanations if cause.error <= limit]
-    # rewards that are 0.0001 times as large give the same advantages as an epsilon of 1, which is the likelier mistake
-    result.explained = sorted(explanations, key=Cause.has_unlikely_number)
-    return result
+    # rewards that are 0.0001 times as large give the same advantages as epsilon 1, which is the likelier mistake
+    search.explained = sorted(explanations, key=Cause.has_unlikely_number)
+    return search
 
 
-def search(name: str, d: Dump, result: Search):
-    """Find causes that reproduce a stage's numbers: first single causes, then pairs of causes.
+class Search:
+    """A search for the causes that reproduce a stage's numbers: first single causes, then pairs.
 
-    A single cause is also tried on each subset of the numbers that contains all differences. A cause with a fitted
+    A single cause is also tried on each subset that contains all differences. A cause with a fitted
     number is not tried in pairs, because such a pair would match by chance.
-
-    result: receives the causes, so that the causes found so far remain if the time is over.
     """
-    base_answer = computed(name, d, {})
-    suspects = find_suspects(name, base_answer, d)
-    factors = [] if name in IDS else fitted(name, d, FACTOR, suspects)
-    # first cause for each distance, so that causes with equal results are tried only once
-    by_distance = {distance(base_answer): None}
-    try:
-        try_single_causes(name, d, suspects, by_distance, result)
-    finally:
-        result.explained += factors  # last, because a factor says less than other causes
-    # with few differing numbers, some pair of causes would match by chance
-    is_few = name not in LOGPS and count_wrong(base_answer) < PAIRED_NUMBERS
-    if result.explained or is_few:
-        return
-    ranked = [by_distance[key] for key in sorted(by_distance) if by_distance[key]]
-    ranked = ranked[: MODEL_CAUSES if name in THROUGH_A_MODEL else PAIRED]
-    pairs = list(product(ranked[:LIKELY_CAUSES], ranked))
-    for cause, other in searched(pairs, f"{name}: pairs of causes"):
-        if cause.change.keys().isdisjoint(other.change):
-            both = replace(cause, says=f"{cause.says}; and {other.says}", change=cause.change | other.change, parts=2)
-            result.explained += fits(name, d, both)
 
+    def __init__(self, name: str, d: Dump):
+        self.name = name
+        self.d = d
+        self.explained = []  # causes found so far; they remain if the time is over
+        self.near = []  # causes that leave exactly one number unexplained
+        self.has_ended = False  # whether the time was over before all causes were tried
 
-def try_single_causes(name: str, d: Dump, suspects: list[Place], by_distance: dict, result: Search):
-    """Try each cause of a stage alone, the cheap ones first, until the causes of a rank explain it.
+    def run(self):
+        """Try all causes in turn, the simplest first, until some explain the stage."""
+        name, d = self.name, self.d
+        self.base = computed(name, d, {})
+        self.places = find_suspects(name, self.base, d)
+        # first cause for each distance, so that causes with equal results are tried only once
+        self.by_distance = {distance(self.base): None}
+        factors = [] if name in IDS else self.fitted(FACTOR)
+        causes = sorted(possible_causes(name, d), key=lambda cause: (cause.rank(), cause.needs_forward()))
+        try:
+            for _, of_rank in groupby(searched(causes, f"{name}: known causes"), Cause.rank):
+                if any(cause.parts == 1 for cause in self.explained):
+                    break
+                for cause in of_rank:
+                    self.explained += self.fitted(cause) if cause.is_fitted() else self.tried(cause)
+        finally:
+            self.explained += factors  # last, because a factor says less than other causes
+        # with few differing numbers, some pair would match by chance
+        if not self.explained and (name in LOGPS or count_wrong(self.base) >= PAIRED_NUMBERS):
+            for cause in searched(self.pairs(), f"{name}: pairs of causes"):
+                self.explained += fits(name, d, cause)
 
-    Args:
-        suspects: subsets of the numbers on which each cause is tried.
-        by_distance: receives the first cause for each distance, see `distance`.
-    """
-    many = count_wrong(computed(name, d, {})) > 2
-    all_causes = sorted(possible_causes(name, d), key=lambda x: (x.rank(), x.needs_forward()))
-    for _, causes in groupby(searched(all_causes, f"{name}: known causes"), Cause.rank):
-        if any(cause.parts == 1 for cause in result.explained):
-            return
-        for cause in causes:
-            if cause.is_fitted():
-                result.explained += fitted(name, d, cause, suspects)
+    def pairs(self) -> list[Cause]:
+        """Combine each likely cause with the other causes that come close to the trainer's numbers."""
+        ranked = [self.by_distance[key] for key in sorted(self.by_distance) if self.by_distance[key]]
+        ranked = ranked[: MODEL_CAUSES if self.name in THROUGH_A_MODEL else PAIRED]
+        return [
+            replace(cause, says=f"{cause.says}; and {other.says}", change=cause.change | other.change, parts=2)
+            for cause, other in product(ranked[:LIKELY_CAUSES], ranked)
+            if cause.change.keys().isdisjoint(other.change)
+        ]
+
+    def tried(self, cause: Cause) -> list[Cause]:
+        """Return the ways in which a cause without a free number explains the stage, and note its distance."""
+        answer = computed(self.name, self.d, cause.change)
+        if answer is None:
+            return []
+        key = distance(answer)
+        is_new = key not in self.by_distance
+        explanations = []
+        for place in self.places if is_new else self.places[:1]:
+            explanations += self.confined(answer, cause, place)
+        has_one_left = (all_gaps(answer) > self.d.tolerance).sum() == 1
+        if is_new and has_one_left and count_wrong(self.base) > 2:
+            self.near.append(cause)
+        if not cause.rank():
+            self.by_distance.setdefault(key, cause)
+        return explanations
+
+    def confined(self, answer: dict | None, cause: Cause, place: Place) -> list[Cause]:
+        """Return [cause] if the cause, limited to a subset, explains the stage."""
+        d = self.d
+        if place.says:
+            cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
+        explanations = fit(answer and seen(answer, place.inside), cause, d)
+        if explanations and place.says and "loss" in answer and d.about["kind"] != "dpo":
+            rows = place.rows[:, None]
+            inside = computed("loss", d, cause.change | {"weights": rows})
+            outside = computed("loss", d, {"weights": ~rows})
+            theirs, ours, unit = inside["loss"]
+            _, others, other_unit = outside["loss"]
+            return fit({"loss": (theirs, ours + others, unit + other_unit)}, cause, d)
+        return explanations
+
+    def fitted(self, cause: Cause) -> list[Cause]:
+        """Fit a cause's free number in each place, and return the fits that explain the stage."""
+        name, d, base = self.name, self.d, self.base
+
+        def answer_with(number: float) -> dict | None:
+            if cause is not FACTOR:
+                return computed(name, d, cause.with_number(number).change)
+            d.check_time()
+            return {key: (theirs, number * ours, unit) for key, (theirs, ours, unit) in base.items()}
+
+        # a fitted multiplier may equal a known count in the step, or its inverse
+        multiplies = cause is FACTOR or any(x is known_bugs.times for x in cause.change.values())
+        sources = known_numbers(d, next(iter(base))) if multiplies else {}
+        distances = {}  # for each candidate number, the distances in all places
+        for number in [*NUMBERS, *sources]:
+            answer = answer_with(number)
+            distances[number] = [distance_in(place, answer) for place in self.places]
+        explanations = []
+        for index, place in enumerate(self.places):
+            nearest = min(distances, key=lambda number: distances[number][index])
+            is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base)
+            wrong = seen(base, place.inside)
+            # A fitted number always matches a single group's values, such as the advantages that one reward changes,
+            # and a fitted factor always matches two opposite advantages. Such fits are ignored unless the number itself
+            # is a known one.
+            is_few = count_wrong(wrong) < 3 if cause is FACTOR else count_groups(name, wrong, d) < 2
+            is_known = nearest in sources or nearest == 1  # 1 is a likely bound
+            if not is_nearer or (is_few and not is_known):
                 continue
-            answer = computed(name, d, cause.change)
-            if answer is None:
-                continue
-            key = distance(answer)
-            for place in suspects[: 1 if key in by_distance else None]:
-                result.explained += confined(answer, cause, place, d)
-            if many and key not in by_distance and (all_gaps(answer) > d.tolerance).sum() == 1:
-                result.near.append(cause)
-            if not cause.rank():
-                by_distance.setdefault(key, cause)
+
+            def distance_with(number: float, place=place) -> float:
+                return distance_in(place, answer_with(number))
+
+            for number in [nearest] if is_few else numbers_near(nearest, distance_with):
+                named = cause.with_number(number, sources.get(number, ""))
+                fits_here = self.confined(answer_with(number), named, place)
+                if fits_here:
+                    explanations += fits_here
+                    break
+        return explanations
 
 
 def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
-    """Find the sets of rows, or parts of the model, that contain all differences of a stage.
+    """Find row sets, or parts of the model, that contain all differences in a stage.
 
     The first suspect is always the whole stage.
     """
     suspects = [Place("", {key: torch.tensor(True) for key in answer})]
-    sets = d.parts if name in BY_PARAMETER else d.row_sets
-    if name == "advantages":
-        sets = d.rollout_sets
-    for says, chosen in sets.items():
-        inside = {}
-        for key, (_, ours, _) in answer.items():
-            if name in BY_PARAMETER:
-                inside[key] = torch.tensor(bool(chosen(key)))
-            elif len(ours) == len(chosen):
-                inside[key] = chosen.view(-1, *[1] * (ours.dim() - 1))
+    order = d.rollout_order() if name == "advantages" else d.all_rows
+    for says, chosen in (d.parts if name in BY_PARAMETER else d.row_sets).items():
+        if name in BY_PARAMETER:
+            inside = {key: torch.tensor(bool(chosen(key))) for key in answer}
+        elif order is None or (name == "advantages" and "advantage" in says):
+            continue
+        else:
+            chosen = chosen[order]
+            by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(chosen)}
+            inside = {key: chosen.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}
         outside = {key: ~mask for key, mask in inside.items()}
         differs = error(seen(answer, inside)) > TOLERANCE
         if differs and error(seen(answer, outside)) <= TOLERANCE:
@@ -497,19 +544,9 @@ def distance(answer: dict) -> tuple[float, float]:
     return float(differences.sum()), float(differences.cumsum(0).sum())
 
 
-def confined(answer: dict | None, cause: Cause, place: Place, d: Dump) -> list[Cause]:
-    """Return [cause] if the cause, limited to a subset of the numbers, explains the stage."""
-    if place.says:
-        cause = replace(cause, says=f"{cause.says}, only for {place.says}", parts=2)
-    explanations = fit(answer and seen(answer, place.inside), cause, d)
-    if explanations and place.says and "loss" in answer and d.about["kind"] != "dpo":
-        rows = place.rows[:, None]
-        inside = computed("loss", d, cause.change | {"weights": rows})
-        outside = computed("loss", d, {"weights": ~rows})
-        theirs, ours, unit = inside["loss"]
-        _, others, other_unit = outside["loss"]
-        return fit({"loss": (theirs, ours + others, unit + other_unit)}, cause, d)
-    return explanations
+def distance_in(place: Place, answer: dict | None) -> float:
+    """Return the summed distance from the trainer's numbers in a subset; inf without an answer."""
+    return distance(seen(answer, place.inside))[0] if answer else math.inf
 
 
 def fits(name: str, d: Dump, cause: Cause) -> list[Cause]:
@@ -521,45 +558,6 @@ def fit(answer: dict | None, cause: Cause, d: Dump) -> list[Cause]:
     """Return [cause with its remaining error] if the answer is within d.tolerance, else []."""
     error_left = error(answer) if answer else math.inf
     return [replace(cause, error=error_left)] if error_left <= d.tolerance else []
-
-
-def fitted(name: str, d: Dump, cause: Cause, suspects: list[Place]) -> list[Cause]:
-    """Fit the free number of a cause in each suspect, and return the fits that explain the stage."""
-
-    def answer_with(number: float) -> dict | None:
-        return computed(name, d, cause.with_number(number).change)
-
-    def distance_with(place: Place, number: float) -> float:
-        return distance_in(place, answer_with(number))
-
-    base_answer = computed(name, d, {})
-    # a fitted multiplier may equal a known count of the step, or its inverse
-    multiplies = cause is FACTOR or any(x is known_bugs.times for x in cause.change.values())
-    sources = known_numbers(d, next(iter(base_answer))) if multiplies else {}
-    distances = {}  # for each candidate number, the distances in all suspects
-    for number in [*NUMBERS, *sources]:
-        answer = answer_with(number)
-        distances[number] = [distance_in(place, answer) for place in suspects]
-    explanations = []
-    for index, place in enumerate(suspects):
-        nearest = min(distances, key=lambda number: distances[number][index])
-        is_nearer = distances[nearest][index] <= 0.9 * distance_in(place, base_answer)
-        wrong = seen(base_answer, place.inside)
-        # A fitted number always matches the values of a single group, such as the advantages that one reward changes,
-        # and a fitted factor always matches two opposite advantages. Such fits are ignored unless the number itself is
-        # a known one.
-        is_few = count_wrong(wrong) < 3 if cause is FACTOR else count_groups(name, wrong, d) < 2
-        is_known = nearest in sources or nearest == 1  # 1 is a likely bound
-        if not is_nearer or (is_few and not is_known):
-            continue
-        near = [nearest] if is_few else numbers_near(nearest, partial(distance_with, place))
-        for number in near:
-            named = cause.with_number(number, sources.get(number, ""))
-            fits_here = confined(answer_with(number), named, place, d)
-            if fits_here:
-                explanations += fits_here
-                break
-    return explanations
 
 
 def numbers_near(number: float, distance_of: Callable[[float], float]) -> Iterator[float]:
@@ -580,23 +578,18 @@ def numbers_near(number: float, distance_of: Callable[[float], float]) -> Iterat
     yield number
 
 
-def distance_in(place: Place, answer: dict | None) -> float:
-    """Return the summed distance from the trainer's numbers in a subset; inf without an answer."""
-    return distance(seen(answer, place.inside))[0] if answer else math.inf
-
-
 def count_wrong(answer: dict) -> int:
-    """Count the numbers of a stage that differ by more than TOLERANCE."""
+    """Count a stage's numbers that differ by more than TOLERANCE."""
     return int((all_gaps(answer) > TOLERANCE).sum())
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count the independent groups of numbers of a stage in which a number differs.
+    """Count the independent groups in which a number differs.
 
-    Groups are groups of completions for advantages, and rows, pairs and micro-batches for losses. In other stages, each
-    number is a group of its own.
+    They are the completions' groups for advantages, and rows, pairs and micro-batches for losses. In other stages, each
+    number is a group by itself.
     """
-    if name not in ("advantages", "loss"):
+    if name not in GROUPS:
         return count_wrong(answer)
     labels = d["group"] if name == "advantages" else d.all_rows
     if name == "loss" and "pair" in d:  # numbered within each micro-batch
@@ -610,40 +603,31 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 
 
 def known_numbers(d: Dump, key: str) -> dict[float, str]:
-    """Return {number: description} of known values that a fitted number may equal.
+    """Return {number: description} for settings, counts, their inverses and ratios that a fitted number may equal.
 
-    The values are settings, counts of the step, their inverses, and ratios of two counts.
-
-    key: name of the explained tensor, which selects the counts that apply.
+    key: name of the explained tensor, which selects the numbers that apply.
     """
-    named_numbers = [(0.0, "exactly zero")]
-    named_numbers += [(number, says) for says, number in applying(known_bugs.FACTORS, d, key)]
-    units = defaultdict(list)  # for each count, the names of the quantities that have it
-    for unit, count in applying(known_bugs.COUNTS, d, key):
-        units[count].append(unit)
-    counts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
-    for count, says in counts.items():
-        named_numbers += [(count, says), (1 / count, f"1 over {says}")]
-    ratios = []
-    trusted = set()  # ratios of large counts; ratios of only small counts match by chance
-    for count, other in permutations(counts, 2):
-        ratios.append((count / other, f"{counts[count]} over {counts[other]}"))
-        if min(count, other) > 10:
-            trusted.add(rounded_key(count / other))
-    ratios = {number: says for number, says in joined_texts(ratios).items() if number in trusted}
-    return ratios | joined_texts(named_numbers)  # a single count is simpler than a ratio
-
-
-def applying(table: dict, d: Dump, key: str) -> Iterator[tuple[str, float]]:
-    """Yield the description and the number of each entry of a table of known_bugs.py that applies to a tensor."""
-    for says, (function, keys) in table.items():
-        number = function(d)
-        if number not in (None, 0, 1) and re.match(keys, key):
-            yield says, number
+    factors, counts = (
+        [(function(d), says) for says, (function, keys) in table.items() if re.match(keys, key)]
+        for table in (known_bugs.FACTORS, known_bugs.COUNTS)
+    )
+    units = defaultdict(list)  # names of the quantities that have each count
+    for count, unit in counts:
+        if count not in (None, 0, 1):
+            units[count].append(unit)
+    texts = {count: f"the {count:g} {' or '.join(names)}" for count, names in units.items()}
+    singles = [(0.0, "exactly zero"), *((number, says) for number, says in factors if number not in (None, 0, 1))]
+    for count, text in texts.items():
+        singles += [(count, text), (1 / count, f"1 over {text}")]
+    ratios = [(a / b, f"{texts[a]} over {texts[b]}") for a, b in permutations(texts, 2)]
+    # a ratio that only small counts give is left out, because it would match by chance
+    trusted = {rounded_key(a / b) for a, b in permutations(texts, 2) if min(a, b) > 10}
+    ratios = [(number, text) for number, text in ratios if rounded_key(number) in trusted]
+    return joined_texts(ratios) | joined_texts(singles)  # a single count is simpler than a ratio
 
 
 def joined_texts(named_numbers: list[tuple[float, str]]) -> dict[float, str]:
-    """Return {number: ": description or description"}, because each of them may be the right one."""
+    """Return {number: ": description or description"}, because each description may be right."""
     texts = defaultdict(list)
     for number, says in named_numbers:
         texts[rounded_key(number)].append(says)
@@ -656,9 +640,9 @@ def rounded_key(number: float) -> float:
 
 
 def where(answer: dict) -> list[str]:
-    """Describe which numbers differ: counts for each tensor, then examples.
+    """Describe which numbers differ: counts for each tensor, then up to 4 examples for up to 3 tensors.
 
-    There are up to 4 examples for each of up to 3 tensors. An example shows the trainer's value "instead of" the
+    An example shows the trainer's value "instead of" the
     recomputed value.
     """
     wrong_counts = []
@@ -686,7 +670,7 @@ def report(findings: list[Finding], d: Dump) -> str:
         lines += finding_lines(finding)
         if finding.ok and finding.stage not in THROUGH_A_MODEL:
             d.deadline = time.monotonic() + SECONDS
-            # after the time, the topics of the causes that were tried remain
+            # after the time, the topics of causes that were tried remain
             with suppress(SearchEndedError):
                 for about, is_unseen in unseen(finding.stage, d):
                     topics[about].append(is_unseen)
@@ -700,8 +684,8 @@ def report(findings: list[Finding], d: Dump) -> str:
 
 
 def notes(d: Dump) -> list[str]:
-    """Return sentences about what agreement does not say of this step."""
-    filters = [f"{name} = {d.about[name]}" for name, off in step_names.FILTERS.items() if d.about.get(name) not in off]
+    """Return sentences about the limits of an agreement."""
+    filters = [f"{name} = {d.about[name]}" for name, off in step_format.FILTERS.items() if d.about.get(name) not in off]
     result = []
     if filters:
         result.append(
@@ -718,7 +702,7 @@ def notes(d: Dump) -> list[str]:
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """Return the report lines of a stage: whether the stage agrees, and up to 4 explanations."""
+    """Return a stage's report lines: whether the stage agrees, and up to 4 explanations."""
     word = "agrees" if finding.ok else "DIFFERS"
     numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
     line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
@@ -735,8 +719,6 @@ def finding_lines(finding: Finding) -> list[str]:
         word = "or"
         about = [cause.of.source, f"effect: {cause.of.effect}"]
         lines.append(f"{'':16}{'; '.join(filter(None, about))}")
-    if len(finding.explained) > SHOWN:
-        lines.append(f"{'':12}and {len(finding.explained) - SHOWN} other causes fit equally well")
     return lines
 
 
@@ -747,11 +729,9 @@ def not_in_step(findings: list[Finding]) -> list[str]:
 
 
 def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
-    """Read and audit a step's folder.
+    """Read and audit a step's folder, see `audit`.
 
-    seconds: time after which the search for the causes of one stage ends.
-
-    Raises ValueError if the folder does not contain a valid step, or if none of its numbers can be compared.
+    Raises ValueError if the folder does not contain a valid step, or if no number can be compared.
     """
     d = read(folder)
     with error_context(folder):
@@ -766,31 +746,22 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding], d: Dump) -> dict:
-    """Return the findings as a JSON object of schema 1. Later versions may only add fields."""
+    """Return the findings as a JSON object with schema 1. Later versions may only add fields."""
+    stages = []
+    for finding in findings:
+        stage = {name: getattr(finding, name) for name in ("stage", "numbers", "again", "where")}
+        stage |= {"agrees": finding.ok, "error": finding.error if math.isfinite(finding.error) else None}
+        stage |= {"explained": [], "doubts": finding.doubts()}
+        for cause in finding.explained:
+            names = ", ".join(name for name in cause.change if name not in ("inside", "c"))
+            stage["explained"].append({"error": cause.error, "causes": [{"name": names, "says": cause.says}]})
+        stages.append(stage)
     return {
         "schema": 1,
         "agrees": all(finding.ok for finding in findings),
-        "stages": [stage_json(finding) for finding in findings],
+        "stages": stages,
         "not_in_this_step": not_in_step(findings),
         "notes": notes(d),
-    }
-
-
-def stage_json(finding: Finding) -> dict:
-    """Return the finding of a stage as a JSON object."""
-    explained = []
-    for cause in finding.explained:
-        named = {"name": ", ".join(name for name in cause.change if name not in ("inside", "c")), "says": cause.says}
-        explained.append({"error": cause.error, "causes": [named]})
-    return {
-        "stage": finding.stage,
-        "numbers": finding.numbers,
-        "again": finding.again,
-        "where": finding.where,
-        "agrees": finding.ok,
-        "error": finding.error if math.isfinite(finding.error) else None,
-        "explained": explained,
-        "doubts": finding.doubts(),
     }
 
 

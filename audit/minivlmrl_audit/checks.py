@@ -1,4 +1,4 @@
-"""Assertions for tests of your own trainer. Tensors may be torch tensors or numpy arrays."""
+"""Assertions for your own trainer's tests. Tensors may be torch tensors or numpy arrays."""
 
 import torch
 
@@ -6,7 +6,7 @@ from minivlmrl_audit.audit import SECONDS, checked, gaps, report
 
 
 def assert_step(folder):
-    """Assert that all stages of a dumped step agree with the audit's recomputation.
+    """Assert that all stages in a dumped step agree with the audit's recomputation.
 
     Raises ValueError if the folder does not contain a step, or if nothing could be compared.
     """
@@ -17,25 +17,30 @@ def assert_step(folder):
 def assert_split_invariant(
     gradients, rows: int, tolerance: float = 1e-6, sizes=None, parts_name: str = "micro-batches"
 ):
-    """Assert that the gradient of a step does not depend on how its rows are split.
+    """Assert that a step's gradient does not depend on how its rows are split.
 
     Args:
-        gradients: function that takes a list of lists of row indices, one list for each part, and returns {name:
-            tensor}. It accumulates the gradients of the parts as your trainer does.
-        rows: number of rows of the step, at least 2.
-        tolerance: largest allowed difference, relative to the largest gradient of the whole step. sizes: numbers of
-        parts to try. Defaults to 2, rows - 1 and rows.
+        gradients: function that takes lists with row indices, one list for each part, and returns {name:
+            tensor}. It accumulates the parts' gradients as your trainer does.
+        rows: number of rows in the step, at least 2.
+        tolerance: largest allowed difference, relative to the largest gradient in the whole step.
+        sizes: part counts to try. Defaults to 2, rows - 1 and rows.
         parts_name: name of the parts in error messages.
     """
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
     # rows - 1 parts are tried because one part then has two rows and all other parts have one
     sizes = sizes or (2, rows - 1, rows)
-    whole_gradients = as_doubles(gradients(strided(rows, 1)))
+
+    def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+        """Split the rows into parts, where part i gets rows i, i + parts, ..., and compute the gradients."""
+        indices = [list(range(part, rows, parts)) for part in range(parts)]
+        return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
+
+    _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
     for size in sizes:
-        parts = strided(rows, size)
-        split_gradients = as_doubles(gradients(parts))
+        parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
         assert not names, (
             f"{parts_name} {parts}: the parameter {names[0]} has a gradient either only with this "
@@ -49,20 +54,10 @@ def assert_split_invariant(
         )
 
 
-def strided(rows: int, parts: int) -> list[list[int]]:
-    """Split row indices into `parts` lists: part i gets rows i, i + parts, i + 2 * parts, ..."""
-    return [list(range(part, rows, parts)) for part in range(parts)]
-
-
-def as_doubles(gradients) -> dict[str, torch.Tensor]:
-    """Convert named tensors or arrays to float64 tensors."""
-    return {name: torch.as_tensor(x).double() for name, x in gradients.items()}
-
-
 def assert_rank_invariant(gradients, rows: int, ranks=(2, 4), tolerance: float = 1e-6):
-    """Assert that the gradient summed over ranks equals the gradient of a single rank.
+    """Assert that the gradient summed over ranks equals a single rank's gradient.
 
-    See assert_split_invariant; here each list holds the row indices of one rank.
+    See assert_split_invariant; here each list holds one rank's row indices.
     """
     assert_split_invariant(gradients, rows, tolerance, ranks, "ranks")
 

@@ -1,4 +1,4 @@
-"""Compare the files of two runs: find the lines that differ, and how much their numbers differ."""
+"""Compare two runs' files: find the lines that differ, and how much their numbers differ."""
 
 import filecmp
 import math
@@ -28,20 +28,13 @@ from minivlmrl_audit.minivlmrl_api import (
     read_rows,
 )
 
-# options of a recipe that may change when a run is resumed
-OPTIONS = {
-    "output_dir",
-    "report_to",
-    "num_threads",
-    "timeout",
-    "checkpoint_steps",
-    "checkpoint_minutes",
-    "report_minutes",
-}
+# options that may change when a run is resumed
+OPTIONS = {"output_dir", "report_to", "num_threads", "timeout", "report_minutes"}
+OPTIONS |= {"checkpoint_steps", "checkpoint_minutes"}
 # times and memory
 MEASURED = {"seconds", "step_time", "phases", "tokens_per_second", "mfu"}
 MEASURED |= {f"{kind}_memory_gib" for kind in ("peak", "allocated", "reserved", "free")}
-PATHS = {"where", "recipe"}  # fields of completions.jsonl and of a saved state that hold file paths
+PATHS = {"where", "recipe"}  # fields in completions.jsonl and in a saved state that hold file paths
 # files whose bytes differ even between two correct runs, because they contain times or paths
 UNEQUAL = {"config.yaml", TIMINGS, "summary.json", RUN, COMPLETIONS}
 DAMAGED = (ValueError, OSError, LookupError, RuntimeError, SafetensorError)
@@ -51,7 +44,7 @@ def difference(path: Path, other: Path, moved: bool = False) -> str:
     """Describe the lines in which two files differ, with the largest numeric difference.
 
     Args:
-        path, other: two files, or two folders of saved states.
+        path, other: two files, or two folders with saved states.
         moved: whether the two runs read their input files from different paths.
 
     Returns "" if the files agree. An unreadable or missing file counts as a difference.
@@ -75,11 +68,10 @@ def difference(path: Path, other: Path, moved: bool = False) -> str:
 
 
 def content(path: Path, moved: bool = False) -> Iterator:
-    """Yield the comparable parts of a file or of a saved state.
+    """Yield the comparable parts of a file or a saved state, without fields that differ between correct runs.
 
-    A .jsonl file is yielded line by line and a .json or .yaml file as one object, without fields that differ between
-    correct runs. Any other file is yielded as a whole. A saved state is yielded tensor by tensor, each gathered from
-    the files of all ranks.
+    A .jsonl file is yielded line by line, any other file as a whole, and a saved state tensor by tensor, each gathered
+    from all ranks' files.
 
     Raises ValueError if the content does not have the format that the file's suffix promises.
     """
@@ -114,10 +106,7 @@ DECODER = JSONDecoder(object_pairs_hook=unique)
 
 
 def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
-    """Return a copy of a JSON object that is equal in two correct runs.
-
-    The copy lacks the keys in `skipped`, and every number in a measured field is replaced by 0.
-    """
+    """Copy a JSON object without the keys in `skipped`, and with every number in a measured field replaced by 0."""
     check_field(isinstance(line, dict), "a line", line, "an object")
     kept = {}
     for key, value in line.items():
@@ -131,10 +120,9 @@ def comparable(line: dict, skipped: Collection[str] = ()) -> dict:
 
 
 def distance(first, second) -> float:
-    """Return the largest numeric difference between two parsed values.
+    """Return the largest numeric difference between two parsed values, relative for JSON floats greater than 1.
 
-    Differences of tensors are absolute. Differences of JSON floats greater than 1 are relative. The result is infinite
-    if the values differ in anything else, such as a text or a shape.
+    The result is infinite if the values differ in anything else, such as a text or a shape.
     """
     if type(first) is not type(second):
         return math.inf

@@ -1,7 +1,8 @@
 """Read and write a dumped optimizer step: step.json and step.safetensors.
 
-A step has n rows (completions) of S tokens in M micro-batches. Its rows come from a rollout of N completions with K
-rewards each. docs/audit.md lists all tensors and fields. Only the tensors in NEEDED and the field `kind` are required.
+A step has n rows (completions), each with S tokens, in M micro-batches. Its rows come from a rollout, which has N
+completions with K rewards each. docs/audit.md lists all tensors and fields. Only the tensors in NEEDED and the field
+`kind` are required.
 """
 
 import math
@@ -16,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from minivlmrl_audit import perturbations, step_names, units
-from minivlmrl_audit.formulas import first
+from minivlmrl_audit import perturbations, units
 from minivlmrl_audit.minivlmrl_api import (
     check_field,
     error_context,
@@ -26,28 +26,19 @@ from minivlmrl_audit.minivlmrl_api import (
     save_tensors,
     write_json,
 )
-from minivlmrl_audit.options import OPTIONS
-from minivlmrl_audit.step_fields import check_fields
+from minivlmrl_audit.step_format import BY_ROW, BY_TOKEN, INDICES, MODELS, NEEDED, OF_ROLLOUT, OPTIONS, check_fields
 
 # exceptions that a field or tensor with a wrong type or shape can cause
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-NEEDED = step_names.NEEDED
-BY_TOKEN = NEEDED + step_names.BY_TOKEN
-BY_ROW = BY_TOKEN + step_names.BY_ROW
-INDICES = {*step_names.INDICES}
-MODELS = "model", "old_model", "ref_model"  # fields with folders of weights
-OF_ROLLOUT = "../{}/"  # folder of the step that sampled a row, beside the folder of this step
+OTHER_STEP = "../{}/"  # folder of the step that sampled a row, beside this step's folder
 
 
 class SearchEndedError(Exception):
-    """The time of a search is over."""
+    """A search's time is over."""
 
 
 class Dump(dict):
-    """A dumped step in memory: a dict from names to tensors. Floating-point tensors are in float64.
-
-    The attribute `about` is the content of step.json.
-    """
+    """A dumped step in memory: {name: tensor}, with floating-point tensors in float64, and step.json as `about`."""
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
@@ -56,16 +47,15 @@ class Dump(dict):
         # and None that the values differ for an unknown reason.
         self.forward = {}
         self.ids = {}
-        self.cache = {}  # results of the model's forwards and backwards
-        # results of the stages without a deviation; a deviation may not enlarge their units much
-        self.usual_answers = {}
+        self.cache = {}  # results from the model's forwards and backwards
+        self.usual_answers = {}  # results of the stages without a deviation, which may not enlarge their units much
         self.tolerance = 1e-5  # largest error that an explanation may leave; each search sets it
         self.deadline = math.inf  # time.monotonic() at which a search ends
         self.part = None  # rows whose log-probabilities are recomputed; None means all rows
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
-        self.eps = {}  # machine epsilon of the dtype in which each float tensor was dumped
+        self.eps = {}  # machine epsilon for the dtype in which each float tensor was dumped
         self["micro_batch"] = self.all_rows * 0
         self["attention_mask"] = ones
         self["tool_mask"] = ones
@@ -79,28 +69,32 @@ class Dump(dict):
             if is_by_token:  # a tensor for only the last T tokens is padded with zeros on the left
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
-        numbers = self["micro_batch"]
-        self.micro_batches = [self.all_rows[numbers == m] for m in numbers.unique()]
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # (n, S) mask of all columns after the prompt, including padding
+        # (n, S) mask that selects all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
-        # (n, S) mask of the columns that may hold sampled tokens; all columns after them are padding, whose id may be
-        # that of a stop token
+        # (n, S) mask that selects columns which may hold sampled tokens; later columns are padding, even with a stop id
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
-        self.add_row_numbers()
+        self["lengths"] = self["completion_mask"].sum(1)
+        self["row_lengths"] = self["attention_mask"].sum(1)
+        if about.get("stop_token_ids"):
+            self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # orders and sets of rows, tokens, images and parameters for composed causes, see units.py
+    # orders and sets for rows, tokens and parameters, to which a cause may be limited, see units.py
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
-    rollout_sets = cached_property(units.rollout_sets)
     spans = cached_property(units.spans)
-    pictures = cached_property(units.picture_sets)
     parts = cached_property(units.parts_of_model)
     columns = cached_property(units.token_orders)
     regions = cached_property(lambda self: units.token_regions(self, *self.turns()))
+
+    @cached_property
+    def micro_batches(self) -> list[Tensor]:
+        """Row indices for each micro-batch."""
+        numbers = self["micro_batch"]
+        return [self.all_rows[numbers == number] for number in numbers.unique()]
 
     @property
     def optimizer(self) -> dict:
@@ -111,57 +105,38 @@ class Dump(dict):
         return self.about.get("schedule", {})
 
     def check_time(self):
-        """Raise SearchEndedError after the deadline of a search."""
+        """Raise SearchEndedError after a search's deadline."""
         if time.monotonic() > self.deadline:
             raise SearchEndedError
 
-    def add_row_numbers(self):
-        """Add tensors (n,) with one number for each row, which formulas in the YAML files use."""
-        ids = self["input_ids"]
-        counted_mask = self["completion_mask"]
-        attended = self["attention_mask"]
-        is_text = attended.bool() & ~self.completion & (ids != self.about.get("image_token_id"))
-        texts = [ids[row][is_text[row]].tolist() for row in self.all_rows]
-        self["lengths"] = counted_mask.sum(1)
-        self["num_turns"] = first(self.turns()[1]).sum(1)
-        self["row_lengths"] = attended.sum(1)
-        self["prompt_text"] = torch.tensor([texts.index(text) for text in texts])
-        if "ref_per_token_logps" in self:
-            policy_logps = self.get("old_per_token_logps", self["per_token_logps"])
-            gaps = policy_logps - self["ref_per_token_logps"]
-            self["row_kl"] = (gaps * counted_mask).sum(1)
-        if "entropies" in self:
-            self["row_entropies"] = (self["entropies"] * counted_mask).sum(1)
-        if self.about.get("stop_token_ids"):
-            self["ended"] = (self.is_stop(ids) & self.within_limit).any(1)
-
     def is_stop(self, ids: Tensor) -> Tensor:
-        """Return a bool mask, shaped like ids, of the stop tokens that end a turn."""
+        """Return a bool mask, shaped like ids, that selects the stop tokens, which end a turn."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
-
-    def model_dtype(self) -> str | None:
-        """Return the name of the dtype in which the trainer's model ran."""
-        return self.about.get("autocast") or self.about.get("dtype")
 
     def has(self, *names: str) -> bool:
         return all(name in self for name in names)
 
     def has_advantage(self) -> Tensor:
-        """Return a mask (n,) of the rows with an advantage other than 0."""
+        """Return a mask (n,) that selects rows with an advantage other than 0."""
         return (self["advantages"].view(len(self.all_rows), -1) != 0).any(1)
 
-    def of_rollout(self, name: str) -> Tensor:
-        """Return the tensor `name` (n,) of the rows in the order of the rollout's completions (N,).
-
-        Returns ones if the step does not have exactly one row for each completion of the rollout.
-        """
+    def rollout_order(self) -> Tensor | None:
+        """Return the row index (N,) for each completion in the rollout, or None without one row for each completion."""
         order = self.get("row", self.all_rows).argsort()
-        if len(order) != len(self["group"]):
+        return order if len(order) == len(self["group"]) else None
+
+    def prompt_texts(self) -> Tensor:
+        """Return the same number for completions whose prompts have the same text (N,), or ones without an order."""
+        order = self.rollout_order()
+        if order is None:
             return torch.ones(len(self["group"]))
-        return self[name][order].double()
+        ids = self["input_ids"]
+        is_text = self["attention_mask"].bool() & ~self.completion & (ids != self.about.get("image_token_id"))
+        texts = [ids[row][is_text[row]].tolist() for row in order]
+        return torch.tensor([texts.index(text) for text in texts])
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return token ids (n, S), a mask of sampled tokens, and a mask of tool-response tokens."""
+        """Return token ids (n, S), a mask for sampled tokens, and a mask for tool responses."""
         sampled = self.sampled(self.ids)
         if sampled is not None:
             ids, drawn_flags = sampled[..., : self.width]
@@ -170,11 +145,10 @@ class Dump(dict):
         return self["input_ids"], self.within_limit & tool_mask, self.completion & ~tool_mask
 
     def sampled(self, change: dict | None) -> Tensor | None:
-        """Return the sampler's tokens after the prompt, changed by a deviation of `ids`.
+        """Return the sampler's tokens after the prompt, changed by a deviation.
 
-        Returns a tensor (2, n, S + L) with the token ids, and with 1 for each sampled token and 0 for each token of a
-        tool response; -1 is padding. Returns None if the dump does not contain the sampler's ids, or if the ids differ
-        for an unknown reason.
+        Returns a tensor (2, n, S + L) with token ids and with flags: 1 for sampled tokens, 0 for tool responses, and -1
+        for padding. Returns None without the sampler's ids, or if the ids differ for an unknown reason.
         """
         if change is None or "sampler_ids" not in self:
             return None
@@ -210,11 +184,7 @@ class Dump(dict):
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):
-    """Check the fields of a step, and that it has all required tensors, with consistent shapes.
-
-    Raises ValueError if a required tensor is missing, if the kind is not supported, if a field has a wrong type, if a
-    tensor of indices is not of integers, or if a tensor's shape does not fit input_ids.
-    """
+    """Raise ValueError if a tensor or field is missing, or has a wrong type, shape or value."""
     missing = [f"the tensor {name} is missing" for name in NEEDED if name not in tensors]
     if about.get("kind") not in (*OPTIONS,):
         missing.append(f"the field kind is {about.get('kind')!r}")
@@ -225,7 +195,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         )
     check_fields(about)
     n, width = tensors["input_ids"].shape
-    for name in INDICES & tensors.keys():
+    for name in tensors.keys() & INDICES:
         dtype = tensors[name].dtype
         is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         check_field(is_integer, f"the dtype of the tensor {name}", dtype, "an integer dtype")
@@ -237,36 +207,21 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
                 f"the tensor {name} has shape {shape}, but input_ids has shape {(n, width)}. It must "
                 f"have {n} rows, and at most {width} columns if it has one value for each token."
             )
-    check_row_numbers(tensors)
-
-
-def check_row_numbers(tensors: dict[str, Tensor]):
-    """Raise ValueError if `row` does not hold indices of the completions in the rollout."""
-    row = tensors.get("row")
-    count = next((len(tensors[name]) for name in step_names.OF_ROLLOUT if name in tensors), None)
-    if row is None or count is None:
-        return
-    for i, number in enumerate(row.flatten().tolist()):
+    for count in [len(tensors[name]) for name in OF_ROLLOUT if name in tensors][:1]:
         expected = f"a number from 0 to {count - 1}, because the rollout has {count} completions"
-        check_field(0 <= number < count, f"element {i} of the tensor row", number, expected)
-
-
-def check_model_folders(about: dict):
-    """Raise ValueError if a field names a folder of weights outside of the folders of steps."""
+        for i, number in enumerate(tensors.get("row", torch.zeros(0)).flatten().tolist()):
+            check_field(0 <= number < count, f"element {i} of the tensor row", number, expected)
     for name in MODELS:
         text = about.get(name) or ""
-        inside = PurePosixPath(text.removeprefix(OF_ROLLOUT))
+        inside = PurePosixPath(text.removeprefix(OTHER_STEP))
         is_inside = not inside.is_absolute() and ".." not in inside.parts
-        expected = f"a folder inside the step, such as {name}, or one inside {OF_ROLLOUT}"
+        expected = f"a folder inside the step, such as {name}, or one inside {OTHER_STEP}"
         with error_context("step.json"):
             check_field(is_inside, name, text, expected)
 
 
 def read(folder: str | Path) -> Dump:
-    """Read a dumped step from a folder.
-
-    Raises ValueError if a file is missing or unreadable, or if it lacks required content.
-    """
+    """Read a dumped step. Raises ValueError if a file is missing or unreadable, or lacks required content."""
     folder = Path(folder)
     if not (folder / "step.json").is_file():
         raise ValueError(
@@ -277,7 +232,6 @@ def read(folder: str | Path) -> Dump:
         about = read_json(folder / "step.json")
         tensors = load_file(folder / "step.safetensors")
         d = Dump(about, tensors)
-        check_model_folders(about)
         about |= {name: str(folder / about[name]) for name in MODELS if about.get(name)}
         return d
     except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
@@ -285,7 +239,7 @@ def read(folder: str | Path) -> Dump:
 
 
 def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the tensors of micro-batches along rows, with 2-D tensors padded on the left."""
+    """Concatenate the tensors from all micro-batches along rows, with 2-D tensors padded on the left."""
     tensors = {}
     for name in parts[0]:
         values = [part[name] for part in parts]
@@ -298,13 +252,9 @@ def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step into a folder, after checking that `read` accepts it.
-
-    Raises ValueError if the step lacks required content, see `read`.
-    """
+    """Write a step into a folder. Raises ValueError if `read` would not accept the step."""
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)
-    check_model_folders(about)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(copies, folder / "step.safetensors")

@@ -1,4 +1,4 @@
-"""Functions that the formulas of known_bugs.py and units.py call."""
+"""Functions that the formulas in known_bugs.py and units.py call."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype. In case of a tie, return the trainer's value `theirs`.
+    """Round x to a dtype, but return the trainer's value `theirs` where it is as close.
 
-    `theirs` is returned if the dtype can represent it and it is at most 0.501 rounding units away from x, because x may
-    lie halfway between two representable numbers.
+    Because x may lie halfway between two numbers that the dtype can represent, `theirs` counts as close up to 0.501
+    rounding units away from x.
     """
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
@@ -19,7 +19,7 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 def in_half(x: Tensor, theirs: Tensor, exact: Tensor) -> Tensor:
     """Return `theirs` if 16-bit arithmetic explains their differences from the exact values, else x.
 
-    Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the rounding errors of
+    Two programs in 16 bits do not agree to the last digit, but they round the same weights. So the rounding errors in
     x, which was computed in 16 bits, must be as large as the trainer's differences, and correlated with them. At least
     16 log-probabilities, in nats, are needed for this test.
     """
@@ -38,7 +38,7 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
     Args:
         max_norm: None or 0 disables clipping.
-        norm: total norm to use; None computes the norm of `gradients`.
+        norm: total norm to use; None computes the norm from `gradients`.
     """
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
@@ -47,18 +47,18 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def total_by(x: Tensor, span: Tensor) -> Tensor:
-    """Sum x over the tokens of each span, and return the sum at every token, in the shape of x."""
+    """Sum x over each span's tokens, and return the sum at every token, shaped like x."""
     totals = x.new_zeros(int(span.max()) + 1)
     return totals.index_add(0, span.flatten(), x.flatten())[span]
 
 
 def first(x: Tensor, k: int = 1) -> Tensor:
-    """Return a mask of the first k columns of each run of True in the mask x (..., S)."""
+    """Return a mask that selects the first k columns in each run of True in the mask x (..., S)."""
     count = x.cumsum(-1)
     earlier_runs = (count * ~x).cummax(-1).values
     return x & (count - earlier_runs <= k)
 
 
 def last(x: Tensor, k: int = 1) -> Tensor:
-    """Return a mask of the last k columns of each run of True in the mask x (n, S)."""
+    """Return a mask that selects the last k columns in each run of True in the mask x (n, S)."""
     return first(x.flip(1), k).flip(1)

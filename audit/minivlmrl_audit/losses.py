@@ -5,20 +5,20 @@ from torch import Tensor
 
 from minivlmrl_audit.audit import SECONDS, computed, explain, fits, where
 from minivlmrl_audit.dump import Dump
-from minivlmrl_audit.options import options_of
+from minivlmrl_audit.step_format import options_of
 
 SEARCHES = 3  # maximum number of searches for a mistake, because each search takes seconds
-TIED = 4  # maximum number of mistakes that are printed if they give the same numbers
+TIED = 4  # maximum number of printed mistakes that give the same numbers
 
 
 def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump:
     """Convert a test case to a Dump, so that the audit can search for its mistake.
 
     Args:
-        batch: tensors of the test case, by name.
-        options: options of the loss, by name.
+        batch: the test case's tensors, by name.
+        options: the loss's options, by name.
         value: loss that the checked function returned.
-        gradient: gradient of this loss with respect to the log-probabilities.
+        gradient: this loss's gradient with respect to the log-probabilities.
     """
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
@@ -36,7 +36,7 @@ def as_step(batch: dict, options: dict, value: Tensor, gradient: Tensor) -> Dump
 def mistakes(cases: list[tuple]) -> list[str]:
     """Return text lines that name known mistakes which explain the given cases.
 
-    cases: (batch, options, loss, gradient) of each case whose loss or gradient differs.
+    cases: (batch, options, loss, gradient) for each case whose loss or gradient differs.
     """
     steps = [as_step(*case) for case in cases]
     lines = []

@@ -1,6 +1,6 @@
 """All names that the audit imports from minivlmrl, whose definitions it trusts.
 
-No other module of the audit imports minivlmrl, so this list shows which changes of minivlmrl affect the audit. Only
+No other module in the audit imports minivlmrl, so this list shows which changes in minivlmrl affect the audit. Only
 audit/tests/bugs.py imports more, because it replaces functions in modules.
 """
 
@@ -19,7 +19,7 @@ from minivlmrl.losses.grpo import (
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 from minivlmrl.losses.preference import DPO_LOSSES, Divergence, answer_logps, check_dpo_options, dpo_loss
 
-# The model that recomputes the log-probabilities and gradients of a dumped step, and its inputs.
+# The model that recomputes the dumped log-probabilities and gradients, and its inputs.
 from minivlmrl.data.rows import Prompt
 from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.model.checkpoint import load_model
@@ -33,7 +33,7 @@ from minivlmrl.diagnostics.replay import run_config, train_again
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.process import is_first
 
-# Files of a run: their names, and functions that read saved states.
+# A run's files: their names, and functions that read saved states.
 from minivlmrl.run.checkpoint_files import find_pieces, read_rows
 from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS, TIMINGS
@@ -42,7 +42,7 @@ from minivlmrl.run.rollout_log import COMPLETIONS, LogLine
 from minivlmrl.run.trainer_state import RUN
 from minivlmrl.trainers.reward_model import FOLDER as REWARD_MODEL
 
-# Strict readers and atomic writers of JSON, YAML and safetensors, with errors that name the file.
+# Strict readers and atomic writers for JSON, YAML and safetensors, with errors that name the file.
 from minivlmrl.config.parsing import Reader, parse_yaml
 from minivlmrl.errors import error_context, check_field
 from minivlmrl.json_files import json_text, parse_json, read_json

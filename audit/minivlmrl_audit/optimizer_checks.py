@@ -1,4 +1,4 @@
-"""Recompute log-probabilities, gradients, the AdamW update and the learning rate of a step."""
+"""Recompute log-probabilities, gradients, AdamW updates and learning rates."""
 
 import math
 
@@ -13,27 +13,27 @@ from minivlmrl_audit.minivlmrl_api import GroupBatch, Prompt, get_rope_index, hu
 from minivlmrl_audit.perturbations import Change
 from minivlmrl_audit.step_checks import Answer, shown
 
-# tolerated error of a number that went through a model in float32, as a multiple of the tolerance of all other stages
+# tolerated error after a model in float32, as a multiple of the tolerance in all other stages
 THROUGH_A_MODEL = 50.0
-HALF = 100.0  # factor of this tolerance for a model that runs in bfloat16 or float16
+HALF = 100.0  # further factor for a model that runs in bfloat16, float16 or an unknown dtype
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False):
-    """Compute log-probabilities and entropies of the rows `part` with the model of a folder.
+    """Compute log-probabilities and entropies for the rows `part` with the model in a folder.
 
-    Without `grad`, the outputs of each row are cached for each deviation, because a search for causes needs the same
-    outputs many times.
+    Without `grad`, each row's outputs are cached for each deviation, because a search needs them many times.
 
     Returns:
         A tensor (2, n, S) with the log-probabilities and the entropies, which are 0 in all other rows, and the model.
         The model is None if all rows came from the cache.
 
     Raises:
-        SearchEndedError: the deadline of a search has passed.
+        SearchEndedError: a search's deadline has passed.
     """
     later = ("logps", "mode")  # applied to the outputs
     deviations = str({name: value for name, value in change.items() if name not in later})
     images = shown(d)
+    attended = change("attended", d["attention_mask"].bool() | d["completion_mask"].bool())
     model = None
     cache = {} if grad else d.cache
     value = torch.zeros(2, len(d.all_rows), d.width, dtype=torch.float64)
@@ -44,134 +44,108 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
             if model is None:
                 dtype = change("dtype", torch.float64)
                 model = change("model", load_model(folder, dtype).requires_grad_(grad))
-            cache[key] = row_logps(d, change, model, row, images[picture_row])
+            cache[key] = row_logps(d, change, model, row, attended[row], images[picture_row])
         value[:, row] = cache[key]
     return torch.stack([change("logps", x) for x in value]), model
 
 
-def row_logps(d: Dump, change: Change, model, row: int, images: list) -> Tensor:
-    """Compute log-probabilities and entropies (2, S) of a row's tokens after its prompt.
+def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> Tensor:
+    """Compute log-probabilities and entropies (2, S) for a row's tokens after its prompt; all other values are 0.
 
-    The values of all other tokens are 0.
+    Args:
+        attended: (S,) mask that selects the tokens which the model receives.
+        images: list with pairs (patches, grid).
     """
-    ids = d["input_ids"][row]
-    counted_mask = d["completion_mask"][row].bool()
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
-    real_mask = d["attention_mask"][row].bool() | counted_mask
-    attended = change("attended", real_mask, selection=(row,))
-    token_numbers = attended.cumsum(0)  # position of each attended token, starting at 1
-    is_scored = d.completion[row] | counted_mask | is_learned
+    is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
+    token_numbers = attended.cumsum(0)  # each attended token's position, starting at 1
     # the first token has no log-probability, because no earlier token predicts it
     scored_columns = (is_scored & attended & (token_numbers > 1)).nonzero()[:, 0]
     value = torch.zeros(2, d.width, dtype=torch.float64)
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    # the hidden state of the previous token predicts each token
+    # the previous token's hidden state predicts each token
     autocast = change("autocast", None)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        states = model(batch, select=token_numbers[scored_columns] - 2)
-        logits = change("logits", model.lm_head(states))
+        logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    labels = ids[scored_columns]
-    pad = d.about.get("pad_token_id", -1)
-    labels = change("labels", labels, stop=d.is_stop(labels), pad=pad)
+    labels = change("labels", d["input_ids"][row][scored_columns])
     logps = log_probs.gather(1, labels[:, None])[:, 0]
-    logps = change("scores", logps)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     value[:, scored_columns] = torch.stack([logps, entropies]).double()
     return value
 
 
 def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> GroupBatch:
-    """Pack a row's attended tokens and its images into a batch, changed by a deviation.
-
-    Args:
-        attended: (S,) mask of the tokens that the model receives.
-        images: list of pairs (patches, grid).
-    """
+    """Pack a row's attended tokens and its images into a batch, changed by a deviation, see row_logps."""
     config = model.config
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
     num_given = (first(placeholders) & ~d.completion[row]).sum()  # number of images in the prompt
-    grids, all_patches, is_shown = changed_pictures(change, images, num_given)
+    images = change.shown_as(images, num_given)
+    is_blind = change("blind", torch.zeros(len(images), dtype=torch.bool))
+    grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
+    patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
     sizes = grids.prod(1)
     merged_sizes = sizes // config.vision_config.spatial_merge_size**2
     picture_numbers = picture_of_tokens(placeholders, merged_sizes)[attended]
     ids = ids[attended]
-    has_tokens = torch.isin(torch.arange(len(grids)), picture_numbers)
-    is_seen = has_tokens & is_shown
+    has_tokens = torch.isin(torch.arange(len(images)), picture_numbers)
+    is_seen = has_tokens & ~is_blind
     seen_ids = ids.where(pad(is_seen, (0, 1))[picture_numbers], -1)  # -1 marks text
-    patches = all_patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
-    batch = pack([Prompt(seen_ids, patches, grids[is_seen])], [[]], config)
+    seen_patches = patches[is_seen.repeat_interleave(sizes)].to(model.lm_head.weight)
+    batch = pack([Prompt(seen_ids, seen_patches, grids[is_seen])], [[]], config)
     batch.input_ids = ids
-    padding = int(d["attention_mask"][row].long().argmax())  # number of tokens of left padding
+    padding = int(d["attention_mask"][row].long().argmax())  # number of padding tokens on the left
     placed_ids = change("marks", ids.where(picture_numbers < len(grids), -1), padding=padding)
-    completion = d.completion[row, attended]
     batch.position_ids = change(
         "positions",
         get_rope_index(placed_ids, grids[has_tokens], config),  # also for images that are hidden
-        selection=(row, attended),
         indices=torch.arange(len(ids)).expand(3, -1),
-        own=completion.long(),
-        begin=int((~completion).sum()),
+        own=d.completion[row, attended],
     )
     return batch
 
 
-def changed_pictures(change: Change, images: list, num_given: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply a deviation to the images of a row.
-
-    Args:
-        images: list of pairs (patches, grid), of which the first `num_given` belong to the prompt.
-
-    Returns:
-        The grids (images, 3), the patches of all images, and a mask (images,) of the images that the model receives.
-    """
-    images = change.shown_as(images, num_given)
-    numbers = torch.arange(len(images))
-    names = {"number": numbers, "num_pictures": len(images), "num_given": num_given}
-    grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
-    patches = [torch.zeros(0)]
-    for number, (pixels, grid) in enumerate(images):
-        patches.append(change("pixels", pixels, selection=(number,), grid=grid, **names))
-    is_blind = change("blind", numbers < 0, **names)
-    return change("grids", grids), torch.cat(patches), ~is_blind
-
-
 def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Return the image index (S,) of each placeholder token, and len(sizes) for all other tokens.
+    """Return the image index (S,) for each placeholder token, and len(sizes) for all other tokens.
 
     Args:
-        placeholders: (S,) mask of image placeholders. Surplus placeholders count as text.
-        sizes: (images,) number of placeholders of each image.
+        placeholders: (S,) mask that selects image placeholders. Surplus placeholders count as text.
+        sizes: (images,) placeholder count for each image.
     """
     numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
     return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) of the tokens whose previous token is not attended to.
+    """Return a mask (n, S) that selects tokens whose previous token is not attended to.
 
-    The log-probabilities of these tokens cannot be recomputed, because the packed sequence contains only attended
-    tokens.
+    Their log-probabilities cannot be recomputed, because the packed sequence contains only attended tokens.
     """
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
+def model_unit(d: Dump) -> float:
+    """Return the tolerated error, as a multiple of the tolerance, after a forward through the trainer's model."""
+    dtype = d.about.get("autocast") or d.about.get("dtype")
+    return THROUGH_A_MODEL * (1 if dtype in ("float32", "float64") else HALF)
+
+
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute the log-probabilities or entropies of all tokens in the completion mask.
+    """Recompute the log-probabilities or entropies for all tokens in the completion mask.
 
     Args:
-        name: name of the dumped tensor, such as "old_per_token_logps".
-        folder: field of step.json with the folder of the weights that should have produced this tensor.
+        name: the dumped tensor's name, such as "old_per_token_logps".
+        folder: field in step.json with the folder whose weights should have produced this tensor.
     """
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # the noise of another dtype, and the values of other rows, need all rows
+    # another dtype's noise, and values from other rows, need all rows
     rows = d.all_rows if change.keys() & {"logps", "dtype"} else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
 
@@ -184,12 +158,11 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
             value += outputs[int(name == "entropies")]
         return value * counted_mask
 
-    unit = THROUGH_A_MODEL * (1 if d.model_dtype() == "float32" else HALF)
     theirs = d[name].nan_to_num() * counted_mask
     ours = recomputed(change)
     exact = recomputed(Change(d, {})) if "dtype" in change else ours
-    ours = change("mode", ours, theirs=theirs, exact=exact)
-    return {name: (theirs[part], ours[part], unit)}
+    ours = change("mode", ours, theirs=theirs, exact=exact, folder=folder)
+    return {name: (theirs[part], ours[part], model_unit(d))}
 
 
 def gradients(d: Dump, change: Change) -> Answer:
@@ -201,9 +174,7 @@ def gradients(d: Dump, change: Change) -> Answer:
     if not theirs or not has_model or not d.has("logps_gradient") or is_unknown:
         return None
     ours = accumulate(d, change)
-    largest_gradient = max(x.abs().max() for x in [*ours.values(), *theirs.values()])
-    in_half = d.model_dtype() in ("bfloat16", "float16")
-    unit = largest_gradient * THROUGH_A_MODEL * (HALF if in_half else 1) + 1e-30
+    unit = model_unit(d) * max(x.abs().max() for x in [*ours.values(), *theirs.values()]) + 1e-30
     answer = {}
     for name, x in sorted((theirs if d.about.get("some") else ours | theirs).items()):
         their_gradient = theirs.get(name, x * 0)
@@ -214,27 +185,23 @@ def gradients(d: Dump, change: Change) -> Answer:
 
 
 def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename parameters as in checkpoints on the Hub, and remove the prefix of a wrapper module."""
+    """Rename parameters as in checkpoints on the Hub, and remove a wrapper module's prefix."""
     return {hub_name(name.removeprefix("module.")): x for name, x in tensors.items()}
 
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
-    """Sum the gradients of the micro-batches, each multiplied by a weight, which defaults to 1."""
-    ones = torch.eye(len(d.micro_batches))
-    tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches])
-    names = {"first": ones[0], "last": ones[-1], "tokens": tokens.clamp(min=1).double()}
-    shares = change("micro-batch", ones.sum(0), **names)
+    """Add up the micro-batches' gradients, each multiplied by a weight, which is 1 without a deviation."""
+    shares = change("micro-batch", torch.ones(len(d.micro_batches)))
     total = {}
     for number, share in enumerate(shares):
         part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
         for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
-        total = change("gradients so far", total)
     return total
 
 
 def micro_batch_gradients(d: Dump, number: int) -> dict[str, Tensor]:
-    """Compute the gradients of one micro-batch as {parameter name: gradient}, and cache them."""
+    """Compute one micro-batch's gradients as {parameter name: gradient}, and cache them."""
     cache = d.cache
     if number not in cache:
         part = d.micro_batches[number]
@@ -257,13 +224,11 @@ def clip(d: Dump, change: Change) -> Answer:
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values()), normed=normed).item()
-    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm, norm=norm)
+    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm)
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
     if d.has("grad_norm") and not d.about.get("some"):
-        norm_after = get_total_norm(ours.values()).item()
-        logged = torch.tensor([change("norm", norm, norm_after=norm_after)])
-        answer["grad_norm"] = d["grad_norm"].flatten(), logged, 10 * norm + 1e-30
+        answer["grad_norm"] = d["grad_norm"].flatten(), torch.tensor([norm]), 10 * norm + 1e-30
     return answer
 
 
@@ -272,24 +237,21 @@ def update(d: Dump, change: Change) -> Answer:
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
-    gradients = change("gradients", d.parameters("clipped") or d.parameters("grad"))
+    gradients = d.parameters("clipped") or d.parameters("grad")
     if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
     moments = change("moments", d.parameters("exp_avg"))
     squares = change("moments", d.parameters("exp_avg_sq"))
-    rate = options["learning_rate"]
     weight_decay = options["weight_decay"]
     answer = {}
     for name, weight in weights_before.items():
         zero = weight * 0
         decay = 0.0 if name in options.get("no_decay", ()) else weight_decay
+        decay = change("decay", decay, key=name, weight_decay=weight_decay)
         theirs = weights_after.get(name, weight)
-        names = {"key": name, "theirs": theirs, "old": weight, "weight_decay": weight_decay, "learning_rate": rate}
-        decay = change("decay", decay, **names)
         state = moments.get(name, zero), squares.get(name, zero)
-        gradient = gradients.get(name, zero)
-        new_weight = adamw(change, options, weight, gradient, state, decay)
-        new_weight = change("weight", new_weight, decay=decay, **names)
+        new_weight = adamw(change, options, weight, gradients.get(name, zero), state, decay)
+        new_weight = change("weight", new_weight, theirs=theirs)
         rounding = 2e5 * d.eps[f"before.{name}"] * weight.abs()
         unit = (new_weight - weight).abs().max() + rounding + 1e-30
         answer[f"after.{name}"] = (theirs - weight, new_weight - weight, unit)
@@ -297,38 +259,25 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Apply one AdamW update to a weight, and return the new weight. A deviation may repeat it.
+    """Apply one AdamW update to a weight, and return the new weight.
 
     Args:
-        options: options of the optimizer in step.json, such as the learning rate.
-        state: first and second moment of the gradient.
-        decay: weight decay of this weight.
+        options: the optimizer's options in step.json, such as the learning rate.
+        state: the gradient's first and second moment.
+        decay: weight decay for this weight.
     """
     rate = options["learning_rate"]
-    eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
-    first_step = change("first step", options["step"])
-    is_coupled = change("coupled", False)
-    m, v = state
-    for t in range(first_step, first_step + change("times", 1)):
-        # in Adam with L2 regularisation, the decay is part of the gradient
-        slope = gradient + decay * weight * is_coupled
-        weight = weight * (1 - rate * decay * (not is_coupled))
-        of_first = change.inside("the first moment")
-        of_second = change.inside("the second moment")
-        m = of_first("moment", m.lerp(of_first("slope", slope), 1 - beta1))
-        v = of_second("moment", v.lerp(of_second("slope", slope).square(), 1 - beta2))
-        correction1, correction2 = change("bias correction", (1 - beta1**t, 1 - beta2**t))
-        variance = v / correction2
-        root = variance.sqrt() + eps
-        root = change("root", root, variance=variance, eps=eps, correction=correction2)
-        move = change("move", m / correction1 / root, gradient=slope)
-        weight = weight - rate * move
-    return weight
+    step = change("step", options["step"])
+    slope = change("slope", gradient)
+    m = state[0].lerp(slope, 1 - beta1) / (1 - beta1**step)
+    v = state[1].lerp(slope.square(), 1 - beta2) / (1 - beta2**step)
+    move = change("move", m / (v.sqrt() + change("eps", options["eps"])))
+    return weight * (1 - rate * decay) - rate * move
 
 
 def schedule(d: Dump, change: Change) -> Answer:
-    """Recompute the learning rates of the last steps, up to and including this step."""
+    """Recompute the learning rates in the last steps, up to and including this step."""
     options = d.about.get("schedule")
     known_types = ("linear", "cosine", "constant", "constant_with_warmup")
     if not options or "learning_rate" not in d.optimizer or options["type"] not in known_types:
@@ -341,14 +290,13 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 
 def rate_at(step: int, options: dict, change: Change) -> float:
-    """Compute the learning rate of a step, counted from 0, as the schedules of transformers do."""
+    """Compute a step's learning rate as transformers does; steps count from 0."""
     kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
     max_steps = change("max_steps", options["max_steps"])
-    progress = (t - warmup) / max(1, max_steps - warmup)
-    done_share = min(1.0, change("progress", progress, t=t, warmup=warmup, max_steps=max_steps))
+    done_share = min(1.0, (t - warmup) / max(1, max_steps - warmup))
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
     rate_share = t / warmup if t < warmup else shares.get(kind, 1.0)
-    return options["learning_rate"] * change("rate", rate_share)
+    return options["learning_rate"] * rate_share

@@ -1,55 +1,53 @@
-"""Apply hypothetical bugs to the definition of a training step.
+"""Apply hypothetical bugs to a training step's definition.
 
-A bug replaces a quantity of the definition by a formula, or by the values of other rows, tokens or images. For example,
-each row may take the value of "the next row in its group". With tool calls, a formula may apply to only some tokens,
-such as "the first turn".
+A bug replaces a quantity by a formula, or by values from other rows, tokens or images. For example, each row may take
+the value that belongs to "the next row in its group". A formula may also be limited to a part, such as "the first
+turn".
 """
 
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from minivlmrl_audit.known_bugs import SCOPES
-from minivlmrl_audit.units import PICTURES
 
 
 class FormulaError(Exception):
-    """A formula of known_bugs.py is invalid; the audited step is not at fault."""
+    """A formula in known_bugs.py is invalid; the audited step is not at fault."""
 
 
 class Values:
     """The values that a formula may use, as attributes.
 
-    These are the values of the place where the formula is used, then those of an object with more quantities of the
-    place, then the tensors and the attributes of the step.
+    A name is searched among the values at the formula's place, then in an object with more quantities,
+    then among the step's tensors and attributes.
     """
 
-    def __init__(self, step, quantities=None, **values):
+    def __init__(self, step, place=None, **values):
         self.__dict__.update(values)
         self.step = step
-        self._quantities = quantities
+        self._place = place
 
     def __getattr__(self, name: str):
-        if hasattr(self._quantities, name):
-            return getattr(self._quantities, name)
+        if hasattr(self._place, name):
+            return getattr(self._place, name)
         return self.step[name] if name in self.step else getattr(self.step, name)
 
 
-def formula(function: Callable, step, quantities=None, **values):
-    """Call a formula of known_bugs.py with the values of its place, see Values.
+def formula(function: Callable, step, place=None, **values):
+    """Call a formula from known_bugs.py with the values at its place, see Values.
 
     Raises:
-        RuntimeError, ValueError: the sizes or options of the step do not fit the formula. FormulaError: the formula
-        itself is invalid.
+        RuntimeError, ValueError: the step's sizes or options do not fit the formula.
+        FormulaError: the formula itself is invalid.
     """
     try:
-        return function(Values(step, quantities, **values))
+        return function(Values(step, place, **values))
     except (RuntimeError, ValueError):
-        raise  # the sizes or options of the step do not fit, so the formula is not at fault
+        raise  # the step's sizes or options do not fit, so the formula is not at fault
     except Exception as error:
         code = function.__code__
         raise FormulaError(
@@ -59,43 +57,39 @@ def formula(function: Callable, step, quantities=None, **values):
 
 
 class Change(dict):
-    """A deviation from the definition of the step `d`: {name of a quantity: its replacement}."""
+    """A deviation from the step's definition: {quantity: its replacement}."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
         self.d = d
 
-    def __call__(self, name: str, x, selection=(), quantities=None, **values):
+    def __call__(self, name: str, x, place=None, **values):
         """Return the quantity x, or its replacement if this deviation has one under `name`.
 
         A replacement is one of:
             - a value;
-            - a formula, which can use x, the fitted number c, and the values that Values describes;
-            - (kind, unit, None), which reorders x by one of the orders in the Dump;
-            - (kind, unit, formula), whose formula can also use `region`. For tokens and images, `region` is a mask of
-              the unit. It has the shape of x, because it is indexed by `selection` as x was. For a part of the model,
-              `region` is a function that tests the name of a parameter.
+            - a formula, which can use x, the fitted number c, and everything that Values describes;
+            - (kind, part, None), which reorders x by an order in the Dump;
+            - (kind, part, formula), whose formula can also use `region`: a mask or, for a model, a function that tests
+              a parameter's name.
         """
         if name not in self:
             return x
         deviation = self[name]
         if isinstance(deviation, tuple):
-            kind, unit, deviation = deviation
-            region = getattr(self.d, kind)[unit]
+            kind, part, deviation = deviation
+            region = getattr(self.d, kind)[part]
             if deviation is None:
                 return pad(x.flatten(), (0, 1))[region] if kind == "columns" else x[region]
-            if kind == "pictures":
-                region = region(values["number"], values["num_pictures"], values["num_given"])
-            values["region"] = region[selection] if selection else region
+            values["region"] = region
         if not callable(deviation):
             return deviation
-        return formula(deviation, self.d, quantities, x=x, c=self.get("c", 1.0), **values)
+        return formula(deviation, self.d, place, x=x, c=self.get("c", 1.0), **values)
 
     def inside(self, use: str) -> "Change":
         """Return the deviation for one use of a quantity, such as "the baseline".
 
-        The result is empty if this deviation is limited to another use of the same quantity. The uses of each quantity
-        are listed in SCOPES of known_bugs.py.
+        The result is empty if this deviation is limited to another use, see SCOPES.
         """
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
@@ -104,25 +98,21 @@ class Change(dict):
         return self
 
     def picture_rows(self) -> Tensor:
-        """Return the index (n,) of the row from which each row takes its images."""
-        kind, unit, _ = self.get("pictures", ("", "", None))
-        return self.d.rows[unit] if kind == "rows" else self.d.all_rows
+        """Return the row index (n,) from which each row takes its images."""
+        replacement = self.get("pictures")
+        return self.d.rows[replacement[1]] if isinstance(replacement, tuple) else self.d.all_rows
 
     def shown_as(self, pictures: list, num_given: int) -> list:
         """Return a row's images with this deviation applied. The first `num_given` are in the prompt."""
-        kind, unit, change = self.get("pictures", ("", "", None))
-        if kind != "pictures":
-            return pictures
-        count = len(pictures)
-        region = PICTURES[unit](torch.arange(count), count, num_given)
-        return edited(self.d, pictures, [0] * count, region.tolist(), change)[0]
+        is_of_other_row = isinstance(self.get("pictures"), tuple)  # see picture_rows
+        return pictures if is_of_other_row else self("pictures", pictures, num_given=num_given)
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:
-    """Apply a formula to parts of a list, and return the new items and their flags.
+    """Apply a formula to parts in a list, and return the new items and their flags.
 
-    The list x is split into runs of consecutive items with equal `flags` and equal `region` values. The formula
-    replaces each run inside the region, and all new items get the flag of their run.
+    The list is split into runs in which `flags` and `region` are constant. The formula replaces each run inside the
+    region, and all new items get the run's flag.
     """
     new_items, new_flags = [], []
     triples = zip(flags, region, x, strict=True)

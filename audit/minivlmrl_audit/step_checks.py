@@ -1,9 +1,9 @@
-"""Recompute advantages, token ids, masks, loss and its gradient from the other tensors of a step.
+"""Recompute advantages, token ids, masks, loss and its gradient from a step's other tensors.
 
 A stage is a function (dump, change) -> {name: (theirs, ours, unit)}: the trainer's value, the recomputed value, and the
-size of the terms that were summed. It returns None if the dump lacks a tensor that the stage needs. The error of a
-number is |theirs - ours| / unit. change(name, x) returns the quantity x of the definition, or its replacement while a
-known bug is being tried.
+size of the summed terms. It returns None if the dump lacks a tensor that the stage needs. A number's error is
+|theirs - ours| / unit. change(name, x) returns the definition's quantity x, or its replacement while a known bug is
+being tried.
 """
 
 from functools import cached_property
@@ -31,34 +31,29 @@ from minivlmrl_audit.minivlmrl_api import (
     nanstd,
     off_policy_mask,
 )
-from minivlmrl_audit.options import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, term_arguments
 from minivlmrl_audit.perturbations import Change
+from minivlmrl_audit.step_format import OPTIONS, DPOOptions, PolicyOptions, SFTOptions, term_arguments
 
 Answer = dict[str, tuple[Tensor, Tensor, Tensor | float]] | None
 
 
 def advantages(d: Dump, change: Change) -> Answer:
-    """Recompute the advantages from the rewards (N, K) and the group of each completion."""
+    """Recompute the advantages from the completions' rewards (N, K) and groups."""
     theirs = d.get("rollout_advantages", d.get("advantages"))
     if theirs is None or theirs.dim() != 1 or not d.has("rewards", "group"):
         return None
     uses = ("the reward", "the baseline", "the divisor")
     reward, baseline, divisor = (reward_parts(d, change.inside(use))[number] for number, use in enumerate(uses))
-    value = (reward - baseline) / divisor
-    value = change("advantages", value.nan_to_num(0.0, 0.0, 0.0))
+    value = change("advantages", ((reward - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
     # without the clamp, a deviation with a tiny divisor would enlarge the tolerance
     rounding = 0.1 * d["rewards"].nan_to_num().abs().max() / divisor.nan_to_num(1.0).clamp(min=1e-4)
     return {"advantages": (theirs, value, value.abs().max() + rounding + 1e-30)}
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up the K rewards of each completion, and compute the baseline and divisor of the sum.
+    """Add up each completion's K rewards, and compute the baseline and the divisor for the sum, each (N,).
 
-    With TRL's option multi_objective_aggregation = "normalize_then_sum", each reward is normalised within its group
-    before the rewards are added.
-
-    Returns:
-        The sums of rewards, the baselines and the divisors, each of shape (N,).
+    With multi_objective_aggregation = "normalize_then_sum", rewards are normalised within their group, then added.
     """
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
@@ -69,17 +64,14 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     is_unjudged = rewards.isnan().all(1)
     centre = "group"
     scale = d.about.get("scale_rewards", "group")
-    normalise_first = d.about.get("multi_objective_aggregation") == "normalize_then_sum"
-    if normalise_first != change("other aggregation", False):
+    if d.about.get("multi_objective_aggregation") == "normalize_then_sum":
         parts = []
         for x in rewards.unbind(1):
             baseline, divisor = moments(change, x, group, "group", "group")
             parts.append(((x - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
         rewards = torch.stack(parts, 1)
         centre = scale = "batch"
-    weighted = rewards * weights
-    total = change("total", weighted.nansum(1), weighted=weighted)
-    total = total.masked_fill(is_unjudged, torch.nan)
+    total = change("total", (rewards * weights).nansum(1)).masked_fill(is_unjudged, torch.nan)
     return total, *moments(change, total, group, centre, scale)
 
 
@@ -87,9 +79,8 @@ def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -
     """Compute the baselines and divisors (N,) that normalise rewards x (N,), ignoring NaN.
 
     Args:
-        centre: "group" or "batch". The baseline is the mean of a completion's group or rollout. scale: "group", "batch"
-        or "none". The divisor is the standard deviation of a completion's
-            group or rollout, or 1.
+        centre: "group" or "batch"; the baseline is the mean over a completion's group or rollout.
+        scale: "group", "batch" or "none"; the divisor is the standard deviation over the group or the rollout, or 1.
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
@@ -105,13 +96,13 @@ def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -
         baseline[is_member] = change("group mean", choices[centre].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
         if scaling_rewards is not None:
-            names |= {"scaling_rewards": scaling_rewards, "epsilon": change("epsilon", 1e-4)}
-            divisor[is_member] = change("std", nanstd(scaling_rewards), **names) + names["epsilon"]
+            std = change("std", nanstd(scaling_rewards), scaling_rewards=scaling_rewards, **names)
+            divisor[is_member] = std + change("epsilon", 1e-4)
     return change("baseline", baseline), change("deviation", divisor)
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Recompute the advantage of each row by looking up its completion in the rollout."""
+    """Recompute each row's advantage by looking up its completion in the rollout."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -120,7 +111,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 
 def tokens(d: Dump, change: Change) -> Answer:
-    """Recompute input_ids and attention_mask of the completions from the sampler's token ids.
+    """Recompute input_ids and attention_mask after the prompts from the sampler's token ids.
 
     Text is never encoded again, because the result may differ from the ids that were sampled.
     """
@@ -131,21 +122,18 @@ def tokens(d: Dump, change: Change) -> Answer:
     no_token = d.about.get("pad_token_id", -1)
     their_ids = d["input_ids"].where(d.completion, no_token)
     their_ids = pad(their_ids, (0, ids.shape[1] - d.width), value=no_token)
-    our_ids = ids.where(ids >= 0, no_token)
-    our_ids = change("tokens", our_ids, their_ids=their_ids, no_token=no_token)
     attended = ids[:, : d.width] >= 0
     theirs = d["attention_mask"].bool() & attended
     # the trainer may leave a truncated completion out of the forward
-    attended = attended & theirs.any(1, keepdim=True)
-    ours = change("attended", attended)
+    ours = change("attended", attended & theirs.any(1, keepdim=True))
     return {
-        "input_ids": (their_ids.double(), our_ids.double(), 1.0),
+        "input_ids": (their_ids.double(), ids.where(ids >= 0, no_token).double(), 1.0),
         "attention_mask": (theirs.double(), ours.double(), 1.0),
     }
 
 
 def pictures(d: Dump, change: Change) -> Answer:
-    """Recompute the images of each row: first the prompt's images, then the images that tools returned."""
+    """Recompute each row's images: first the prompt's images, then the images that tools returned."""
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
@@ -155,7 +143,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     ours = []
     for i, count in zip(row, answered_counts, strict=True):
         ours.append(change.shown_as(sampled[i], len(sampled[i]) - count))
-    numbers = {}  # number of each distinct image
+    numbers = {}  # number that stands for each distinct image
     table = []
     for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
@@ -166,10 +154,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the list of images (patches, grid) of each row.
-
-    With kind = "sampler_", the lists belong to the completions of the rollout instead.
-    """
+    """Return each row's images as a list [(patches, grid), ...], or each completion's with kind = "sampler_"."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -182,8 +167,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 def mask(d: Dump, change: Change) -> Answer:
     """Recompute the completion mask, which selects the tokens in the loss.
 
-    GRPO: the sampled tokens of each turn, up to and including its stop token. DPO and SFT: the tokens of the answer
-    that are not padding.
+    GRPO: each turn's sampled tokens, up to and including its stop token. DPO and SFT: the answer without padding.
     """
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
@@ -192,22 +176,19 @@ def mask(d: Dump, change: Change) -> Answer:
     real_mask = d["attention_mask"].bool()
     if is_grpo:
         real_mask = sampled_tokens(d, change, drawn_mask, forced_mask)
-    ours = other_mask((~forced_mask & d.completion & real_mask).double(), change)
+    ours = change("mask", (~forced_mask & d.completion & real_mask).double())
     return {"completion_mask": (d["completion_mask"].double(), ours, 1.0)}
 
 
 def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Tensor) -> Tensor:
-    """Return a mask (n, S) of the tokens of tool responses and of each turn up to its stop token."""
+    """Return a mask (n, S) that selects tool responses, and each turn up to its stop token."""
     ids = d["input_ids"]
     end_tokens = drawn_mask & d.is_stop(ids)
     ends_before = end_tokens.cumsum(1) - end_tokens.long()
     in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
-    answer_follows = here_or_later(forced_mask)
-    sizes = (text_follows & d.completion).sum(1, keepdim=True)
-    has_ended = (end_tokens & ~answer_follows).any(1, keepdim=True)
-    longest = d.about.get("max_completion_length") or d.width
-    has_ended = change("ended", has_ended, end_tokens=end_tokens, sizes=sizes, longest=longest)
+    has_ended = (end_tokens & ~here_or_later(forced_mask)).any(1, keepdim=True)
+    has_ended = change("ended", has_ended, end_tokens=end_tokens)
     real_mask = forced_mask | (in_turn & (has_ended | text_follows))
     if change("drop truncated", d.about.get("mask_truncated_completions")):
         real_mask = real_mask & has_ended
@@ -215,41 +196,17 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
 
 
 def here_or_later(x: Tensor) -> Tensor:
-    """Return a mask (n, S) of all columns up to the last True of each row of x."""
+    """Return a mask (n, S) with all columns up to the last True in each row."""
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
 def mask_in(change: Change, use: str) -> Tensor:
     """Return the completion mask (n, S) for one use, such as "the ratio", with the deviation."""
-    return other_mask(change.d["completion_mask"].double(), change.inside(use))
-
-
-def other_mask(mask: Tensor, change: Change) -> Tensor:
-    """Apply the deviation to a completion mask (n, S), and return the new mask."""
-    if "mask" not in change:
-        return mask
-    d = change.d
-    completion_columns = d.completion.double()
-    next_counts = mask.roll(-1, 1)
-    end_tokens = mask * (1 - next_counts)
-    if d.about.get("stop_token_ids"):
-        end_tokens = d.is_stop(d["input_ids"]).double()
-    return change(
-        "mask",
-        mask,
-        completion_columns=completion_columns,
-        # without the first token, because no earlier token predicts it
-        prompt=(d["attention_mask"].cumsum(1) > 1) * d["attention_mask"] * (1 - completion_columns),
-        previous_counts=mask.roll(1, 1) * completion_columns,
-        next_counts=next_counts,
-        end_tokens=end_tokens,
-        ids=d["input_ids"],
-        theirs=d["completion_mask"].double(),
-    )
+    return change.inside(use)("mask", change.d["completion_mask"].double())
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute the loss of each micro-batch before backward, and its gradient (n, S).
+    """Recompute each micro-batch's loss before backward, and its gradient (n, S).
 
     The gradient is taken with respect to the log-probabilities and the entropies.
     """
@@ -257,15 +214,13 @@ def loss(d: Dump, change: Change) -> Answer:
         return None
     outputs = ("per_token_logps", "entropies")
     leaves = [d.get(name, d["per_token_logps"]).clone().requires_grad_() for name in outputs]
-    compute = LOSSES[d.about["kind"]]
-    parts = [torch.stack(compute(part, *leaves, change)) for part in d.micro_batches]
-    losses, units = torch.stack(parts, 1)
+    losses, units = LOSSES[d.about["kind"]](*leaves, change)
     total = losses.sum() + 0 * leaves[0].sum()  # adds a graph in case a deviation removed it
     slopes = torch.autograd.grad(total, leaves, materialize_grads=True)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
-    # for a gradient whose terms cancel; the gradient of k3 is beta * (1 - d.exp()) in float32
+    # for a gradient whose terms cancel; k3's gradient is beta * (1 - d.exp()) in float32
     beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
     rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
     is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
@@ -280,26 +235,19 @@ def loss(d: Dump, change: Change) -> Answer:
 
 
 def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probabilities (n, S) of policy, old policy and reference, with the deviation."""
+    """Return log-probabilities (n, S) under the policy, the old policy and the reference, with the deviation."""
     logps = change("logps", logps)
-    detached = logps.detach()
-    old = change.d.get("old_per_token_logps", detached)
-    ref = change.d.get("ref_per_token_logps", detached)
-    names = {
-        "per_token_logps": logps,
-        "detached_logps": detached,
-        "old_per_token_logps": old,
-        "ref_per_token_logps": ref,
-        "mask": mask,
-    }
+    names = {"per_token_logps": logps, "mask": mask}
+    old = change.d.get("old_per_token_logps", logps.detach())
+    ref = change.d.get("ref_per_token_logps", logps.detach())
     return change("policy", logps, **names), change("old", old, **names), change("reference", ref, **names)
 
 
 def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
-    """Count the rows and tokens that normalise the loss of the rows `part`.
+    """Count the rows and tokens that normalise the loss in the rows `part`.
 
-    Rows and tokens are counted over the whole step. With mean_over = "micro_batch", they are counted over the
-    micro-batch, and the counts are multiplied by the number of micro-batches.
+    The counts cover the whole step. With mean_over = "micro_batch", they cover the micro-batch, and are multiplied by
+    the number of micro-batches.
     """
     d = change.d
     by_part = change("mean_over", d.about.get("mean_over")) == "micro_batch"
@@ -310,14 +258,13 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = change("rollout tokens", d["rollout_tokens"])[part[0]].item()
-        tokens /= d.about.get("steps_per_rollout", 1)
-        tokens /= d.about.get("world_size", 1)
+        tokens /= d.about.get("steps_per_rollout", 1) * d.about.get("world_size", 1)
     count = d.about.get("step_rows", len(rows)) * times
     return LossNormalizer(count, max(tokens, 1), d.about.get("max_completion_length"))
 
 
 def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
-    """Return the options of the step's loss, with the options that a deviation replaces."""
+    """Return the loss options, with the options that a deviation replaces."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -327,32 +274,26 @@ def loss_options(change: Change) -> PolicyOptions | DPOOptions | SFTOptions:
 
 
 class PolicyPieces:
-    """Quantities of the loss of some rows: tensors (rows, S) unless noted. The formulas of known_bugs.py use them."""
+    """Quantities in a GRPO-type loss, which the formulas in known_bugs.py use: tensors (n, S) unless noted."""
 
-    def __init__(self, part: Tensor, logps: Tensor, entropies: Tensor, change: Change):
-        mask = mask_in(change, "the ratio")
-        advantages = change.d["advantages"].view(len(mask), -1)
-        self.part = part  # indices (rows,)
+    def __init__(self, logps: Tensor, entropies: Tensor, change: Change):
+        d = change.d
         self.options = loss_options(change)
-        self.mask = mask[part]  # tokens that enter the importance ratios
-        logps, old, reference = (x[part] for x in inputs(logps, mask, change))
-        self.per_token_logps = logps
+        self.mask = mask_in(change, "the ratio")  # tokens that enter the importance ratios
+        self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
         self.old_per_token_logps = old
-        self.ref_per_token_logps = reference
-        self.advantages = change("whitened", change("advantages", advantages)[part])  # (rows, 1) or (rows, S)
-        self.entropies = entropies[part]
-        counted = mask_in(change, "the sum")[part]
-        # tokens whose entropies are in the top fraction
-        self.kept = kept_tokens(self.entropies, counted, self.options.top_entropy_quantile)
-        self.log_ratio = change("log-ratio", logps - old, (part,), self)
+        self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
+        self.entropies = entropies
+        counted = mask_in(change, "the sum")
+        # counted tokens whose entropies are in their micro-batch's top fraction
+        self.kept = counted.clone()
+        for part in d.micro_batches:
+            self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
+        self.log_ratio = change("log-ratio", self.per_token_logps - old, self)
 
     @cached_property
     def ratio(self) -> Tensor:
         return importance_ratio(self.log_ratio, self.mask, self.options.importance_sampling_level)
-
-    @property
-    def clipped_ratio(self) -> Tensor:
-        return self.ratio.clamp(1 - self.options.epsilon_low, 1 + self.options.epsilon_high)
 
     @property
     def k3_in_float32(self) -> Tensor:
@@ -360,124 +301,122 @@ class PolicyPieces:
         return (d.exp() - d - 1).double()
 
 
-def policy(part: Tensor, logps: Tensor, entropies: Tensor, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the GRPO-type loss of the rows `part`, and the sum of its terms' absolute values."""
-    total = torch.zeros(2)
-    shared = PolicyPieces(part, logps, entropies, change)
+def policy(logps: Tensor, entropies: Tensor, change: Change) -> Tensor:
+    """Compute each micro-batch's GRPO-type loss, and the sum over its absolute terms: (2, M)."""
+    total = torch.zeros(2, len(change.d.micro_batches))
+    shared = PolicyPieces(logps, entropies, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
-        pieces = shared if inside is change else PolicyPieces(part, logps, entropies, inside)
+        pieces = shared if inside is change else PolicyPieces(logps, entropies, inside)
         weight = getattr(pieces.options, weight_name, 1.0)
         if weight:
-            total = total + weight * torch.stack(term(pieces, inside))
-    return total.unbind()
+            total = total + weight * term(pieces, inside)
+    return total
 
 
-def policy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the mean policy-gradient loss of some rows, and the mean absolute value of its terms."""
+def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
+    """Compute the mean policy-gradient losses and their terms' mean absolute values: (2, M)."""
     options = pieces.options
     d = change.d
-    sampler_logps = d["sampler_logps"][pieces.part] if d.has("sampler_logps") else None
     no_mismatch = torch.ones(len(d.all_rows), 1)
-    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))[pieces.part]
+    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
     arguments = term_arguments(options)
     weights = pieces.kept
     if options.loss_type == "vespo":
         arguments["importance_sampling_ratio"] = correction
     else:
         weights = weights * correction
+    logps, ratio, advantages, mask = pieces.per_token_logps, pieces.ratio, pieces.advantages, pieces.mask
     if options.off_policy_mask_threshold is not None:
-        old = pieces.per_token_logps - pieces.log_ratio
-        weights = weights * off_policy_mask(
-            pieces.per_token_logps,
-            old if sampler_logps is None else sampler_logps,
-            pieces.advantages,
-            pieces.mask,
-            options.off_policy_mask_threshold,
-        )
+        sampler_logps = d.get("sampler_logps", logps - pieces.log_ratio)
+        weights = weights * off_policy_mask(logps, sampler_logps, advantages, mask, options.off_policy_mask_threshold)
     term_inputs = TermInputs(
-        pieces.per_token_logps,
-        pieces.log_ratio,
-        pieces.ratio,
-        pieces.advantages,
-        pieces.mask,
-        options.epsilon_low,
-        options.epsilon_high,
+        logps, pieces.log_ratio, ratio, advantages, mask, options.epsilon_low, options.epsilon_high
     )
     terms, _ = TERMS[options.loss_type](term_inputs, **arguments)
-    return averaged(pieces.part, change("terms", terms * weights, (pieces.part,), pieces), change)
+    return averaged(change("terms", terms * weights, pieces), change)
 
 
-def kl_term_of(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the mean KL penalty of some rows, and the mean absolute value of its terms."""
+def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
+    """Compute the mean KL penalties and their terms' mean absolute values: (2, M)."""
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
-    estimator = options.kl_estimator
-    if "KL estimate" in change:
-        kl = change("KL estimate", kl_term(*of_both, estimator), (), pieces)
-    else:
-        estimator += "+" * options.kl_straight_through
-        kl = kl_term(*of_both, estimator)
+    estimator = options.kl_estimator + "+" * options.kl_straight_through
+    kl = change("KL estimate", kl_term(*of_both, estimator), pieces)
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, estimator)
-    kl = change("KL", kl, (pieces.part,), pieces)
-    # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the difference of two log-probabilities; a
+    kl = change("KL", kl, pieces)
+    # in float32, d.expm1() - d has an error of up to 1e-7 * |d|, where d is the log-ratio; a
     # larger error is a mistake, such as d.exp() - d - 1
     d = pieces.per_token_logps - pieces.ref_per_token_logps
-    return averaged(pieces.part, kl, change, rounding=0.02 * d.detach().abs())
+    return averaged(kl, change, rounding=0.02 * d.detach().abs())
 
 
-def entropy_term(pieces: PolicyPieces, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the entropy bonus, which is the negative mean entropy, and the size of the mean."""
-    entropies = change("entropies", pieces.entropies, (pieces.part,), mask=pieces.kept)
-    normalizer = normalizer_of(pieces.part, mask_in(change, "the count"), change)
-    mean = mean_entropy(entropies, pieces.kept, normalizer)
-    return -mean, mean.detach()
+def entropy_term(pieces: PolicyPieces, change: Change) -> Tensor:
+    """Compute the entropy bonuses, which are the negative mean entropies, and their sizes: (2, M)."""
+    entropies = change("entropies", pieces.entropies, mask=pieces.kept)
+    counted = mask_in(change, "the count")
+    means = []
+    for part in change.d.micro_batches:
+        means.append(mean_entropy(entropies[part], pieces.kept[part], normalizer_of(part, counted, change)))
+    means = torch.stack(means)
+    return torch.stack([-means, means.detach()])
 
 
-# terms of the policy loss: (function, name of the option that weights it; "" means weight 1)
+# terms in the policy loss: (function, option that weights it; "" means weight 1)
 POLICY_TERMS = {
     "the policy's term": (policy_term, ""),
     "the KL": (kl_term_of, "beta"),
     "the mean entropy": (entropy_term, "entropy_coef"),
 }
-# averaging function of each loss_type, including the loss types of SFT
+# averaging function for each loss_type, including SFT's
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
-def averaged(part: Tensor, terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """Average per-token losses as the loss_type prescribes, and average their absolute values.
+def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> Tensor:
+    """Average per-token losses in each micro-batch as the loss_type prescribes, and their absolute values: (2, M).
 
-    rounding: (rows, S) size that is added to each absolute value, because `terms` are differences of larger numbers.
+    rounding: (n, S) size that is added to each absolute value, because `terms` are differences between larger numbers.
     """
     mask = mask_in(change, "the sum")
-    divided = mask_in(change, "the count")
+    counted = mask_in(change, "the count")
     weights = change("weights", torch.ones_like(mask), mask=mask)
-    normalizer = normalizer_of(part, divided, change)
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
-    terms = terms * (mask * weights)[part]
-    value = average(terms, divided[part], normalizer)
-    value = change("mean", value, selection=(part,), terms=terms, mask=divided[part])
-    return value, average(terms.detach().abs() + rounding, divided[part], normalizer)
+    terms = terms * (mask * weights)
+    sizes = terms.detach().abs() + rounding
+    results = []
+    for part in change.d.micro_batches:
+        normalizer = normalizer_of(part, counted, change)
+        value = average(terms[part], counted[part], normalizer)
+        value = change("mean", value, part=part, terms=terms[part], mask=counted[part])
+        results.append(torch.stack([value, average(sizes[part], counted[part], normalizer)]))
+    return torch.stack(results, 1)
 
 
-def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the DPO-type loss of the rows `part`, and the size of its terms.
+def preferences(logps: Tensor, _, change: Change) -> Tensor:
+    """Compute each micro-batch's DPO-type loss, and its terms' size: (2, M)."""
+    return torch.stack([preference(part, logps, change) for part in change.d.micro_batches], 1)
 
-    The dumped tensor `pair` contains the number of each row's pair. `chosen` is 1 for rows with the chosen answer and 0
-    for rows with the rejected answer.
+
+def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
+    """Compute the DPO-type loss for the rows `part`, and its terms' size: (2,).
+
+    The dumped tensor `pair` contains each row's pair number. `chosen` is 1 in rows with the chosen answer, and 0 in
+    rows with the rejected answer.
     """
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
-    index = change("index", order.view(-1, 2))  # (pairs, 2): rows of chosen and rejected
-    policy_change = change.inside("the policy")
-    mask = mask_in(policy_change, "")
-    options = loss_options(policy_change)
-    own_logps = inputs(logps, mask, policy_change)[0][index]
-    policy_logps = answer_logps(own_logps, mask[index], options.ld_alpha)
-    ref_logps = reference_logps(index, logps, change.inside("the reference"))
-    log_ratio = change("log-ratio", policy_logps - ref_logps, lengths=mask[index].sum(-1))
+    index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
+    sums = []  # summed log-probabilities (pairs, 2) under the policy and under the reference
+    for use, number in (("the reference", 2), ("the policy", 0)):
+        inside = change.inside(use)
+        mask = mask_in(inside, "")
+        options = loss_options(inside)
+        own_logps = inputs(logps, mask, inside)[number][index]
+        sums.append(answer_logps(own_logps, mask[index], options.ld_alpha))
+    ref_logps, policy_logps = sums
+    log_ratio = change("log-ratio", policy_logps - ref_logps)
     value, _ = dpo_loss(
         own_logps,
         mask[index],
@@ -487,24 +426,16 @@ def preference(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, 
         normalizer=normalizer_of(part, mask * d["chosen"][:, None], change),
         log_sum_sq_probs=d["log_sum_sq_probs"][index] if d.has("log_sum_sq_probs") else None,
     )
-    return value, value.detach().abs() + 1e-2
+    return torch.stack([value, value.detach().abs() + 1e-2])
 
 
-def reference_logps(index: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Sum the reference model's log-probabilities over the tokens of each answer: (pairs, 2)."""
-    mask = mask_in(change, "")
-    _, _, reference = inputs(logps, mask, change)
-    return answer_logps(reference[index], mask[index], loss_options(change).ld_alpha)
-
-
-def demonstrations(part: Tensor, logps: Tensor, _, change: Change) -> tuple[Tensor, Tensor]:
-    """Compute the SFT loss of the rows `part`, and the size of its terms."""
+def demonstrations(logps: Tensor, _, change: Change) -> Tensor:
+    """Compute each micro-batch's SFT loss, and its terms' size: (2, M)."""
     logps = change("logps", logps)
     terms = -logps
     if loss_options(change).loss_type == "dft":
         terms = terms * logps.detach().exp()
-    terms = change("terms", terms, per_token_logps=logps)
-    return averaged(part, terms[part], change)
+    return averaged(change("terms", terms, per_token_logps=logps), change)
 
 
-LOSSES = {"grpo": policy, "dpo": preference, "sft": demonstrations}
+LOSSES = {"grpo": policy, "dpo": preferences, "sft": demonstrations}

@@ -3,9 +3,9 @@
     with grpo_steps(trainer, "steps"):      # or dpo_steps, sft_steps
         trainer.train()                     # steps/0, steps/1, ...; then: python -m minivlmrl audit steps/0
 
-Every value is recorded outside of the code that the audit checks: log-probabilities and their gradients are recorded at
-the model's forward, the loss is what training_step returns, the rewards are what the reward functions return, and the
-weights are copied before and after optimizer.step.
+Every value is recorded outside the code that the audit checks: log-probabilities and their gradients are recorded at a
+model's forward, the loss is training_step's result, the rewards are the reward functions' results, and the weights are
+copied before and after optimizer.step.
 """
 
 import pickle
@@ -24,18 +24,26 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
-from minivlmrl_audit import dump, step_names
-from minivlmrl_audit.options import options_of
+from minivlmrl_audit.dump import join, write
 from minivlmrl_audit.step_checks import here_or_later
-
-# names of parameters without weight decay, as transformers.Trainer documents
-NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
+from minivlmrl_audit.step_format import BY_ROW, FILTERS, OPTIONS_OF_A_ROLLOUT, options_of
+from minivlmrl_audit.units import NO_DECAY
 
 AUTOCASTS = {"no": None, "bf16": "bfloat16"}  # accelerate's mixed_precision and our field `autocast`
+# other tensors in a micro-batch: TRL's name and our name
+INPUTS = {name: name for name in [*BY_ROW, "pixel_values", "image_grid_thw", "num_images"]}
+INPUTS["sampling_per_token_logps"] = "sampler_logps"
+# a forward's outputs for each token: TRL's name, then our names for the output and its gradient
+OUTPUTS = {
+    "log_probs": ["per_token_logps", "logps_gradient"],
+    "entropy": ["entropies", "entropies_gradient"],
+    "log_sum_sq_probs": ["log_sum_sq_probs", ""],
+}
+SMOOTHED_LOSSES = {"robust", "exo_pair", "aot", "aot_unpaired"}  # DPO losses that use label_smoothing in TRL
 
 
 def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Return a context manager that dumps the first steps of an SFTTrainer.
+    """Return a context manager that dumps an SFTTrainer's first steps.
 
     If the model does not accept num_items_in_batch, each micro-batch is averaged by itself.
     """
@@ -64,12 +72,12 @@ def sft_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Return a context manager that dumps the first steps of a DPOTrainer.
+    """Return a context manager that dumps a DPOTrainer's first steps.
 
-    TRL orders the rows of a micro-batch like this: all chosen answers, then all rejected answers.
+    In TRL's micro-batches, all chosen answers come first, then all rejected answers.
     """
     loss = options_of("dpo", vars(trainer.args))
-    if not set(step_names.SMOOTHED_LOSSES) & set(loss["loss_type"]):
+    if SMOOTHED_LOSSES.isdisjoint(loss["loss_type"]):
         loss["label_smoothing"] = 0.0
     about = {"kind": "dpo", "loss": loss, "mean_over": "micro_batch"}
 
@@ -82,15 +90,12 @@ def dpo_steps(trainer, folder, steps: int = 1) -> "Steps":
 
 
 def grpo_steps(trainer, folder, steps: int = 1) -> "Steps":
-    """Return a context manager that dumps the first steps of a GRPOTrainer.
-
-    The dump includes the rewards, groups and advantages of the rollout.
-    """
+    """Return a context manager that dumps a GRPOTrainer's first steps, with the rewards and groups in its rollouts."""
     return GRPOSteps(trainer, folder, steps)
 
 
 def grpo_options(trainer) -> dict:
-    """Return the options of a GRPOTrainer in the format of a dumped step."""
+    """Return a GRPOTrainer's options in step.json's format."""
     config = dict(vars(trainer.args))
     sampling = config | (config.get("generation_kwargs") or {})
     config["epsilon_low"] = config["epsilon"]
@@ -99,22 +104,21 @@ def grpo_options(trainer) -> dict:
     return {
         "kind": "grpo",
         "loss": options_of("grpo", config),
-        # models of the step that sampled a row; {} stands for the number of that step
+        # models of the step that sampled a row; {} stands for its number
         "old_model": "../{}/model",
         "ref_model": trainer.ref_model and "../{}/ref_model",
         "stop_token_ids": list(trainer.eos_token_ids),
         "pad_token_id": trainer._tokenizer.pad_token_id,
         "image_token_id": trainer._image_pad_token_id,
-        **{name: config.get(name) for name in step_names.OPTIONS_OF_A_ROLLOUT},
-        **{name: sampling.get(name) for name in step_names.FILTERS},
+        **{name: config.get(name) for name in OPTIONS_OF_A_ROLLOUT},
+        **{name: sampling.get(name) for name in FILTERS},
     }
 
 
 def prompt_mask(trainer, ids: torch.Tensor) -> dict:
-    """Return {"prompt_mask": mask}, with a mask (n, S) of all tokens up to the end of the prompt.
+    """Return {"prompt_mask": mask}, with a mask (n, S) that selects all tokens up to the prompt's end.
 
-    The prompt ends with the last generation prompt of the chat template. Returns {} if the tokenizer does not have a
-    chat template.
+    The prompt ends with the chat template's last generation prompt. Without a chat template, the result is {}.
     """
     processor = trainer.processing_class
     chat = [{"role": "user", "content": "x"}]
@@ -124,16 +128,15 @@ def prompt_mask(trainer, ids: torch.Tensor) -> dict:
     generation_prompt = render(add_generation_prompt=True).removeprefix(render(add_generation_prompt=False))
     start_ids = trainer._tokenizer.encode(generation_prompt, add_special_tokens=False)
     starts = (ids.unfold(1, len(start_ids), 1) == torch.tensor(start_ids)).all(-1)
-    ends = pad(starts, (len(start_ids) - 1, 0))
-    return {"prompt_mask": here_or_later(ends).long()}
+    return {"prompt_mask": here_or_later(pad(starts, (len(start_ids) - 1, 0))).long()}
 
 
 class Steps(ExitStack, TrainerCallback):
-    """Context manager that dumps the first steps of a trainer into folder/0, folder/1, ...
+    """Context manager that dumps a trainer's first steps into folder/0, folder/1, ...
 
     Args:
-        about: content of step.json.
-        rows: function that returns the tensors of a micro-batch, given its inputs.
+        about: content for step.json.
+        rows: function that returns a micro-batch's tensors, given its inputs.
     """
 
     def __init__(self, trainer, folder, steps: int, about: dict, rows):
@@ -148,16 +151,18 @@ class Steps(ExitStack, TrainerCallback):
         self.folder = Path(folder)
         self.steps = steps
         self.rows = rows
-        self.parts = []  # tensors of each micro-batch so far
-        self.tensors = {}  # tensors of the step: rows, weights, gradients and optimizer state
-        self.rates = []  # learning rates of the steps so far
+        self.parts = []  # tensors from each micro-batch so far
+        self.tensors = {}  # the step's other tensors: weights, gradients and optimizer state
+        self.rates = []  # learning rates so far
         self.models = {"model": trainer.model}
         if getattr(trainer, "ref_model", None):
             self.models["ref_model"] = trainer.ref_model
-        image_token_id = getattr(trainer.model.config, "image_token_id", None)
-        names = {name: name for name in self.models}
-        autocast = AUTOCASTS[precision]
-        self.about = {"image_token_id": image_token_id, "autocast": autocast, **names, **about}
+        self.about = {
+            "image_token_id": getattr(trainer.model.config, "image_token_id", None),
+            "autocast": AUTOCASTS[precision],
+            **{name: name for name in self.models},
+            **about,
+        }
         for model in self.models.values():
             self.callback(model.register_forward_hook(self.forward, with_kwargs=True).remove)
         trainer.add_callback(self)
@@ -186,7 +191,7 @@ class Steps(ExitStack, TrainerCallback):
         return outer
 
     def wrap(self, name: str, look):
-        """Call look(result, *arguments) after each call of a trainer method in a dumped step."""
+        """Call look(result, *arguments) after each call to a trainer method in a dumped step."""
         method = self.looked(getattr(self.trainer, name), look)
         self.enter_context(patch.object(self.trainer, name, method))
 
@@ -196,10 +201,9 @@ class Steps(ExitStack, TrainerCallback):
         return self.trainer.state.global_step < self.steps and self.trainer.model.training
 
     def begin(self, inputs: dict, *_):
-        """Record the row tensors and images of a micro-batch."""
+        """Record a micro-batch's row tensors and images."""
         part = self.rows(inputs)
-        names = {name: name for name in dump.BY_ROW} | step_names.INPUTS
-        for their_name, name in names.items():
+        for their_name, name in INPUTS.items():
             if inputs.get(their_name) is not None:
                 part.setdefault(name, torch.as_tensor(inputs[their_name]))
         rows = next(iter(part.values()))
@@ -207,9 +211,9 @@ class Steps(ExitStack, TrainerCallback):
         self.parts.append(part)
 
     def forward(self, model, arguments, options, output):
-        """Record inputs, outputs and the output gradient of a training forward.
+        """Record a training forward's inputs, outputs and output gradients.
 
-        In DPO, also record the log-probabilities of the reference model.
+        In DPO, also record the reference model's log-probabilities.
         """
         logps = getattr(output, "log_probs", None)
         name = None
@@ -225,7 +229,7 @@ class Steps(ExitStack, TrainerCallback):
         if logps.requires_grad:
             part["input_ids"] = options["input_ids"]
             part["attention_mask"] = options["attention_mask"]
-            # the mask removes gradients of masked tokens, because they do not reach the weights
+            # the mask removes gradients at masked tokens, because they do not reach the weights
             keep_outputs(part, output, output.label_mask)
         elif "pair" in part:
             part.setdefault("ref_per_token_logps", logps.clone())
@@ -243,36 +247,34 @@ class Steps(ExitStack, TrainerCallback):
         if not self.on:
             return
         self.rates.append(self.trainer.optimizer.param_groups[0]["lr"])
-        self.tensors |= self.row_tensors(dump.join(self.parts), state.global_step)
+        self.tensors |= self.row_tensors(join(self.parts), state.global_step)
         self.copy("before", "clipped", "exp_avg", "exp_avg_sq")
         self.save_models(self.folder / str(state.global_step))
         self.about |= self.settings(args, state)
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Return the row tensors of a step. GRPOSteps adds the tensors of the rollouts."""
+        """Return the step's row tensors. GRPOSteps adds the rollouts' tensors."""
         return tensors
 
     def save_models(self, folder: Path):
         """Save each model whose forward the audit can recompute, together with the tokenizer."""
         if any(noises(self.trainer.model)):  # a forward with random noise cannot be recomputed
             self.models.pop("model", None)
-            self.about["model"] = None
-            self.about["old_model"] = None
+            self.about |= {"model": None, "old_model": None}
         for name, model in self.models.items():
             model.save_pretrained(folder / name)
             self.trainer._tokenizer.save_pretrained(folder / name)
 
     def settings(self, args, state) -> dict:
-        """Return the settings of AdamW and of its schedule in the format of a dumped step."""
+        """Return the settings for AdamW and its schedule in step.json's format."""
         model = self.trainer.model
-        parameters = model.named_parameters()
         return {
             "optimizer": {
                 "name": args.optim.value.partition("_")[0],
                 "learning_rate": self.rates[-1],
                 "betas": [args.adam_beta1, args.adam_beta2],
                 "eps": args.adam_epsilon,
-                "no_decay": [name for name, _ in parameters if NO_DECAY.search(name.lower())],
+                "no_decay": [name for name, _ in model.named_parameters() if re.search(NO_DECAY, name.lower())],
                 "weight_decay": args.weight_decay,
                 "max_grad_norm": args.max_grad_norm,
                 "step": state.global_step + 1,
@@ -291,34 +293,33 @@ class Steps(ExitStack, TrainerCallback):
     def on_optimizer_step(self, args, state, control, **_):
         if self.on:
             self.copy("after")
-            dump.write(self.folder / str(state.global_step), self.about, self.tensors)
+            write(self.folder / str(state.global_step), self.about, self.tensors)
         self.parts = []
         self.tensors = {}
 
 
 class GRPOSteps(Steps):
-    """Dump steps of a GRPOTrainer, together with the rollouts that the rows belong to."""
+    """Dump a GRPOTrainer's steps, together with the rollouts to which the rows belong."""
 
     def __init__(self, trainer, folder, steps: int):
         super().__init__(trainer, folder, steps, grpo_options(trainer), self.micro_batch)
-        self.rollouts = []  # tensors of each rollout so far
-        self.num_rows = 0  # number of completions in these rollouts
+        self.rollouts = []  # tensors from each rollout so far
+        self.num_rows = 0  # completions in these rollouts
         self.conversations = []  # one per completion so far, if the trainer has tools
-        self.given_rewards = {}  # {index of the reward function: its rewards for this rollout}
+        self.given_rewards = {}  # {reward function's index: its rewards for this rollout}
         self.wrap("_generate_and_score_completions", self.generated)
         self.wrap("_calculate_rewards", self.judged)
         if trainer.tools:
             self.wrap("_generate_single_turn", self.drew)
         functions = list(trainer.reward_funcs)
         for number, function in enumerate(functions):
-            # rewards of models and async functions are taken from the trainer instead
+            # rewards from models and async functions are taken from the trainer instead
             if not (isinstance(function, Module) or iscoroutinefunction(function)):
-                keep = partial(self.given_rewards.__setitem__, number)
-                functions[number] = self.looked(function, keep)
+                functions[number] = self.looked(function, partial(self.given_rewards.__setitem__, number))
         self.enter_context(patch.object(trainer, "reward_funcs", functions))
 
     def drew(self, result, prompts: list, pictures, *_):
-        """Record one turn of some rows, in the order of rows: the given ids and the sampled ids."""
+        """Record one turn for some rows, in row order: the given ids and the sampled ids."""
         if len(self.conversations) == self.num_rows:  # the first turn
             self.conversations += map(Conversation, prompts)
         conversations = self.conversations[self.num_rows :]
@@ -331,8 +332,8 @@ class GRPOSteps(Steps):
             conversations[row].add(given_ids, drawn_ids, self.trainer._tokenizer)
 
     def generated(self, result: dict, examples: list):
-        """Record the groups, advantages and rewards of a rollout, and number its rows."""
-        keys = [pickle.dumps(example) for example in examples]  # text and images of each prompt
+        """Record a rollout's groups, advantages and rewards, and number its rows."""
+        keys = [pickle.dumps(example) for example in examples]  # each prompt's text and images
         # a prompt that occurs again after num_generations rows starts a new group
         groups = [(key, keys[:i].count(key) // self.trainer.num_generations) for i, key in enumerate(keys)]
         begin = self.num_rows
@@ -360,22 +361,21 @@ class GRPOSteps(Steps):
             self.rewards.numpy()[:, number] = rewards
 
     def row_tensors(self, tensors: dict, step: int) -> dict:
-        """Add the tensors of the rollouts that this step uses, and renumber its rows within them."""
-        # keep the rollouts from the earliest one that this step uses
-        rollouts = dump.join(self.rollouts)
-        begin = rollouts["rollout"][tensors["row"]].min()
+        """Add the tensors from the rollouts that this step uses, and renumber its rows within them."""
+        rollouts = join(self.rollouts)
+        begin = rollouts["rollout"][tensors["row"]].min()  # first completion in the earliest rollout that is used
         tensors["row"] -= begin
         if (tensors["rollout_step"] < step).any():
             # if the trainer does not compute old log-probabilities, it uses the current ones
             tensors.setdefault("old_per_token_logps", tensors["per_token_logps"])
-        # the last step of an epoch may have fewer micro-batches
+        # an epoch's last step may have fewer micro-batches
         self.about["steps_per_rollout"] = self.trainer.args.steps_per_generation / len(self.parts)
         if self.conversations:
             tensors |= conversation_tensors(self.conversations[begin:], self.trainer)
         return tensors | {name: x[begin:] for name, x in rollouts.items()}
 
     def micro_batch(self, inputs: dict) -> dict:
-        """Return the masks of a micro-batch, and record whether an adaptive entropy bonus is on."""
+        """Return a micro-batch's masks, and record whether an adaptive entropy bonus is on."""
         trainer = self.trainer
         if trainer.args.use_adaptive_entropy:
             is_on = trainer._last_world_entropy <= trainer.args.entropy_target
@@ -388,8 +388,8 @@ class GRPOSteps(Steps):
 
 
 def keep_outputs(part: dict, output, mask=1):
-    """Record the per-token outputs (n, T) of a forward and, during backward, their masked gradient."""
-    for output_name, (name, slope_name) in step_names.OUTPUTS.items():
+    """Record a forward's per-token outputs (n, T) and, during backward, their masked gradients."""
+    for output_name, (name, slope_name) in OUTPUTS.items():
         x = output.get(output_name)
         if x is not None:
             part[name] = x.detach().clone()
@@ -403,28 +403,28 @@ def keep_slope(part: dict, name: str, mask, gradient):
 
 
 def noises(model):
-    """Yield the noise settings of a model's modules, such as each dropout probability."""
+    """Yield the noise settings in a model's modules, such as each dropout probability."""
     for module in model.modules():
         for name, value in vars(module).items():
-            # names of attributes in dropout, attention dropout and NEFTune
+            # attribute names in dropout, attention dropout and NEFTune
             if re.search("^p$|drop|noise", name) and type(value) in (int, float):
                 yield value
 
 
 class Conversation:
-    """Token ids of one completion with tool calls, as the sampler received and produced them."""
+    """Token ids in one completion with tool calls, as the sampler received and produced them."""
 
     def __init__(self, prompt: list[int]):
         self.prompt = prompt
-        self.tokens = []  # (id, flag) of each token after the prompt; flag is 1 if it was sampled
+        self.tokens = []  # (id, flag) for each token after the prompt; flag is 1 if it was sampled
         self.forms = [prompt]  # all ids so far, and the ids from encoding their text again
 
     def num_known(self, given_ids: list[int]) -> int:
-        """Return how many of given_ids are known: the longest prefix that the last turn shares."""
+        """Count the known ids in given_ids, which are the longest prefix that they share with the last turn."""
         return max(sum(takewhile(bool, map(eq, form, given_ids))) for form in self.forms)
 
     def add(self, given_ids: list[int], drawn_ids: list[int], tokenizer):
-        """Append one turn: the new ids of the tool response, then the sampled ids."""
+        """Append one turn: the tool response's new ids, then the sampled ids."""
         new_ids = given_ids[self.num_known(given_ids) :]
         self.tokens += [(x, 0) for x in new_ids] + [(x, 1) for x in drawn_ids]
         later_ids = given_ids[len(self.prompt) :] + drawn_ids
@@ -433,9 +433,9 @@ class Conversation:
 
 
 def conversation_tensors(conversations: list[Conversation], trainer) -> dict:
-    """Return the sampler's token ids and images of a rollout as padded tensors.
+    """Return a rollout's sampled token ids and images as padded tensors.
 
-    The images of a completion are the images of its prompt, followed by those that tools returned.
+    A completion's images are those in its prompt, followed by the images that tools returned.
     """
     longest = trainer.max_completion_length  # longer completions are truncated
     rows = [torch.tensor(x.tokens[:longest]).view(-1, 2) for x in conversations]

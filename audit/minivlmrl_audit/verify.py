@@ -30,7 +30,7 @@ from minivlmrl_audit.minivlmrl_api import (
 
 # files that are not compared: the lock file, and the report, which is generated from other files
 DERIVED = [".lock", "report.html"]
-# largest difference in the metrics of the first step that float32 rounding on another machine can explain
+# largest difference in the first step's metrics that float32 rounding on another machine can explain
 LARGEST_ROUNDING = 1e-3
 
 
@@ -55,35 +55,32 @@ def main(arguments: list[str]) -> int:
     state = options.state and folder / "states" / options.state
     first_step = int(options.state or 0)
     states = [path for path in state_folders(folder / "states") if int(path.name) > first_step]
-    # config.yaml differs if command-line options replace the paths of the recipe
+    # config.yaml differs if command-line options replace the paths in the recipe
     skipped = [*DERIVED, "config.yaml"] if overrides else DERIVED
-    differences = {}  # description of the difference for each file or state; "" if both runs agree
+    differences = {}  # how each file or state differs; "" if both runs agree
 
     def compare(path: Path):
         name = path.relative_to(again_folder)
         if name not in differences and str(name) not in skipped:
             differences[name] = difference(path, folder / name, bool(overrides))
 
-    def compare_states():
-        for path in states:
-            again_state = again_folder / "states" / path.name
-            if is_first() and again_state.is_dir():
-                compare(again_state)
-                compare(again_state / RUN)
-
     class CompareStates(Callback):
         """Compare each saved state before it is removed, because a run keeps only its last states."""
 
         def on_step_begin(self, *_):
-            compare_states()
+            for path in states:
+                again_state = again_folder / "states" / path.name
+                if is_first() and again_state.is_dir():
+                    compare(again_state)
+                    compare(again_state / RUN)
 
     config = run_config(folder, options.recipe, overrides)
     checkpoint_steps = math.gcd(*(int(path.name) for path in states))
-    options = {"checkpoint_steps": checkpoint_steps, "checkpoint_minutes": 0.0}
-    code = train_again(config, state, again_folder, CompareStates(), **options)
+    callback = CompareStates()
+    code = train_again(config, state, again_folder, callback, checkpoint_steps=checkpoint_steps, checkpoint_minutes=0.0)
     if code or not is_first():
         return code
-    compare_states()
+    callback.on_step_begin()
     for path in again_folder.rglob("*"):
         if path.is_file() and again_folder / "states" not in path.parents:
             compare(path)
@@ -108,11 +105,10 @@ def check_files(folder: Path):
 
 
 def not_compared(folder: Path, differences: dict[Path, str], first_step: int) -> dict[Path, str]:
-    """Print the files of a run that were not compared, and return the ones that count as differences.
+    """Print the files that were not compared, and return those which count as differences.
 
-    A file counts as a difference if it lies in a folder in which the repeated run wrote files, because then the
-    repeated run should have written this file, too. The same holds for best/ and reward_model/, unless they may come
-    from the steps that --state trusts.
+    A file counts as a difference if the repeated run wrote into the same folder, because then it should have written
+    this file, too. The same holds for best/ and reward_model/, unless they may come from the steps that --state trusts.
     """
     written_folders = {"states", *(name.parts[0] for name in differences)} - {"images"}
     if first_step == 0:
@@ -120,7 +116,7 @@ def not_compared(folder: Path, differences: dict[Path, str], first_step: int) ->
     faults = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
-        # files of a compared state need no comparison, because the state stores their hashes
+        # files in a compared state need no comparison, because the state stores their hashes
         is_compared = name in differences or name.parent in differences
         if path.is_file() and not is_compared and str(name) != ".lock":
             print(f"not compared: {name}")
@@ -149,24 +145,22 @@ def verdict(folder: Path, again_folder: Path, differences: dict[Path, str], firs
 
 
 def rounding(folder: Path, again_folder: Path, faults: dict[Path, str], first_step: int) -> float:
-    """Return the largest difference in the metrics of the first two steps, if rounding explains it.
+    """Return the largest difference between the first two steps' metrics, or 0 if rounding cannot explain it.
 
-    Returns 0 if the differences are too large for rounding: greater than LARGEST_ROUNDING in the first step or, if both
-    runs have equal weights, in any step.
+    Rounding explains differences up to LARGEST_ROUNDING in the first step or, if both runs have equal weights, in every
+    step.
     """
     pairs = zip_longest(content(again_folder / METRICS), content(folder / METRICS))
     gaps = [distance(*pair) for pair in pairs][first_step:]
     other_weights = any(name.suffix == ".safetensors" for name in faults)
-    if max(gaps[:1] if other_weights else gaps) > LARGEST_ROUNDING:
-        return 0.0
-    return max(gaps[:2])
+    return max(gaps[:2]) if max(gaps[:1] if other_weights else gaps) <= LARGEST_ROUNDING else 0.0
 
 
 def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool:
     """Return whether both runs used the same rows and images, and differ only in numbers.
 
-    Each step logs only the rows of the first rank. So if the numbers of ranks differ, the rows in one log may be a
-    subset of the rows in the other log.
+    Each step logs only the first rank's rows. So if the rank counts differ, one log's rows may be a subset of the
+    other's.
     """
     again = rows_of_steps(again_folder)
     logged = rows_of_steps(folder)
@@ -174,11 +168,8 @@ def same_rows(folder: Path, again_folder: Path, faults: dict[Path, str]) -> bool
         fewer, more = sorted((again[step], logged[step]), key=len)
         if not fewer or not fewer <= more:
             return False
-    for name, fault in faults.items():
-        is_number = fault.startswith("line ") and str(name) != "config.yaml"
-        if not is_number and name.parts[0] != "images":
-            return False
-    return True
+    numbers = [name for name, fault in faults.items() if fault.startswith("line ") and str(name) != "config.yaml"]
+    return all(name in numbers or name.parts[0] == "images" for name in faults)
 
 
 def rows_of_steps(folder: Path) -> dict[tuple, set[str]]:

@@ -182,8 +182,8 @@ def test_causes_that_need_no_forward_are_tried_first(monkeypatch):
     monkeypatch.setattr(module, "computed", lambda name, d, change: tried.append(change))
     answer = {"per_token_logps": (torch.ones(1), torch.zeros(1), 1.0)}
     monkeypatch.setattr(module, "computed", lambda *given: (tried.append(given[2]), answer)[1])
-    monkeypatch.setattr(module, "fitted", lambda *_: [])
-    module.try_single_causes("logps", step(), module.find_suspects("logps", answer, step()), {}, module.Search())
+    monkeypatch.setattr(module.Search, "fitted", lambda *_: [])
+    module.Search("logps", step()).run()
     needs = [not change.keys() <= module.AFTER_FORWARD for change in tried if change]
     assert not needs[0] and needs[-1] and needs == sorted(needs)
 

@@ -24,7 +24,7 @@ from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
 from minivlmrl_audit.checks import assert_rank_invariant, assert_same_logps, assert_split_invariant
-from minivlmrl_audit.options import OPTIONS, PolicyOptions, term_arguments
+from minivlmrl_audit.step_format import OPTIONS, PolicyOptions, term_arguments
 
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
