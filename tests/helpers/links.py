@@ -44,3 +44,15 @@ def missing(page: Path) -> list[str]:
         for name, path in links(page)
         if not path.is_file() or (path.suffix == ".py" and name not in names(path))
     ]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the blocks of code in a language on a page."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def rows_of(text: str, title: str) -> list[list[str]]:
+    """Return the cells of the first table below a title, without its header."""
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]

@@ -9,8 +9,6 @@ from links import ROOT
 from docs.scripts import bias
 from minivlmrl.data.rows import Completion
 from minivlmrl.generation.sampler import Sampler
-from minivlmrl.losses.advantages import group_advantages, leave_one_out
-from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
 from minivlmrl.tasks.shapes import Shapes
@@ -67,39 +65,6 @@ def test_what_is_exact_is_so_for_another_policy(tables):
 def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length):
     found = bias.gradient(bias.expected_policy_loss, bias.POLICY, bias.GRADED, options, "none", G, True)
     close(-found, length * bias.reward_gradient(bias.POLICY, bias.GRADED))
-
-
-@pytest.mark.parametrize(("name", "G", "length"), [("rloo", 2, 1), ("rloo", 3, 1), ("dr_grpo", 2, 1 / 6)])
-def test_the_noise_of_leave_one_out_is_that_of_all_groups(name, G, length):
-    """Advantages from the group's mean are leave-one-out advantages times a constant, so dr_grpo has the same noise."""
-    groups = torch.cartesian_prod(*[bias.ALL] * G)
-    logps = bias.logps_of(bias.POLICY)
-    chance = bias.chances(logps)
-
-    def loss(logits, i):
-        rewards = bias.BINARY[i]
-        drawn = bias.logps_of(logits)[i]
-        advantages = leave_one_out(rewards, G) if name == "rloo" else group_advantages(rewards, G, "none")
-        normalizer = LossNormalizer(G, bias.MASK[i].sum(), bias.T)
-        return grpo_loss(drawn, advantages, bias.MASK[i], loss_type=name, normalizer=normalizer)[0] / length
-
-    found = torch.vmap(torch.func.grad(loss), (None, 0))(bias.POLICY, groups).flatten(1)
-    mean = bias.reward_gradient(bias.POLICY, bias.BINARY)
-    variance = G * (chance[groups].prod(1) @ (found + mean).square().sum(1))
-    scores = torch.autograd.functional.jacobian(lambda x: bias.logps_of(x).sum(1), bias.POLICY).flatten(1)
-    off = (bias.BINARY - chance @ bias.BINARY)[:, None] * scores - mean
-    told = bias.noise(bias.POLICY, bias.BINARY, G)["leave one out"]
-    assert (variance / (chance @ off.square().sum(1))).item() == pytest.approx(told, rel=1e-12)
-
-
-def test_the_gradient_of_the_kl_of_completions():
-    """The KL is differentiated exactly, including its log ratio."""
-    kl = bias.gradient(lambda logps: bias.chances(logps) @ (logps - bias.REF).sum(1), bias.POLICY)
-    close(-bias.reward_gradient(bias.POLICY, 0 * bias.GRADED, 1.0), kl)
-    options = {"loss_type": "luspo", "beta": 1.0, "kl_estimator": "k2"}
-    k2 = bias.gradient(bias.expected_policy_loss, bias.POLICY, 0 * bias.GRADED, options, ref=bias.REF)
-    close(k2, bias.token_kl_gradient(bias.POLICY, bias.OLD))
-    assert torch.cosine_similarity(k2, kl, dim=0).item() == pytest.approx(0.98654, abs=1e-5)
 
 
 def test_dpo_has_the_gradient_of_its_paper():

@@ -1,20 +1,33 @@
-"""Check docs/coming_from.md: functions exist, and losses, boxes and formats of the sources are as the page says."""
+"""Check docs/coming_from.md: options and functions exist, and losses and formats of the sources are as it says."""
 
+import dataclasses
+import functools
+import inspect
 import re
+import runpy
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import torch
-from links import ROOT, missing
+from links import ROOT, blocks, rows_of
+from runs import metrics
 
+from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.parsing import options_of
-from minivlmrl.data.boxes import Box, iou
 from minivlmrl.losses.grpo import grpo_loss
+from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import save_model
 from minivlmrl.rewards.text import tag_format
+from minivlmrl.tasks import shapes
 from minivlmrl.trainers.base import loss_arguments
+from minivlmrl.trainers.registry import TRAINERS
+
+from tiny import FILES
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
+CONFIG = type(load_config("shapes.yaml", [f"--stages=[{', '.join([*TRAINERS, *FILES.values()])}]"]))  # every stage
 B, T = 12, 7
 
 
@@ -77,23 +90,6 @@ def test_recipes_have_the_loss_of_their_source(completions, source, name):
     same_with_gradient(
         lambda x: r1_v_loss(x, ref, advantages, mask), lambda x: grpo_loss(x, advantages, mask, **options)[0], logps
     )
-    same_with_gradient(
-        lambda x: r1_v_loss(x, ref, advantages, mask),
-        lambda x: vlm_r1_loss(x, x.detach(), ref, advantages, mask),
-        logps,
-    )
-
-
-def test_boxes():
-    """Our IoU is overlap over union, also of boxes that overlap by at most one pixel, where VLM-R1's is 0."""
-    for numbers in (torch.rand(300, 8, generator=torch.Generator().manual_seed(0)).double() * 20).tolist():
-        a, b = ((x, y, x + width, y + height) for x, y, width, height in (numbers[:4], numbers[4:]))
-        width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-        overlap = width * height if min(width, height) > 0 else 0.0
-        areas = [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in (a, b)]
-        assert iou(Box(*a, (50, 50)), Box(*b, (50, 50))) == pytest.approx(overlap / (sum(areas) - overlap), rel=1e-12)
-    scales = (640 / 50, 480 / 50) * 2
-    assert Box(*a, (50, 50)).to((640, 480)).numbers == pytest.approx([x * s for x, s in zip(a, scales, strict=True)])
 
 
 def test_the_format_reward():
@@ -110,22 +106,93 @@ def test_the_format_reward():
         assert tag_format([text]) == [ours], text
 
 
-def test_options_and_functions_exist():
-    """Names such as `section.option` are options, and a link with code as its text leads to a definition."""
-    known = {option.path for option in options_of(type(load_config("shapes.yaml")))}
+def names_here(theirs: str, ours: str) -> list[str]:
+    """Return the options in a cell of the page; `grpo.*` means the names in the other cell."""
+    names = re.findall("`([^`]+)`", ours)
+    if names and names[0].endswith("*"):
+        return [names[0][:-1] + name for name in re.findall("`([^`]+)`", theirs)]
+    return names
+
+
+def test_options_exist():
+    """Names in the second column of the tables, and names such as `section.option`, are options."""
+    tables = [
+        row for name in ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl") for row in rows_of(PAGE, f"From {name}")
+    ]
+    known = {option.path for option in options_of(CONFIG)}
     sections = {path.partition(".")[0] for path in known if "." in path}
     tinker = PAGE.split("## From Tinker\n")[1].split("\n## ")[0]  # this section names modules and calls
     named = set(re.findall(r"`(\w+\.\w+)`", PAGE.replace(tinker, "")))
     ours = {name for name in named if name.partition(".")[0] in sections}
-    assert len(ours) > 60 and ours <= known
-    assert missing(ROOT / "docs" / "coming_from.md") == []
+    ours |= {name for theirs, cell, _ in tables for name in names_here(theirs, cell)}
+    assert len(ours) > 100 and ours <= known
 
 
-def test_functions_of_trl_are_trls():
+def test_functions_of_trl_are_trls(trl):
     """The functions in the column of TRL exist in the installed TRL, except in the row of an older release."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
     source = "\n".join(path.read_text() for path in Path(trl.__file__).parent.rglob("*.py"))
     table = PAGE.split("## Functions of their source\n")[1].split("\n\n")[0]
     cells = [line.split("|")[3] for line in table.splitlines() if line.startswith("| ") and "of 1.12" not in line]
     names = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert len(names) > 12 and {name for name in names if name not in source} == set()
+
+
+@pytest.mark.parametrize("row", rows_of(PAGE, "From TRL"), ids=lambda row: row[0])
+def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(trl, row):
+    kinds = trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig
+    known = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+    theirs, ours = re.findall("`([^`]+)`", row[0]), names_here(*row[:2])
+    assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
+    if row[2].startswith("same"):
+        defaults = [known[name].default for name in theirs]
+        here = [functools.reduce(getattr, name.split("."), CONFIG()) for name in ours]
+        assert defaults == (here if len(here) == len(theirs) else list(*here))
+
+
+def test_every_option_of_trls_grpo_is_on_the_page(trl):
+    """The page has all options that GRPOConfig adds to transformers' arguments, and all arguments of GRPOTrainer."""
+    fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
+    own = fields - inherited | {*inspect.signature(trl.GRPOTrainer).parameters} - {"model", "args"}
+    assert len(own) > 80 and inherited and own - {*re.findall(r"`(\w+)`", PAGE)} == set()
+
+
+def test_the_trl_script_and_its_recipe_are_equivalent(trl, tmp_path, monkeypatch):
+    """TRL accepts each argument of the script, and the recipe beside it trains with the same file of rewards."""
+    [script] = [code for code in blocks(PAGE, "python") if "GRPOTrainer" in code]
+    [recipe] = [code for code in blocks(PAGE, "yaml") if "counts.py" in code]
+    [line] = re.findall(r"`(\{\"image\".*?\})`", PAGE)
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("counts.py", script), ("counts.yaml", recipe), ("train.jsonl", line)):
+        (tmp_path / name).write_text(text)
+    PIL.Image.new("RGB", (80, 60), "red").save("a.png")
+    seen = []
+    signature = inspect.signature(trl.GRPOTrainer)
+
+    class Trainer:
+        def __init__(self, **arguments):
+            seen.append(signature.bind(**arguments).arguments)
+
+        def train(self):
+            rows = seen[0]["train_dataset"]
+            assert rows[0]["image"].size == (80, 60) and rows[0]["prompt"][0]["role"] == "user"
+
+    monkeypatch.setattr(trl, "GRPOTrainer", Trainer)
+    monkeypatch.setattr(trl, "GRPOConfig", functools.partial(trl.GRPOConfig, use_cpu=True))
+    runpy.run_path("counts.py", run_name="__main__")
+    [theirs] = seen
+    model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
+    save_model(tmp_path / "model", model, processor)
+    ours = load_config("counts.yaml")
+    arguments = theirs["args"]
+    prompts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps // arguments.num_generations
+    assert (ours.model.path, ours.output_dir) == (theirs["model"], arguments.output_dir)
+    assert ours.grpo.prompts_per_step == prompts
+    for name in ("max_steps", "learning_rate", "num_generations", "beta"):
+        assert getattr(ours.grpo, name) == getattr(arguments, name)
+    small = ["--model.path=model", "--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4"]
+    assert train_recipe(["counts.yaml", *small, "--num_threads=1", "--adapter.target=[language]"]) == 0
+    [logged] = metrics(tmp_path / "runs" / "counts")
+    assert logged["rewards/counts.py:exact/mean"] == 0.0
+    trained = ["model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.35.self_attn.v_proj"]
+    assert all(re.search(ours.adapter.target[0], name) for name in trained)

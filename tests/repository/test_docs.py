@@ -2,24 +2,20 @@
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import json
 import re
-import runpy
 import shlex
 import statistics
 import subprocess
 import sys
-import tomllib
 import typing
-import urllib.parse
 import xml.etree.ElementTree
 
 import PIL.Image
 import pytest
 import torch
-from links import ROOT, links, missing, names
+from links import ROOT, blocks, links, missing, names, rows_of
 from reading_list import reading_list
 from runs import metrics
 
@@ -30,7 +26,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import TrainingOptions
 from minivlmrl.config.parsing import options_of
 from minivlmrl.diagnostics.trace import READING_LIST
-from minivlmrl.losses import parity
 from minivlmrl.losses.preference import DPO_LOSSES
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import save_model
@@ -54,17 +49,7 @@ OTHER_SITES = (
 )
 NAMED = "README.md", "docs/results.md", "docs/rewards.md", "docs/data.md"
 README, RESULTS, REWARDS_PAGE, DATA = (PAGES[name] for name in NAMED)
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-def rows_of(text: str, title: str) -> list[list[str]]:
-    """Return the cells of the first table below a title, without its header."""
-    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
+CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 
 
 def commands(text: str) -> list[str]:
@@ -181,16 +166,6 @@ def test_the_band_of_the_default_run():
     assert result.split(" -> 0")[1] in shown
 
 
-def test_the_badges_of_the_readme_are_true():
-    """The badges name the workflow, the license and the Python version of this project."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    [workflow] = set(re.findall(r"/actions/workflows/([^/)]+)", README))
-    assert (ROOT / ".github" / "workflows" / workflow).is_file()
-    badges = [urllib.parse.unquote(name) for name in re.findall(r"img\.shields\.io/badge/([^)]+)\)", README)]
-    python = project["requires-python"].removeprefix(">=")
-    assert badges == [f"license-{project['license']}-blue", f"python-{python}+-blue"]
-
-
 @pytest.mark.parametrize("title", ["What was measured", "On real data"])
 def test_numbers_of_the_readme_are_on_its_pages(title):
     """Each number of a result is also on the page to which the last cell of its row links."""
@@ -225,89 +200,6 @@ def test_every_option_of_a_stage_is_explained(options):
     names = {*hints, *DPO_LOSSES, *(text for hint in hints.values() for text in choices(hint))}
     missing = ", ".join(sorted(names - CODE))
     assert not missing, f"docs/policy_gradients.md or docs/preferences.md must explain: {missing}"
-
-
-COMING = ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl")
-COMING = [row for name in COMING for row in rows_of(PAGES["docs/coming_from.md"], f"From {name}")]
-
-
-def names_here(theirs: str, ours: str) -> list[str]:
-    """Return the options in a cell of coming_from.md; `grpo.*` means the names in the other cell."""
-    names = re.findall("`([^`]+)`", ours)
-    if names and names[0].endswith("*"):
-        return [names[0][:-1] + name for name in re.findall("`([^`]+)`", theirs)]
-    return names
-
-
-def test_options_of_other_trainers_have_a_name_here():
-    named = [name for theirs, ours, _ in COMING for name in names_here(theirs, ours)]
-    assert len(named) > 110 and set(named) <= ALL_OPTIONS
-    assert [theirs for theirs, ours, _ in COMING if "`" not in ours and ours != "none"] == []
-    assert all(re.fullmatch("(VLM-R1 |ms-swift )?(`[^`]+`(, )?)+", theirs) for theirs, *_ in COMING)
-
-
-@pytest.mark.parametrize("row", rows_of(PAGES["docs/coming_from.md"], "From TRL"), ids=lambda row: row[0])
-def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(row):
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-    kinds = trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig
-    known = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
-    theirs, ours = re.findall("`([^`]+)`", row[0]), names_here(*row[:2])
-    assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
-    if row[2].startswith("same"):
-        defaults = [known[name].default for name in theirs]
-        here = [functools.reduce(getattr, name.split("."), type(WITH_FILES)()) for name in ours]
-        assert defaults == (here if len(here) == len(theirs) else list(*here))
-
-
-def test_every_option_of_trls_grpo_is_on_the_page():
-    """The page has all options that GRPOConfig adds to transformers' arguments, and all arguments of GRPOTrainer."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-    fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
-    inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
-    own = fields - inherited | {*inspect.signature(trl.GRPOTrainer).parameters} - {"model", "args"}
-    assert len(own) > 80 and inherited and own - {*re.findall(r"`(\w+)`", PAGES["docs/coming_from.md"])} == set()
-
-
-def test_the_trl_script_and_its_recipe_are_equivalent(tmp_path, monkeypatch):
-    """TRL accepts each argument of the script, and the recipe beside it trains with the same file of rewards."""
-    trl = pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-    [script] = [code for code in blocks(PAGES["docs/coming_from.md"], "python") if "GRPOTrainer" in code]
-    [recipe] = [code for code in blocks(PAGES["docs/coming_from.md"], "yaml") if "counts.py" in code]
-    [line] = re.findall(r"`(\{\"image\".*?\})`", PAGES["docs/coming_from.md"])
-    monkeypatch.chdir(tmp_path)
-    for name, text in (("counts.py", script), ("counts.yaml", recipe), ("train.jsonl", line)):
-        (tmp_path / name).write_text(text)
-    PIL.Image.new("RGB", (80, 60), "red").save("a.png")
-    seen = []
-    signature = inspect.signature(trl.GRPOTrainer)
-
-    class Trainer:
-        def __init__(self, **arguments):
-            seen.append(signature.bind(**arguments).arguments)
-
-        def train(self):
-            rows = seen[0]["train_dataset"]
-            assert rows[0]["image"].size == (80, 60) and rows[0]["prompt"][0]["role"] == "user"
-
-    monkeypatch.setattr(trl, "GRPOTrainer", Trainer)
-    monkeypatch.setattr(trl, "GRPOConfig", functools.partial(trl.GRPOConfig, use_cpu=True))
-    runpy.run_path("counts.py", run_name="__main__")
-    [theirs] = seen
-    model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
-    save_model(tmp_path / "model", model, processor)
-    ours = load_config("counts.yaml")
-    arguments = theirs["args"]
-    prompts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps // arguments.num_generations
-    assert (ours.model.path, ours.output_dir) == (theirs["model"], arguments.output_dir)
-    assert ours.grpo.prompts_per_step == prompts
-    for name in ("max_steps", "learning_rate", "num_generations", "beta"):
-        assert getattr(ours.grpo, name) == getattr(arguments, name)
-    small = ["--model.path=model", "--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4"]
-    assert train_recipe(["counts.yaml", *small, "--num_threads=1", "--adapter.target=[language]"]) == 0
-    [logged] = metrics(tmp_path / "runs" / "counts")
-    assert logged["rewards/counts.py:exact/mean"] == 0.0
-    trained = ["model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.35.self_attn.v_proj"]
-    assert all(re.search(ours.adapter.target[0], name) for name in trained)
 
 
 def test_the_changelog_lists_all_removed_options():
@@ -393,7 +285,6 @@ def test_the_training_loop_of_the_page(own, monkeypatch):
     [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
-    assert len(code.splitlines()) <= 26
     note = "    steps.append((step.rollout, grpo.policy.lm_head.weight.sum().item()))\n    optimizer.step()"
     space = {"steps": []}
     exec(code.replace('"FOLDER"', '"model"').replace("    optimizer.step()", note), space)
@@ -455,19 +346,6 @@ def test_a_task_of_your_own(tmp_path, monkeypatch):
     assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "$" in text])
-def test_formulas_survive_markdown(page):
-    """Markdown would remove the backslash before punctuation, and a | in a formula would end the cell of a table."""
-    text = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", PAGES[page])
-    formulas = re.findall(r"(?s)\$\$\n(.+?)\n\$\$|\$([^$\n]+)\$", text)
-    for formula in map("".join, formulas):
-        assert not re.search(r"\\[^\w ]|[|*<]|^ | $", formula), formula
-        assert formula.count("{") == formula.count("}") and formula.count("(") == formula.count(")"), formula
-        assert len(re.findall(r"\\left\b", formula)) == len(re.findall(r"\\right\b", formula)), formula
-    rest = re.sub(r"(?s)\$\$\n.+?\n\$\$|\$[^$\n]+\$", "", text)
-    assert "$" not in rest and not re.search(r"\\(pi|sigma|beta|log|frac)\b", rest)
-
-
 @pytest.mark.parametrize("name", make_pages.NOTEBOOKS)
 def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
     """The cells are those of the script, and the cells before the first training print what is stored.
@@ -498,17 +376,6 @@ def test_a_loss_alone():
     assert space["loss"].item() == -0.5 and space["logps"].grad.tolist() == [[-0.25, -0.25]]
 
 
-def test_parity_check_names_the_mistake_that_the_page_shows():
-    """From Python, the loss with a wrong average has the mistake that the command of the page prints."""
-    page = PAGES["docs/numerical_parity.md"]
-    [code], [call] = blocks(page, "python"), re.findall(r"`(parity\.check\([^`]+\))`", page)
-    [printed] = re.findall(r"(?m)^\d+ of the differing cases: .*", page)
-    space = {"parity": parity}
-    exec(code, space)
-    with pytest.raises(AssertionError, match=re.escape(printed)):
-        eval(call, space)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("walkthrough")) for name in make_pages.PAGES]
 )
@@ -525,6 +392,21 @@ def test_a_page_is_as_committed(name):
         off = 1.01 * 10**-decimals if decimals else 0
         assert float(mine) == pytest.approx(float(theirs), rel=0, abs=off)
     assert not name.endswith(".svg") or xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "written_differently"),
+    [
+        (r"```(.*?)```", set()),
+        (r"`([^`\n]+)`", set()),
+        (r"\]\((?!#|README)([^)]+)\)", set()),
+        (r"(?<![\w.])\d+(?:[.,]\d+)*", {"0.74", "74"}),  # 0.74 million is 74 万
+    ],
+    ids=["blocks of code", "names of code", "links", "numbers"],
+)
+def test_the_chinese_readme_agrees_with_the_english_one(pattern, written_differently):
+    english, chinese = ({*re.findall(pattern, text, re.DOTALL)} for text in (README, CHINESE))
+    assert english ^ chinese == written_differently and len(english) > 3
 
 
 def test_the_readme_installs_the_pinned_torch():
@@ -551,10 +433,8 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    menu = (tmp_path / "index.html").read_text()
-    for page in ("code/minivlmrl/trainers/grpo.py.html", "first_hour.html", "https://github.com/minivlmrl/minivlmrl"):
-        assert f'href="{page}"' in menu
-    assert 'src="site/worker.js"' in menu and "unpkg" not in menu  # the search works in a folder, without a server
+    # the search works in a folder, without a server
+    assert 'src="site/worker.js"' in (menu := (tmp_path / "index.html").read_text()) and "unpkg" not in menu
     formulas = (tmp_path / "policy_gradients.html").read_text()
     # formulas need no network
     assert "<math" in formulas and not re.search(r'arithmatex">\s*\\|<script[^>]*"https?:', formulas)

