@@ -17,10 +17,10 @@ import pytest
 import torch
 from children import default_signals  # noqa: F401 (fixtures)
 from fused import fused_linspace  # noqa: F401 (fixtures)
-from runs import checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
+from runs import cached_activations, checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
 
 from draws import pair, tokenizer_300  # noqa: F401 (fixtures)
-from stages import alone, folder, lively, samples, script, stage  # noqa: F401 (fixtures)
+from stages import alone, folder, lively, loss_calls, samples, script, stage  # noqa: F401 (fixtures)
 
 SLOW_FILES = {}  # slow tests that do not run, such as {"tests/repository/test_bias.py::test_x": "test_bias.py"}
 # these files take longest and run first, so that parallel workers finish at about the same time

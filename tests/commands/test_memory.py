@@ -36,23 +36,7 @@ def estimator_for(model, num_layers=None):
     return MemoryEstimator(config_json.from_dict(values))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cached_activations():
-    """Cache the activation counts, because several tests need the same model."""
-    counted = {}
-    count = MemoryEstimator.activations
-
-    def activations(costs, run, models, work, train):
-        weights = [(name, p.shape, p.dtype, train and p.requires_grad) for name, p in models.named_parameters()]
-        options = (run.model.compute_dtype, run.model.activation_checkpointing, run.adapter.dropout)
-        key = (costs, *weights, *options, work, train)
-        if key not in counted:
-            counted[key] = count(costs, run, models, work, train)
-        return counted[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryEstimator, "activations", activations)
-        yield
+pytestmark = pytest.mark.usefixtures("cached_activations")
 
 
 def needed(config, stage, model, num_layers=None, gpus=1):

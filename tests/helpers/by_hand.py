@@ -1,9 +1,17 @@
-"""Helpers for tests that compute a loss by hand: float64 tensors, a tolerance, and functions of the formulas."""
+"""Helpers for losses computed by hand: float64 tensors, a tolerance, and grpo_loss with all options of TRL."""
 
-from math import exp
+import inspect
+from dataclasses import fields
+from math import log
 
 import pytest
 import torch
+
+from minivlmrl.losses.grpo import TERMS, LossNormalizer, batch_normalizer, clipped, grpo_loss, kl_term
+from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
+
+OWN = inspect.signature(grpo_loss).parameters  # arguments that are not those of a term
+COUNTS = {field.name for field in fields(LossNormalizer)}
 
 
 def tensor(*values):
@@ -15,5 +23,76 @@ def near(*values):
     return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
 
 
-def sigmoid(x):
-    return 1 / (1 + exp(-x))
+def kl(estimator):
+    """Value and gradient at an on-policy token: 0.5 by the policy, 0.25 by the reference; elsewhere they agree."""
+    logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
+    value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
+    assert value.flatten()[1:].tolist() == [0.0] * 3
+    return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
+
+
+def loss_of(per_token_logps, advantages, mask, **given):
+    """Return loss and metrics of grpo_loss, with the token weights and the entropy bonus of TRL's options.
+
+    Args:
+        given: fields of LossNormalizer, keyword arguments of grpo_loss and TERMS, and `entropies`, `entropy_threshold`,
+            `num_entropy_tokens`, `top_entropy_quantile`, `entropy_coef`,
+            `sampling_per_token_logps`, `off_policy_mask_threshold`, `importance_sampling_ratio`,
+            `kl_straight_through`. Options that are None are ignored.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    loss_type = given.get("loss_type", "dapo")
+    if given.pop("kl_straight_through", False):
+        given["kl_estimator"] = given.get("kl_estimator", "k3") + "+"
+    own = batch_normalizer(mask)
+    totals = {"sequences": own.sequences, "tokens": own.tokens}
+    normalizer = LossNormalizer(**totals | {name: given.pop(name) for name in COUNTS & given.keys()})
+    entropies, coefficient = given.pop("entropies", None), given.pop("entropy_coef", 0.0)
+    num_tokens = given.pop("num_entropy_tokens", None)
+    quantile = given.pop("top_entropy_quantile", 1.0)
+    kept = kept_tokens(entropies, mask, quantile, given.pop("entropy_threshold", None))
+    weights = kept
+    threshold = given.pop("off_policy_mask_threshold", None)
+    old = given.get("old_per_token_logps", per_token_logps.detach())
+    sampler = given.pop("sampling_per_token_logps", old)
+    if threshold is not None:
+        weights = weights * off_policy_mask(per_token_logps, sampler, advantages, mask, threshold)
+    if loss_type != "vespo":
+        weights = weights * given.pop("importance_sampling_ratio", 1)
+    takes = {*OWN, *(TERMS.get(loss_type, clipped).__kwdefaults__ or {})}
+    given = {name: value for name, value in given.items() if name in takes}  # TRL ignores other options, too
+    loss, metrics = grpo_loss(per_token_logps, advantages, mask, normalizer=normalizer, token_weights=weights, **given)
+    if coefficient:
+        loss = loss - coefficient * mean_entropy(entropies, kept, normalizer, num_tokens)
+    return loss, metrics
+
+
+def policy(ratios, advantages, **options):
+    """Compute the loss of completions with given policy ratios; every token has log-probability -1.
+
+    Returns:
+        The loss, its gradient with respect to the log-probabilities of all tokens without padding, and the metrics.
+    """
+    T = max(map(len, ratios))
+    mask = tensor(*[[1.0] * len(row) + [0.0] * (T - len(row)) for row in ratios])
+    logps = torch.full_like(mask, -1.0).requires_grad_()
+    old = logps.detach() - tensor(*[[log(r) for r in row] + [5.0] * (T - len(row)) for row in ratios])
+    loss, metrics = loss_of(logps, tensor(*advantages), mask, **{"old_per_token_logps": old, **options})
+    gradient = torch.autograd.grad(loss, logps)[0][mask.bool()].tolist()
+    return loss.item(), gradient, {name: value.item() for name, value in metrics.items()}
+
+
+# two completions: one token with ratio 1.5 and advantage 1; three tokens with ratios 0.5, 1, 1.1 and advantage -1
+OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
+
+
+def reinforce(logps, advantages, mask, *, normalizer, **others):
+    """Compute REINFORCE, divided by the tokens of the step; an example of a user's own loss function."""
+    return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens, {}
+
+
+def max_rl(rewards, num_generations):
+    """Compute advantages as a function for grpo.advantages: reward minus mean, divided by the mean of the group."""
+    groups = rewards.view(-1, num_generations)
+    mean = groups.mean(1, keepdim=True)
+    return ((groups - mean) / mean.clamp(min=1e-6)).flatten()

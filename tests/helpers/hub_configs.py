@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "recorded" / "hub_configs.json").read_text())
-ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen2_vl": "Qwen2VLForConditionalGeneration"}
 # number of parameters and number of tensors in the files of the hub
 SIZES = {
     "Qwen2.5-VL-3B": (3_754_622_976, 824),

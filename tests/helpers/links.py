@@ -56,3 +56,10 @@ def rows_of(text: str, title: str) -> list[list[str]]:
     section = text.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
+
+
+def reading_list() -> dict[Path, str]:
+    """Return README's reading list as {file: name of the function or class with which a reader begins}."""
+    section = (ROOT / "README.md").read_text().partition("## The reading list")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \[[\w./]+\]\(([\w./]+)\).*\| `([\w.]+)` \|$", section, re.MULTILINE)
+    return {ROOT / file: name for file, name in rows}

@@ -9,6 +9,7 @@ import yaml
 
 from minivlmrl.__main__ import main
 from minivlmrl.commands.train import train_recipe
+from minivlmrl.diagnostics.memory import MemoryEstimator
 from minivlmrl.tasks.shapes import Shapes
 
 import tiny
@@ -135,3 +136,22 @@ def whole_run(run, plain, home, rows, tmp_path, capsys):
         return folder
 
     return go
+
+
+@pytest.fixture(scope="module")
+def cached_activations():
+    """Cache the activation counts, because several tests need the same model."""
+    counted = {}
+    count = MemoryEstimator.activations
+
+    def activations(costs, run, models, work, train):
+        weights = [(name, p.shape, p.dtype, train and p.requires_grad) for name, p in models.named_parameters()]
+        options = (run.model.dtype, run.model.compute_dtype, run.model.activation_checkpointing, run.adapter.dropout)
+        key = (repr(costs.config), *weights, *options, work, train)
+        if key not in counted:
+            counted[key] = count(costs, run, models, work, train)
+        return counted[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryEstimator, "activations", activations)
+        yield

@@ -1,4 +1,4 @@
-"""Compute rewards for texts."""
+"""Compute rewards for texts, and read the reasons that they log."""
 
 from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.rewards.registry import get_reward
@@ -13,3 +13,11 @@ def score_texts(names, completions, columns, where="tags"):
     """
     answers = [find_answer(text, where) for text in completions]
     return call_rewards(list(map(get_reward, names)), columns | {"completions": completions, "answer_texts": answers})
+
+
+def logged_reasons(reward, **given):
+    """Call a reward function, and return its rewards and the reasons that it logs."""
+    logged = {}
+    rewards = reward(**given, log_extra=logged.__setitem__)
+    assert logged.keys() == {"why"}
+    return rewards, logged["why"]

@@ -1,6 +1,8 @@
 """Run a trainer step by step on a tiny model, and other helpers for tests of trainers."""
 
+import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from minivlmrl.run import loop
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
 from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import registry
 from minivlmrl.trainers.rollout import RolloutTrainer
 
@@ -111,6 +114,22 @@ def stage(folder, lively):
 
 
 @pytest.fixture
+def loss_calls(monkeypatch):
+    """A list to which the arguments of each call of grpo_loss are appended."""
+    calls = []
+    original = grpo_file.grpo_loss
+
+    @functools.wraps(original)
+    def spy(per_token_logps, advantages, mask, **given):
+        per_token_logps.retain_grad()
+        calls.append(SimpleNamespace(logps=per_token_logps, advantages=advantages, mask=mask, **given))
+        return original(per_token_logps, advantages, mask, **given)
+
+    monkeypatch.setattr(grpo_file, "grpo_loss", spy)
+    return calls
+
+
+@pytest.fixture
 def samples(monkeypatch):
     """A list to which every sampled rollout is appended."""
     seen = []
@@ -137,29 +156,6 @@ def script(monkeypatch):
         return left
 
     return script
-
-
-def without_idle_rows(stage, script, rewards, *options):
-    """Assert that rows without signal change neither the loss nor the gradients of a step's first micro-batch.
-
-    Returns:
-        The micro-batch without these rows, and the micro-batch with all rows.
-    """
-    found = []
-    for everything in (False, True):
-        script(rewards)
-        run = stage("grpo", *options)
-        if everything:
-            run.trainer.needs_all_samples = True
-        batch = run.next()[0]
-        loss, _ = run.trainer.loss(batch)
-        loss.backward()
-        found.append((batch, loss.detach(), {name: p.grad for name, p in run.model.named_parameters()}))
-    (some, loss, gradients), (all_rows, expected, theirs) = found
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
-    assert any(gradient.abs().max() > 1e-6 for gradient in theirs.values())
-    torch.testing.assert_close(gradients, theirs, rtol=1e-10, atol=1e-13)
-    return some, all_rows
 
 
 def letter_rewards(trainer, rollout):

@@ -7,12 +7,11 @@ from math import log
 
 import pytest
 import torch
-from by_hand import near, tensor
 
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss, kl_term
 from minivlmrl.losses.ppo import token_rewards
 
-from policy_by_hand import OFF_POLICY, loss_of, policy
+from by_hand import OFF_POLICY, kl, loss_of, near, policy, tensor
 
 
 @pytest.mark.parametrize(
@@ -31,14 +30,6 @@ def test_clipped_losses(loss_type, divisors):
     assert gradient == near(0, 0, 1.0 / second, 1.1 / second)
     shares = {"clip_ratio/low_mean": 1 / 4, "clip_ratio/high_mean": 1 / 4, "clip_ratio/region_mean": 2 / 4}
     assert metrics == {name: near(value) for name, value in shares.items()}
-
-
-def kl(estimator):
-    """Return value and gradient at a token with probability 0.5 (policy) and 0.25 (reference); other tokens agree."""
-    logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
-    value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
-    assert value.flatten()[1:].tolist() == [0.0] * 3
-    return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
 
 
 @pytest.mark.parametrize("estimator, value, gradient", [

@@ -4,10 +4,11 @@ from math import exp, log
 
 import pytest
 import torch
-from by_hand import near, tensor
 
 from minivlmrl.losses import preference as losses
 from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss, kto_kl, kto_loss, reward_loss
+
+from by_hand import near, tensor
 
 
 def softplus(x):

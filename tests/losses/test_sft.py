@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from by_hand import near, tensor
 
 from minivlmrl.losses.sft import sft_loss
+
+from by_hand import near, tensor
 
 
 def test_nll_with_the_tokens_of_the_step():

@@ -15,8 +15,7 @@ import xml.etree.ElementTree
 import PIL.Image
 import pytest
 import torch
-from links import ROOT, blocks, links, missing, names, rows_of
-from reading_list import reading_list
+from links import ROOT, blocks, links, missing, names, reading_list, rows_of
 from runs import metrics
 
 from docs.scripts import first_hour, make_pages
@@ -346,7 +345,7 @@ def test_a_task_of_your_own(tmp_path, monkeypatch):
     assert summary["chance"] == 0.25 and {"after_sft", "after_grpo"} <= set(summary)
 
 
-@pytest.mark.parametrize("name", make_pages.NOTEBOOKS)
+@pytest.mark.parametrize("name", ["first_hour.ipynb", pytest.param("photographs.ipynb", marks=pytest.mark.slow)])
 def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
     """The cells are those of the script, and the cells before the first training print what is stored.
 

@@ -6,9 +6,8 @@ import sys
 import threading
 
 import pytest
-from links import ROOT
+from links import ROOT, reading_list
 from pretend_cuda import CUDA, PretendCuda
-from reading_list import reading_list
 
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.distributed.process_group import World

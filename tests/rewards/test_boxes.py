@@ -17,7 +17,7 @@ from minivlmrl.rewards.boxes import acc_0_5, box_format, mean_giou, mean_iou
 from recipes import localisation
 from recipes.point import point
 
-from score_texts import score_texts
+from score_texts import logged_reasons, score_texts
 
 SIZE = (200, 100)  # the image file's width and height
 EXTENT = (100.0, 50.0)  # the resized image's width and height, which the model sees
@@ -164,14 +164,6 @@ REASONS = {
     "left": ("no box was found in the answer", "no box was found in the answer"),
     "[]": ("no box was found in the answer", None),
 }
-
-
-def logged_reasons(reward, **given):
-    """Call a reward function, and return its rewards and the reasons that it logs."""
-    logged = {}
-    rewards = reward(**given, log_extra=logged.__setitem__)
-    assert logged.keys() == {"why"}
-    return rewards, logged["why"]
 
 
 def test_box_rewards_give_a_reason():

@@ -9,7 +9,7 @@ from minivlmrl.rewards import text as rewards_file
 from minivlmrl.rewards.registry import get_reward, required_columns
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 
-from score_texts import score_texts
+from score_texts import logged_reasons, score_texts
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
@@ -48,14 +48,6 @@ REASONS = {  # why a completion lacks the format; None if it has the format
     "<think> \n</think><answer>b</answer>": "no text between <think> and </think>",
     "<think>a</think><answer>\n</answer>": "no text between <answer> and </answer>",
 }
-
-
-def logged_reasons(reward, **columns):
-    """Call a reward function, and return its rewards and the reasons that it logs."""
-    logged = {}
-    rewards = reward(**columns, log_extra=logged.__setitem__)
-    assert logged.keys() == {"why"}
-    return rewards, logged["why"]
 
 
 def test_format_gives_a_reason():

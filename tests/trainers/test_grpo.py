@@ -1,33 +1,14 @@
 """Test GRPO steps on a tiny model: sampling, stored values, micro-batches and counts."""
 
-import functools
-
 import pytest
 import torch
 
-from minivlmrl.trainers import grpo as grpo_file
-
-from stages import completions_of, letter_rewards, without_idle_rows
-
-
-@pytest.fixture
-def loss_calls(monkeypatch):
-    """Record the arguments of each grpo_loss call."""
-    calls = []
-    original = grpo_file.grpo_loss
-
-    @functools.wraps(original)
-    def spy(logps, advantages, mask, **given):
-        calls.append({"logps": logps, "advantages": advantages, "mask": mask, **given})
-        return original(logps, advantages, mask, **given)
-
-    monkeypatch.setattr(grpo_file, "grpo_loss", spy)
-    return calls
+from stages import completions_of, letter_rewards
 
 
 def ratios(loss_calls):
     """Return for each call whether the ratio to the old policy is exactly 1."""
-    return [torch.equal(call["logps"] * call["mask"], call["old_per_token_logps"]) for call in loss_calls]
+    return [torch.equal(call.logps * call.mask, call.old_per_token_logps) for call in loss_calls]
 
 
 def test_stored_log_probabilities(stage, loss_calls, samples):
@@ -46,9 +27,9 @@ def test_stored_log_probabilities(stage, loss_calls, samples):
     assert ratios(loss_calls) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
     # the second iteration has the same micro-batches
     for first, again in zip(loss_calls[:4], loss_calls[4:8], strict=True):
-        assert first["old_per_token_logps"] is again["old_per_token_logps"]
-        assert first["advantages"] is again["advantages"]
-        assert not torch.equal(first["logps"], again["logps"])
+        assert first.old_per_token_logps is again.old_per_token_logps
+        assert first.advantages is again.advantages
+        assert not torch.equal(first.logps, again.logps)
     assert all(line["rollout/logp_mismatch"] < 1e-5 for line in lines)  # computed from the stored log-probabilities
 
 
@@ -86,6 +67,29 @@ def test_a_step_contains_its_rows_in_order(stage, samples):
 REWARDS = [1.0] * 4 + [0.0, 1.0, 2.0, 4.0] + [0.0, 1.0, 2.0, 1.0] + [3.0] * 4
 ROWS_WITH_SIGNAL = [4, 5, 6, 7, 8, 10]
 FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
+
+
+def without_idle_rows(stage, script, rewards, *options):
+    """Assert that rows without signal change neither the loss nor the gradients of a step's first micro-batch.
+
+    Returns:
+        The micro-batch without these rows, and the micro-batch with all rows.
+    """
+    found = []
+    for everything in (False, True):
+        script(rewards)
+        run = stage("grpo", *options)
+        if everything:
+            run.trainer.needs_all_samples = True
+        batch = run.next()[0]
+        loss, _ = run.trainer.loss(batch)
+        loss.backward()
+        found.append((batch, loss.detach(), {name: p.grad for name, p in run.model.named_parameters()}))
+    (some, loss, gradients), (all_rows, expected, theirs) = found
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
+    assert any(gradient.abs().max() > 1e-6 for gradient in theirs.values())
+    torch.testing.assert_close(gradients, theirs, rtol=1e-10, atol=1e-13)
+    return some, all_rows
 
 
 @pytest.mark.parametrize("options", [

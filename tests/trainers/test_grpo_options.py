@@ -1,6 +1,5 @@
 """Test GRPO options beyond the paper on a tiny model: selecting and weighting completions and tokens."""
 
-import functools
 import re
 import typing
 from types import SimpleNamespace
@@ -18,30 +17,12 @@ from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
 from minivlmrl.run.preflight import check_batch_invariant
-from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers.dynamic_sampling import gather_groups
 from minivlmrl.trainers.grpo import soft_overlong_punishment
 from tests.trainers.test_grpo import FOURS, REWARDS
 
 import tiny
 from stages import completions_of, letter_rewards, snapshot
-
-
-@pytest.fixture
-def loss_calls(monkeypatch):
-    """Record the arguments of each grpo_loss call."""
-    calls = []
-    original = grpo_file.grpo_loss
-
-    @functools.wraps(original)
-    def spy(per_token_logps, advantages, mask, **given):
-        per_token_logps.retain_grad()
-        calls.append(SimpleNamespace(logps=per_token_logps, mask=mask, **given))
-        return original(per_token_logps, advantages, mask, **given)
-
-    monkeypatch.setattr(grpo_file, "grpo_loss", spy)
-    return calls
-
 
 PAIRS = ["--grpo.num_generations=2", "--grpo.scale_rewards=none"]
 LIVE = [1.0, 0.0]
