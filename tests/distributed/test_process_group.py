@@ -6,6 +6,7 @@ a rollout, and there are one or two models besides the policy.
 """
 
 import os
+import re
 import sys
 
 import pytest
@@ -180,18 +181,17 @@ DROPOUT = ["--adapter.dropout=0.3", "--adapter.target=[language, vision, merger]
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]
 ONCE = [*ONE_BY_ONE, "--sharding.once_per_step=true"]
 QUICK = {
-    "replicated": GRPO, "once": [*GRPO, *ONCE], "experts, once": [*EXPERTS, *ONCE],
+    "replicated": GRPO, "experts, once": [*EXPERTS, *ONCE],
     "8 bits, sharded": [*GRPO, EIGHT_BITS, *SHARDED],
     "pieces": [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_batch_tokens=120"],
     "5 rows": COUNTS["5 rows"], "1 rows, layer by layer": [*COUNTS["1 rows"], *ONE_BY_ONE],
     "adapters, sharded": [*ADAPTED, *SHARDED], "critic": CRITIC, "critic, sharded": [*CRITIC, *SHARDED],
     "dropout": [*ADAPTED, *DROPOUT], "experts, sharded": [*EXPERTS, *SHARDED],
-    "experts, layer by layer": [*EXPERTS, *ONE_BY_ONE], "experts, replicated": EXPERTS,
+    "experts, replicated": EXPERTS,
     "dropout, layer by layer": [*ADAPTED, *DROPOUT, *ONE_BY_ONE], "tools, sharded": [*QUICK_TOOLS, *SHARDED],
     "trajectories, sharded": [*QUICK_TRAJECTORIES, *SHARDED, "--sampling.max_batch_tokens=120"],
     "moving, compute_dtype": [*MOVING, "--model.compute_dtype=float64"],
-    "folder, sharded": [*FOLDER, *SHARDED], "sharing, sharded": [*SHARING, *SHARDED],
-    "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
+    "folder, sharded": [*FOLDER, *SHARDED], "sharing, layer by layer": [*SHARING, *ONE_BY_ONE],
 }  # fmt: skip
 NF4_WAYS = {"NF4, layer by layer": [*NF4, *ONE_BY_ONE]}
 
@@ -224,17 +224,40 @@ def quick_results(tmp_path_factory):
     return launch(1, folder, alone, quick)[0], launch(2, folder, QUICK | (NF4_WAYS if SHARDS_BYTES else {}), quick)
 
 
-@pytest.mark.parametrize("way", ["replicated", "8 bits, sharded", "pieces", "once"])
+# {case of QUICK: the case of one process with equal results}
+EQUAL = {
+    "replicated": "replicated", "pieces": "replicated", "8 bits, sharded": "8 bits",
+    **{f"experts, {way}": "experts" for way in ("sharded", "replicated", "once")},
+    "tools, sharded": "tools", "trajectories, sharded": "trajectories", "adapters, sharded": "adapters",
+    "critic": "critic", "critic, sharded": "critic",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [*EQUAL, *map(shards_bytes, NF4_WAYS)])
 def test_two_ranks_equal_one(quick_results, way):
-    """Two GRPO steps with a reference have equal results in float64."""
+    """Results of two steps are equal in float64."""
     alone, process_group = quick_results
+    limit = 1e-11 if way.startswith(("adapters", "critic", "NF4")) else 1e-12
     for rank in process_group:
-        assert_equal(rank[way], alone["8 bits" if "8" in way else "replicated"], 1e-12, 1e-12)
+        assert_equal(rank[way], alone[EQUAL.get(way, "NF4")], limit, limit)
+        if way.startswith("experts"):
+            assert rank[way].lines[0]["rollout/route_mismatch"] == 0
 
 
-@pytest.mark.parametrize(
-    "way", ["moving, compute_dtype", "folder, sharded", "sharing, sharded", "sharing, layer by layer"]
-)
+def test_the_cases_have_tool_results_several_turns_and_trained_adapters(quick_results):
+    """Completions have images and texts of a tool, trajectories have several turns, and adapters and critics move."""
+    alone, _ = quick_results
+    texts = [text for _, group in alone["tools"].texts for text in group]
+    assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)
+    assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
+    weights = {case: alone[case].weights.items() for case in ("adapters", "NF4", "critic")}
+    moved = {case: [name for name, value in items if value.any()] for case, items in weights.items()}
+    for case in ("adapters", "NF4"):
+        assert "critic.weight" in moved[case] and any(re.match("policy.*lora_B", name) for name in moved[case])
+    assert {name.partition(".")[0] for name in moved["critic"] if "lora_B" in name} == {"policy", "critic"}
+
+
+@pytest.mark.parametrize("way", ["moving, compute_dtype", "folder, sharded", "sharing, layer by layer"])
 def test_two_ranks_have_the_same_reference_as_one(quick_results, way):
     """The reference is updated after each step. A rank stores copies only of its rows in trained parameters."""
     alone, process_group = quick_results
@@ -250,57 +273,11 @@ def test_two_ranks_have_the_same_reference_as_one(quick_results, way):
     assert [len(rows) for rows in joined] == [len(expected.weights[name]) for name in trained]
 
 
-@pytest.mark.parametrize("way", ["experts, sharded", "experts, layer by layer", "experts, replicated", "experts, once"])
-def test_two_ranks_with_experts_equal_one(quick_results, way):
-    """An expert may get tokens on one rank only, or no tokens and no gradient. Routes are the same as in sampling."""
-    alone, process_group = quick_results
-    for rank in process_group:
-        assert_equal(rank[way], alone["experts"], 1e-12, 1e-12)
-        assert rank[way].lines[0]["rollout/route_mismatch"] == 0
-
-
 def test_the_reference_is_updated_in_the_dtype_of_the_parameters(quick_results):
     """Small updates would be lost in the compute dtype, so the reference has the parameters' dtype."""
     alone, _ = quick_results
     torch.testing.assert_close(alone["moving in half"].reference, alone["moving"].reference, rtol=0, atol=1e-5)
     assert not torch.equal(alone["moving in half"].reference[0], alone["moving"].reference[0].float().double())
-
-
-def test_two_ranks_with_tools_equal_one(quick_results):
-    """Completions contain images or text from a tool; in the second step no prompt has an image."""
-    alone, process_group = quick_results
-    texts = [text for _, group in alone["tools"].texts for text in group]
-    assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)
-    for rank in process_group:
-        assert_equal(rank["tools, sharded"], alone["tools"], 1e-12, 1e-12)
-
-
-def test_two_ranks_with_trajectories_equal_one(quick_results):
-    """Trajectories with one-round context windows are sampled and trained in micro-batches with a token limit."""
-    alone, process_group = quick_results
-    assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
-    for rank in process_group:
-        assert_equal(rank["trajectories, sharded"], alone["trajectories"], 1e-12, 1e-12)
-
-
-@pytest.mark.parametrize("way", ["adapters, sharded", *map(shards_bytes, NF4_WAYS)])
-def test_two_ranks_with_adapters_equal_one(quick_results, way):
-    """PPO with adapters on the policy, whose critic is a value head."""
-    alone, process_group = quick_results
-    expected = alone[way.partition(",")[0]]
-    for rank in process_group:
-        assert_equal(rank[way], expected, 1e-11, 1e-11)
-    moved = [name for name, value in expected.weights.items() if value.any()]
-    assert "critic.weight" in moved and any(name.startswith("policy") and "lora_B" in name for name in moved)
-
-
-@pytest.mark.parametrize("way", ["critic", "critic, sharded"])
-def test_two_ranks_with_a_separate_critic_equal_one(quick_results, way):
-    alone, process_group = quick_results
-    for rank in process_group:
-        assert_equal(rank[way], alone["critic"], 1e-11, 1e-11)
-    moved = [name for name, value in alone["critic"].weights.items() if value.any() and "lora_B" in name]
-    assert {name.partition(".")[0] for name in moved} == {"policy", "critic"}
 
 
 def test_with_dropout_sharded_ranks_equal_replicated_ones(quick_results):

@@ -39,7 +39,7 @@ def test_a_model_folder_passes(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("pytorch_model.bin", r"only has weights in PyTorch's pickle format, such as pytorch_model.bin; convert them"),
+    ("pytorch_model-00001-of-00002.bin", r"only has weights in PyTorch's pickle format, such as pytorch_model.bin"),
     ("model.gguf", "only has a GGUF file of llama.cpp, which cannot be trained"),
     ("adapter_model.safetensors", "The folder is an adapter, not a model; set model.path"),
     ("model-00001-of-00002.safetensors", r"has model-00001-of-00002.safetensors, but no model.safetensors.index.json"),

@@ -110,12 +110,6 @@ def test_an_error_names_row_reward_and_text(monkeypatch):
         ask(monkeypatch, strict, ["two", "five", "six"], row_names=rows)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
 
-    def leaving(completions, **columns):
-        raise SystemExit(0)
-
-    with pytest.raises(ValueError, match=r"^reward own, for the completion 'two', raised SystemExit: 0 in .*:\d+$"):
-        ask(monkeypatch, leaving, ["two"])
-
     def misspelt(completions, **columns):
         return columns["says_clas"]
 

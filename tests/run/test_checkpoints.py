@@ -460,22 +460,16 @@ def test_checkpoints_are_never_overwritten_by_default(recipe, copy):
     assert (copy / "metrics.jsonl").read_bytes() == before
 
 
-def test_completions_that_were_cut_are_reported(recipe, copy, capsys):
+@pytest.mark.parametrize("harm", [lambda log: log.write_bytes(log.read_bytes()[:100]), Path.unlink])
+def test_completions_that_were_lost_are_reported(recipe, copy, capsys, harm):
     shutil.rmtree(copy / "states" / "000003")
     whole, log = shutil.copytree(copy, copy.parent / "whole"), copy / "completions.jsonl"
-    log.write_bytes(log.read_bytes()[:100])
+    harm(log)
     resume(recipe, copy, "--resume=auto")
     said = f"{log} has no completions of 1 earlier steps, the first is step 0 of grpo: the file was removed or cut, or"
     assert said in capsys.readouterr().out
     resume(recipe, whole, "--resume=auto")
     assert "has no completions" not in capsys.readouterr().out
-
-
-def test_completions_that_were_removed_are_reported(recipe, copy, capsys):
-    shutil.rmtree(copy / "states" / "000003")
-    (copy / "completions.jsonl").unlink()
-    resume(recipe, copy, "--resume=auto")
-    assert "completions.jsonl has no completions of 1 earlier steps, the first is step 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--resume=never", "--resume=null"])
