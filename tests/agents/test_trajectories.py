@@ -176,24 +176,21 @@ def weights_of(way, trajectory):
 
 
 def expected_loss(logps, mask, rewards, probabilities, group, way=None):
-    """Return the mean loss over all groups of two, for the implemented loss or a shortcut (`way`)."""
-    total = 0.0
-    for i, j in itertools.combinations_with_replacement(range(len(rewards)), 2):
-        pair = [i, j]
+    """Mean over all groups of two of the implemented loss, or of a shortcut's."""
+    weights, counts = mask, torch.tensor([len(one.turns) for one in group])
+    if way is not None:
+        rows = [weights_of(way, one) for one in group]
+        weights = torch.stack([torch.nn.functional.pad(row, (0, mask.shape[1] - len(row))) for row in rows])
+
+    def loss(pair):
         advantages = leave_one_out(rewards[pair], 2)
-        weights = mask[pair]
-        if way is not None:
-            weights = torch.zeros_like(weights)
-            for k, index in enumerate(pair):
-                own = weights_of(way, group[index])
-                weights[k, : len(own)] = own
         if way == "windows as rows of the group":
-            counts = torch.tensor([len(group[index].turns) for index in pair])
-            advantages = rewards[pair] - (rewards[pair] * counts).sum() / counts.sum()
-        loss, _ = grpo_loss(logps[pair], advantages, weights, loss_type="dr_grpo", normalizer=LossNormalizer(2, 1, 1))
-        orders = 1 if i == j else 2
-        total = total + orders * probabilities[i] * probabilities[j] * loss
-    return total
+            advantages = rewards[pair] - (rewards[pair] * counts[pair]).sum() / counts[pair].sum()
+        normalizer = LossNormalizer(2, 1, 1)
+        return grpo_loss(logps[pair], advantages, weights[pair], loss_type="dr_grpo", normalizer=normalizer)[0]
+
+    pairs = torch.cartesian_prod(*[torch.arange(len(rewards))] * 2)
+    return probabilities[pairs].prod(1) @ torch.vmap(loss)(pairs)
 
 
 def gradient_of(model, scalar):

@@ -365,7 +365,7 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
     monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: q.dtype == torch.bfloat16)
     config = config_json.from_dict(deeper(FAMILY_SIZES[family]))
     estimator = MemoryEstimator(config)
-    run = load_config(home / "recipe.yaml", ["--sampling.max_new_tokens=40", "--grpo.num_generations=3",
+    run = load_config(home / "recipe.yaml", ["--sampling.max_new_tokens=10", "--grpo.num_generations=3",
         "--grpo.prompts_per_step=4", "--sft.micro_batch_size=2", "--dpo.micro_batch_size=2", "--sft.prompts_per_step=2",
         "--dpo.prompts_per_step=2", "--sampling.max_batch_tokens=3000", "--sampling.temperature=1"])  # fmt: skip
     model = estimator.build(run, "grpo").to_empty(device="cpu")
@@ -374,7 +374,7 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     prompt = Prompt(ids, torch.rand(256, config.vision_config.patch_dim), torch.tensor([[1, 16, 16]]))
     processor = SimpleNamespace(stop_token_ids=())
-    answer = torch.randint(0, 400, (40,))
+    answer = torch.randint(0, 400, (10,))
 
     def sampled(sampling, prompts, num_generations):
         sample = Sampler(model, processor, sampling)

@@ -38,16 +38,17 @@ def refusal_of(options, home, free, monkeypatch, check=None):
 
 
 LARGE = {
-    "image": ({"image": "large.png"}, r"an image of 4000 x 3000 pixels", "data.max_pixels"),
-    "video": ({"video": ["frame.png"] * 200}, r"a video of 200 frames of 640 x 480", "data.video.max_pixels"),
+    "image": ({"image": "large.png"}, r"an image of 2000 x 1500 pixels", "data.max_pixels"),
+    "video": ({"video": ["frame.png"] * 60}, r"a video of 60 frames of 640 x 480", "data.video.max_pixels"),
 }
 
 
 @pytest.mark.parametrize("kind", LARGE)
+@pytest.mark.usefixtures("cached_activations")
 def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tmp_path, monkeypatch):
     """The message names the row. Each of its two proposed changes makes the run fit."""
     columns, media, option = LARGE[kind]
-    PIL.Image.new("L", (4000, 3000)).save(tmp_path / "large.png")
+    PIL.Image.new("L", (2000, 1500)).save(tmp_path / "large.png")
     PIL.Image.new("L", (640, 480)).save(tmp_path / "frame.png")
     small = {"problem": "a", "solution": "b"}
     write_lines(tmp_path / "rows.jsonl", [small, small | columns, small])
@@ -57,12 +58,11 @@ def test_a_large_row_is_refused_with_a_cure_that_fits(kind, checkpoint, home, tm
     files += ["--grpo.micro_batch_size=2", "--grpo.prompts_per_step=2"]
     fitting = MemoryCheck()
     assert refusal_of(files, home, 1e12, monkeypatch, fitting) is None
-    [needed] = re.findall(r"needs about (\d+\.\d) GB", refusal_of(files, home, 0, monkeypatch))
-    assert float(needed) > 3.2  # 3 GB of this are reserve
-    planned = fitting.memory_plan("grpo")  # counts the measured rows
-    assert planned is not None and peak_bytes(planned) / GB == pytest.approx(float(needed), abs=0.06)
-    free = (3 + float(needed)) / 2 * GB
+    needed = peak_bytes(fitting.memory_plan("grpo")) / GB  # counts the measured rows
+    assert needed > 3.1  # of which 3 GB are in reserve
+    free = (3 + needed) / 2 * GB
     message = refusal_of(files, home, free, monkeypatch)
+    assert f"needs about {needed:.1f} GB" in message
     assert re.search(rf"rows\.jsonl:2, with a prompt of [\d,]+ tokens, of which [\d,]+ show {media}", message)
     cures = re.search(r"Set (.*), or (.*?)(, which saves most)?\. docs", message)
     assert cures[1].startswith(f"--{option}=")

@@ -16,7 +16,10 @@ from safetensors.torch import load_file
 
 from minivlmrl.commands.train import train_recipe
 
-MODULES = "import json, sys, {}; print(json.dumps([getattr(m, '__file__', None) for m in sys.modules.values()]))"
+MODULES = """
+import json, sys, minimal, minimal_dpo
+print(json.dumps([getattr(module, "__file__", None) for module in sys.modules.values()]))
+"""
 PAGES = {"minimal.py": "recipes/shapes.yaml", "minimal_dpo.py": "recipes/shapes_dpo.yaml"}
 
 
@@ -30,9 +33,9 @@ def assert_equal(one, other):
 )
 def test_a_few_steps_end_with_the_weights_of_train(page, algorithm, printed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    model, _ = runpy.run_path(page)["main"](3, 2, 3)  # seed, SFT steps, steps of GRPO or DPO
+    model, _ = runpy.run_path(page)["main"](3, 2, 2)  # seed, SFT steps, steps of GRPO or DPO
     assert capsys.readouterr().out.count(printed) == 2  # the first step and the last
-    options = ["--seed=3", "--sft.max_steps=2", f"--{algorithm}.max_steps=3", "--data.eval_rows=1", "--num_threads=1"]
+    options = ["--seed=3", "--sft.max_steps=2", f"--{algorithm}.max_steps=2", "--data.eval_rows=1", "--num_threads=1"]
     train_recipe([PAGES[page], *options, f"--output_dir={tmp_path}"])
     assert_equal(dict(model.state_dict()), load_file(tmp_path / "checkpoint" / "model.safetensors"))
 
@@ -42,9 +45,9 @@ def test_it_trains_on_a_gpu(page, monkeypatch):
     """On the simulated GPU no operation mixes devices, and the weights are those of the CPU up to rounding."""
     monkeypatch.chdir(ROOT)
     main = runpy.run_path(page)["main"]
-    expected = dict(main(3, 2, 2)[0].state_dict())
+    expected = dict(main(3, 1, 1)[0].state_dict())
     with PretendCuda():
-        model, _ = main(3, 2, 2, device="cuda")
+        model, _ = main(3, 1, 1, device="cuda")
         for name, weight in model.state_dict().items():
             assert weight.is_cuda
             torch.testing.assert_close(weight.cpu(), expected[name], atol=1e-4, rtol=0)
@@ -74,9 +77,8 @@ def test_the_readme_quotes_the_page():
         assert found, part
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_it_imports_no_trainer_no_training_loop_and_nothing_for_several_ranks(page):
-    command = [sys.executable, "-c", MODULES.format(page.removesuffix(".py"))]
+def test_they_import_no_trainer_no_training_loop_and_nothing_for_several_ranks():
+    command = [sys.executable, "-c", MODULES]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     files = [file for file in json.loads(printed) if file and file.startswith((f"{ROOT}/minivlmrl", f"{ROOT}/kernels"))]
     folders = {file.removeprefix(f"{ROOT}/minivlmrl/").partition("/")[0] for file in files}

@@ -101,18 +101,14 @@ PLACES = {
 @pytest.mark.parametrize("phase", PLACES)
 def test_a_state_is_saved_in_each_phase(interrupted, tmp_path, phase):
     *place, lines = PLACES[phase]
-    said = interrupted(*place, lines)
+    error = {"forward": "host", "backward": "allocator"}.get(phase, "GPU")
+    said = interrupted(*place, lines, error=error)
     state = tmp_path / "run" / "states" / f"{lines:06d}"
     assert said.startswith(f"{'sft' if phase == 'load' else 'grpo'} step {lines - (phase != 'load')}, phase {phase}: ")
-    assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in said and "\n" not in said
+    first_line = ERRORS[error][1].partition("\n")[0]
+    assert f"({first_line})" in said and "\n" not in said
     assert f"the steps before this error are saved in {state}: continue with --resume=auto" in said
     assert ("the longest row is" in said) == (phase not in ("load", "save"))
-
-
-@pytest.mark.parametrize("error", ["host", "allocator"])
-def test_memory_of_the_host_runs_out(interrupted, tmp_path, error):
-    said = interrupted(*PLACES["forward"], error=error)
-    assert f"phase forward: memory ran out ({ERRORS[error][1]})" in said and "/states/000002: continue" in said
 
 
 def test_an_interrupted_update_is_not_saved(interrupted, tmp_path):
