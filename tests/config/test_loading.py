@@ -116,21 +116,6 @@ def test_every_declared_bound_and_choice_holds(write, path, wrong):
         load_config(write(recipe))
 
 
-NUMBERS = [
-    "dpo.f_alpha_divergence_coef", "dpo.label_smoothing", "dpo.beta", "dpo.loss_weights", "grpo.beta",
-    "grpo.entropy_coef", "ppo.kl_coef", "ppo.vf_coef", "ppo.missing_eos_penalty", "sampling.temperature",
-    "sampling.repetition_penalty", "reward_model.center_rewards_coefficient",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_of_losses_and_sampling_are_finite(recipe, name, value):
-    given = f"[{value}]" if name == "dpo.loss_weights" else value
-    with pytest.raises(ValueError, match=rf"{name} is -?(nan|inf), but it must be .*(finite|or more|over)"):
-        load_config(recipe, [f"--{name}={given}"])
-
-
 def example(hint, number):
     """Build a value of a type, with a number wherever the type contains a float; None if the type has no float."""
     inside = [part for part in typing.get_args(hint) if part is not type(None)]
@@ -171,7 +156,8 @@ def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hin
 
 def test_the_list_of_float_options_is_complete():
     names = {path for path, _ in FLOATS}
-    assert names > {*NUMBERS, *INFINITE, "beta", "desirable_weight", "rewards", "grpo.rollout_correction_bounds"}
+    assert names > {*INFINITE, "dpo.loss_weights", "sampling.temperature", "beta", "desirable_weight", "rewards"}
+    assert "grpo.rollout_correction_bounds" in names
 
 
 @pytest.mark.parametrize("content", ["seed: [1", "seed: 2024-13-45", "seed: " + "[" * 2000])
