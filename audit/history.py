@@ -73,6 +73,22 @@ def verdict(folder: Path, cause: str) -> str:
     return f"located: {', '.join(finding.stage for finding in wrong)}"
 
 
+def dump_cases(model: Path, folder: Path, names: list[str]):
+    """Train and dump two steps of each named case with the installed release of TRL, or write its error to error.txt.
+
+    main() starts a process for this function in the environment of one release.
+    """
+    if trl_fixtures.trl.__version__ != LAST:
+        trl_fixtures.STEPS_OF = older_trl.STEPS_OF
+    for name in names:
+        output = folder / name
+        output.mkdir(parents=True)
+        try:
+            trl_fixtures.train(CASES[name]["kind"], model, output, 2, **{"max_steps": 1} | CASES[name]["options"])
+        except Exception as error:  # an old release may raise any error
+            (output / "error.txt").write_text(f"{type(error).__name__}: {error}")
+
+
 def main(work: Path):
     """Audit every case with its release before the fix, its first good release and TRL 1.16.0.
 
@@ -93,22 +109,16 @@ def main(work: Path):
             if name == "none":  # a bug in the default settings also affects this case
                 shipped = [other["cause"] for other in cases.values() if other["before"] == release]
                 cause = shipped[0] if shipped else ""
-            row = {"trl": release, "transformers": version, "bug": name}
-            row["audit"] = verdict(work / release / name, cause)
-            rows.append(row)
-            print(row, flush=True)
+            found = verdict(work / release / name, cause)
+            rows.append({"trl": release, "transformers": version, "bug": name, "audit": found})
+            print(rows[-1], flush=True)
     ABOUT.update(date=str(datetime.date.today()), rows=rows)
     RECORD.write_text(json.dumps(ABOUT, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    model, *rest = map(Path, sys.argv[1:])
-    # called by main() with the environment of one release: train and dump the steps of the named cases
+    folder, *rest = sys.argv[1:]
     if rest:
-        folder, *names = rest
-        if trl_fixtures.trl.__version__ != LAST:
-            trl_fixtures.STEPS_OF = older_trl.STEPS_OF
-        for name in names:
-            trl_fixtures.dump(model, folder / name, **CASES[str(name)])
+        dump_cases(Path(folder), Path(rest[0]), rest[1:])
     else:
-        main(model)
+        main(Path(folder))

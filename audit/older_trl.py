@@ -17,41 +17,36 @@ OPTIONS = {
     "sft": {"loss_type": "nll", "label_smoothing_factor": 0, "assistant_only_loss": False},
     "dpo": {},
     "grpo": {
-        "scale_rewards": True,
-        "use_bias_correction_kl": False,
-        "loss_type": "bnpo",
-        "epsilon_high": None,
-        "use_adaptive_entropy": False,
-        "entropy_coef": 0.0,
+        "scale_rewards": True, "use_bias_correction_kl": False, "loss_type": "bnpo", "epsilon_high": None,
+        "use_adaptive_entropy": False, "entropy_coef": 0.0,
     },
-}
-ATTRIBUTES = {"completion_only_loss": False, "tools": None, "_image_pad_token_id": None}
+}  # fmt: skip
 SCALES = {True: "group", False: "none"}  # up to 0.21, scale_rewards was a bool
 # trainer methods that return log-probabilities, the newest first
 SCORES = ("_get_per_token_logps_and_entropies", "_get_per_token_logps")
 
 
+def set_missing(owner, **values):
+    """Set the attributes that `owner` lacks."""
+    for name, value in values.items():
+        if not hasattr(owner, name):
+            setattr(owner, name, value)
+
+
 def prepare(trainer, kind: str):
     """Set the options and attributes of TRL 1.16 that this release's trainer lacks."""
     config = trainer.args
-    defaults = OPTIONS[kind]
-    if kind == "grpo" and not hasattr(config, "epsilon"):
-        defaults = defaults | {"loss_type": "grpo", "epsilon": 0.2}
     if kind == "grpo":
-        defaults = defaults | {"steps_per_generation": config.gradient_accumulation_steps}
-    for name, value in defaults.items():
-        if not hasattr(config, name):
-            setattr(config, name, value)
-    for name, value in ATTRIBUTES.items():
-        if not hasattr(trainer, name):
-            setattr(trainer, name, value)
-    if not hasattr(trainer, "_tokenizer"):
-        trainer._tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    if not hasattr(trainer, "eos_token_ids"):
-        trainer.eos_token_ids = [trainer._tokenizer.eos_token_id]
-    if kind == "dpo" and not hasattr(trainer, "loss_types"):
+        if not hasattr(config, "epsilon"):
+            set_missing(config, loss_type="grpo", epsilon=0.2)
+        set_missing(config, steps_per_generation=config.gradient_accumulation_steps)
+    set_missing(config, **OPTIONS[kind])
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    set_missing(trainer, completion_only_loss=False, tools=None, _image_pad_token_id=None, _tokenizer=tokenizer)
+    set_missing(trainer, eos_token_ids=[trainer._tokenizer.eos_token_id])
+    if kind == "dpo":
         types = config.loss_type
-        trainer.loss_types = [types] if isinstance(types, str) else types
+        set_missing(trainer, loss_types=[types] if isinstance(types, str) else types)
 
 
 class OlderSteps(trl_steps.Steps):
@@ -151,11 +146,11 @@ def dpo_steps(trainer, folder, steps: int = 1):
     with patch.object(trl_steps, "Steps", OlderSteps):
         result = trl_steps.dpo_steps(trainer, folder, steps)
     rows = result.rows
-    result.about["loss"]["loss_type"] = list(trainer.loss_types)
-    result.about["loss"]["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
-    # an enum member is replaced by its value
     options = result.about["loss"]
-    result.about["loss"] = {name: getattr(x, "value", x) for name, x in options.items()}
+    options["loss_type"] = list(trainer.loss_types)
+    options["label_smoothing"] = getattr(trainer.args, "label_smoothing", 0.0)
+    # an enum member is replaced by its value
+    options.update({name: getattr(x, "value", x) for name, x in options.items()})
 
     def joined_later(inputs: dict) -> dict:
         prompts = inputs.get("prompt_attention_mask")

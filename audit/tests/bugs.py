@@ -2,7 +2,7 @@
 
 BUGS are put into minivlmrl: test_mutation_study.py checks that the metrics of a run change, and
 audit/mutation_study.py measures how much accuracy each bug costs. TRL_BUGS are put into the installed TRL:
-test_trl_steps.py checks that the audit names each of them.
+test_trl_steps.py checks that the audit names each of them. UNSEEN_BUGS are for test_unseen_bugs.py.
 """
 
 import copy
@@ -16,11 +16,9 @@ from pkgutil import resolve_name
 from unittest.mock import patch
 
 import torch
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
-from minivlmrl.generation import generate
-from minivlmrl.generation import sampler as sample
-from minivlmrl.generation import sampler as samplers
+from minivlmrl.generation import generate, sampler
 from minivlmrl.losses import advantages
 from minivlmrl.losses import grpo as losses
 from minivlmrl.run import loop as train
@@ -31,10 +29,6 @@ from minivlmrl.trainers.reference import Reference
 SPLIT = ["--grpo.micro_batch_size=4"]  # 4 micro-batches in a step
 TWICE = ["--grpo.num_iterations=2"]
 GRPO, SFT = grpo_trainer.GRPOTrainer, sft.SFTTrainer
-# a name, because TRL is imported only when a bug is put into it
-MODULE = "trl.trainer.grpo_trainer"
-OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2}  # the second step is off-policy
-KL = {"beta": 0.5, **OFF}
 
 
 @dataclass
@@ -43,12 +37,9 @@ class InTRL:
 
     stage: str  # the only stage of the audit that must differ
     cause: str  # texts, separated by commas, that one of the printed explanations must contain
-    # patch(put, trainer); called before the trainer exists, with None, unless `late`
-    patch: Callable
-    options: dict = field(default_factory=dict)  # options of the trainer that reveal the bug
+    patch: Callable  # patch(put, trainer) puts the bug into a trainer; put is setattr or monkeypatch.setattr
+    options: dict = field(default_factory=dict)  # options of trl_fixtures.dumped that reveal the bug
     kind: str = "grpo"  # "grpo", "turns" (GRPO with tool calls), "dpo" or "sft"
-    late: bool = False  # patch the trainer object after it is created
-    at: int = 0  # index of the audited step
 
 
 @dataclass
@@ -56,7 +47,7 @@ class Bug:
     """Describe a bug of minivlmrl: where it occurred, and patches that put it into minivlmrl and TRL."""
 
     source: str  # path on GitHub or URL
-    ours: Callable  # ours(put) patches minivlmrl; put is setattr or monkeypatch.setattr
+    ours: Callable  # ours(put) patches minivlmrl
     options: list[str] = field(default_factory=list)  # options of minivlmrl's run that reveal the bug
     trl: InTRL | None = None
 
@@ -65,41 +56,27 @@ class Bug:
             self.source = f"https://github.com/{self.source}"
 
 
-def clipped_by_added_norms(_, model):
-    """Clip by the sum of the parameters' norms, instead of the root of the sum of squares."""
-    norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), CLIPS["max_grad_norm"], norm)
-    return norm
-
-
 def around(owner, name: str, change: Callable) -> Callable:
     """Return a patch that replaces owner.name(*arguments) by change(original function, *arguments).
 
-    `owner` is an object, a dotted name, or None for the trainer that is passed to the patch.
+    If `owner` is None, the patch gets a trainer, whose method it replaces.
     """
 
     def put_in(put, trainer=None):
-        own = trainer if owner is None else resolve_name(owner) if isinstance(owner, str) else owner
-        function = getattr(own, name)
+        function = getattr(owner or trainer, name)
 
         @functools.wraps(function)  # trainers read the names of a loss's arguments
         def changed(*arguments, **options):
             return change(function, *arguments, **options)
 
-        put(own, name, changed)
+        put(owner or trainer, name, changed)
 
     return put_in
 
 
 def other_advantages(change: Callable) -> Callable:
-    """Return a patch that computes advantages with change(group_advantages, rewards, G, scale_rewards)."""
-
-    def find(_, config):
-        return lambda rewards, num_generations, scale_rewards: change(
-            advantages.group_advantages, rewards, num_generations, scale_rewards
-        )
-
-    return around(grpo_trainer, "find_advantages", find)
+    """Return a patch that computes advantages with change(function, rewards, num_generations, scale_rewards)."""
+    return around(grpo_trainer, "find_advantages", lambda find, config: partial(change, find(config)))
 
 
 def before_loss(change: Callable, owner=GRPO) -> Callable:
@@ -118,17 +95,12 @@ def scaled_loss(factor: float) -> Callable:
 
 
 def sampled(**options) -> Callable:
-    """Return a patch that samples completions with other options than those of the loss.
+    """Return a patch that samples completions with other options than those of the loss."""
 
-    Evaluation is not affected, because it has its own sampler.
-    """
+    def make(make_sampler, model, processor, sampling, *rest, **named):
+        return make_sampler(model, processor, replace(sampling, **options), *rest, **named)
 
-    class Other(sample.Sampler):
-        def token_sampler(self, *given):
-            other = replace(self.sampling, **options)
-            return sample.Sampler(self.model, self.processor, other, self.world).token_sampler(*given)
-
-    return lambda put: put(rollout, "make_sampler", Other)
+    return around(rollout, "make_sampler", make)
 
 
 def other_prompts(change: Callable) -> Callable:
@@ -157,9 +129,14 @@ def without_end_token(self, batch):
     batch.loss_mask = batch.loss_mask * (batch.loss_mask.flip(1).cumsum(1).flip(1) > 1)
 
 
-def interleaved(group_advantages, rewards, G, scale):
-    mixed = group_advantages(rewards.view(-1, G).T.reshape(-1), G, scale)
-    return mixed.view(G, -1).T.reshape(-1)
+def interleaved(function, rewards, num_generations, scale_rewards):
+    mixed = function(rewards.view(-1, num_generations).T.reshape(-1), num_generations, scale_rewards)
+    return mixed.view(num_generations, -1).T.reshape(-1)
+
+
+def grouped_by_text(function, rewards, num_generations, scale_rewards):
+    """Take all rewards as one group, because all prompts have the same text and differ only in their image."""
+    return function(rewards, len(rewards), scale_rewards)
 
 
 def clip_part(self, batch):
@@ -192,91 +169,40 @@ def wrong_positions(prefill, model, batch, prompt_index, *rest):
 # Patches of TRL. Most replace a few lines in the source of a method by a wrong version, for example the code of an
 # older release or of another library.
 
-TRAINERS = {"grpo": "GRPOTrainer", "turns": "GRPOTrainer", "dpo": "DPOTrainer", "sft": "SFTTrainer"}
 
+def edited(method: str, stage: str, cause: str, old: str, new: str, options: dict | None = None, kind="grpo") -> InTRL:
+    """Return a bug that replaces the text `old` by `new` in the source of a trainer's method."""
 
-def edited(method, stage, cause, old, new, options=None, kind="grpo", at=0) -> InTRL:
-    """Return a bug that replaces the text `old` by `new` in the source of a method of TRL."""
-    trainer = TRAINERS[kind]
-
-    def put_in(put, _):
-        owner = resolve_name(f"trl:{trainer}")
+    def put_in(put, trainer):
+        owner = type(trainer)
         function = inspect.unwrap(getattr(owner, method))
-        source = textwrap.dedent(inspect.getsource(function)).replace("super()", f"super({trainer}, self)")
+        source = textwrap.dedent(inspect.getsource(function)).replace("super()", f"super({owner.__name__}, self)")
         assert old in source, f"The source of {method} does not contain {old!r}."
         source = source[source.index("def ") :].replace(old, new)
         scope = dict(function.__globals__)
         exec(source, scope)
         put(owner, method, scope[method])
 
-    return InTRL(stage, cause, put_in, options or {}, kind, at=at)
+    return InTRL(stage, cause, put_in, options or {}, kind)
 
 
-loss, dpo = partial(edited, "_compute_loss", "loss"), partial(edited, "_compute_loss", "loss", kind="dpo")
+loss = partial(edited, "_compute_loss", "loss")
+dpo, sft_loss = partial(loss, kind="dpo"), partial(edited, "compute_loss", "loss", kind="sft")
 score = partial(edited, "_generate_and_score_completions")
+forward = partial(edited, "_get_per_token_logps_and_entropies")
+clip = partial(edited, "_clip_grad_norm", "clip")
+optimizer, decay = partial(edited, "create_optimizer", "update"), partial(edited, "get_decay_parameter_names", "update")
 # the same for GRPO trainers whose completions call tools
-loop = partial(edited, "_tool_call_loop", kind="turns")
-turns_score, turns_loss = partial(score, kind="turns"), partial(edited, "_compute_loss", kind="turns")
+loop, turns_loss = partial(edited, "_tool_call_loop", kind="turns"), partial(edited, "_compute_loss", kind="turns")
+turns_score = partial(score, kind="turns")
 
 
-def forward(change: Callable) -> Callable:
-    """Return a patch of the forward that computes log-probabilities.
-
-    change(trainer, model, options) returns the model and options that the forward uses instead.
-    """
-
-    def call(function, self, model, *arguments, **options):
-        model, options = change(self, model, options)
-        return function(self, model, *arguments, **options)
-
-    return around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", call)
-
-
-def shuffled(name: str) -> Callable:
-    """Return a patch that shuffles all fields of a rollout except `name`."""
-    return around(MODULE, "shuffle_sequence_dict", lambda shuffle, rows: shuffle(rows) | {name: rows[name]})
-
-
-def text_in_reference(self, model, options):
-    """Hide the images from the reference model, which then reads only the placeholder tokens."""
-    names = "pixel_values", "image_grid_thw", "mm_token_type_ids", "num_images"
-    return model, options | dict.fromkeys(names) if model is self.ref_model else options
-
-
-def rolled_images(self, model, options):
-    """Give each row the image of another row, as `repeat` instead of `repeat_interleave` would.
-
-    Each row has one image, and all images have the same size.
-    """
-    patches = options["pixel_values"]
-    return model, options | {"pixel_values": patches.roll(-len(patches) // len(options["image_grid_thw"]), 0)}
-
-
-def of_images(change: Callable) -> Callable:
-    """Return a patch that changes the patches (images, patches of an image, patch_dim) of all images."""
-
-    def call(self, model, options):
-        patches = options["pixel_values"]
-        images = patches.view(len(options["image_grid_thw"]), -1, patches.shape[-1])
-        return model, options | {"pixel_values": change(images).reshape(patches.shape)}
-
-    return forward(call)
-
-
-def with_dropout(put, trainer):
+def with_dropout(function, model, *arguments, **options):
     """Compute the old log-probabilities with dropout in the attention."""
-
-    def call(function, self, model, *arguments, **options):
-        layers = [module for module in model.modules() if hasattr(module, "attention_dropout")]
-        is_old = not torch.is_grad_enabled() and model is not self.ref_model
-        for module in layers:
-            module.attention_dropout = 0.3 if is_old else 0.0
-        result = function(self, model, *arguments, **options)
-        for module in layers:
-            module.attention_dropout = 0.0
-        return result
-
-    around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", call)(put, trainer)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0 if torch.is_grad_enabled() else 0.3
+    return function(model, *arguments, **options)
 
 
 ENDS_WITH_PICTURES = (
@@ -300,105 +226,57 @@ def axes_apart(put, trainer):
     around(trainer.model.model, "get_rope_index", change)(put)
 
 
-def drop_gradients(training_step, model, *arguments, **options):
+def clip_own(training_step, model, *arguments):
+    """Clip the gradients of one micro-batch, and add them to those of the earlier ones."""
+    before = {p: p.grad for p in model.parameters()}
     model.zero_grad()
-    return training_step(model, *arguments, **options)
-
-
-def change_own_gradients(change: Callable) -> Callable:
-    """Return a patch that calls change(model) while the gradients are those of one micro-batch.
-
-    The gradients are accumulated afterwards.
-    """
-
-    def call(training_step, model, *arguments):
-        before = {name: p.grad for name, p in model.named_parameters()}
-        model.zero_grad()
-        loss = training_step(model, *arguments)
-        change(model)
-        for name, p in model.named_parameters():
-            if before[name] is not None:
-                p.grad = before[name] if p.grad is None else p.grad + before[name]
-        return loss
-
-    return around(None, "training_step", call)
-
-
-def clip_own(model):
+    loss = training_step(model, *arguments)
     clip_grad_norm_(model.parameters(), CLIPS["max_grad_norm"])
+    for p, earlier in before.items():
+        if earlier is not None:
+            p.grad = earlier if p.grad is None else p.grad + earlier
+    return loss
+
+
+def without_temperature(put, trainer):
+    resolve_name("trl.trainer.utils:add_fused_lm_head")(trainer.model, outputs=("log_probs", "entropy"))
+
+
+def double_merger(put, trainer):
+    for p in trainer.model.model.visual.merger.parameters():
+        p.register_hook(lambda gradient: 2 * gradient)
 
 
 def clip_tower_apart(clip, model):
     """Clip the vision tower and the other parameters separately, each by its own norm."""
-    norm = norm_without_clipping(clip, model)
+    norm = clip_grad_norm_(model.parameters(), torch.inf)
     for in_tower in (True, False):
         part = [p for name, p in model.named_parameters() if ("visual" in name) == in_tower]
         clip_grad_norm_(part, CLIPS["max_grad_norm"])
     return norm
 
 
-def double_merger(model):
-    for name, p in model.named_parameters():
-        if "merger" in name and p.grad is not None:
-            p.grad = p.grad * 2
+def clip_each(clip, model):
+    """Clip each parameter by its own norm, and return the norm of all."""
+    total = clip_grad_norm_(model.parameters(), torch.inf)
+    for p in model.parameters():
+        clip_grad_norm_([p], CLIPS["max_grad_norm"])
+    return total
 
 
-def without_tower(names, self, model):
-    return [name for name in names(self, model) if "visual" not in name]
-
-
-def change_param_groups(change: Callable) -> Callable:
-    """Return a patch that calls change(trainer, param_groups) after the optimizer is created."""
-
-    def put_in(put, trainer):
-        create = trainer.create_optimizer
-
-        def call(*arguments):
-            optimizer = create(*arguments)
-            change(trainer, optimizer.param_groups)
-            return optimizer
-
-        put(trainer, "create_optimizer", call)
-
-    return put_in
-
-
-def slow_tower(trainer, found):
+def slow_tower(put, trainer):
     """Give the vision tower a tenth of the learning rate."""
-    tower = {id(p) for name, p in trainer.model.named_parameters() if "visual" in name}
-    for group in found[:]:
-        own = [p for p in group["params"] if id(p) in tower]
-        group["params"] = [p for p in group["params"] if id(p) not in tower]
-        found.append({**group, "params": own, "lr": 0.1 * group["lr"]})
+    tower = {id(p) for p in trainer.model.model.visual.parameters()}
 
+    def create(create_optimizer, *arguments):
+        groups = create_optimizer(*arguments).param_groups
+        for group in groups[:]:
+            own = [p for p in group["params"] if id(p) in tower]
+            group["params"] = [p for p in group["params"] if id(p) not in tower]
+            groups.append({**group, "params": own, "lr": 0.1 * group["lr"]})
+        return trainer.optimizer
 
-def remove_old_logps(score, self, inputs):
-    rows = score(self, inputs)
-    rows.pop("old_per_token_logps", None)
-    return rows
-
-
-def norm_without_clipping(clip, model):
-    return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-
-
-def all_parameter_names(names, self, model):
-    return [name for name, _ in model.named_parameters()]
-
-
-def change_adam_states(change: Callable) -> Callable:
-    """Return a patch that calls change(Adam's state) for each parameter before each step."""
-
-    def put_in(put, trainer):
-        class Change(resolve_name("transformers:TrainerCallback")):
-            def on_pre_optimizer_step(self, *_, **__):
-                for values in trainer.optimizer.state.values():
-                    change(values)
-
-        # last, so that callbacks which dump the state run before
-        trainer.callback_handler.callbacks.append(Change())
-
-    return put_in
+    around(trainer, "create_optimizer", create)(put)
 
 
 def two_scheduler_steps(create_scheduler, *arguments, **options):
@@ -406,12 +284,6 @@ def two_scheduler_steps(create_scheduler, *arguments, **options):
     step = scheduler.step
     scheduler.step = lambda *a, **k: (step(), step())[1]
     return scheduler
-
-
-def old_in_autocast(function, self, model, *arguments, **options):
-    """Compute the old log-probabilities under autocast, but not those with a gradient."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_grad_enabled()):
-        return function(self, model, *arguments, **options)
 
 
 def unlabel_end(collate, examples):
@@ -437,6 +309,17 @@ def two_missing_rewards(completions, **_):
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
+# options
+OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2, "at": 1}  # the second step is off-policy
+KL = {"beta": 0.5, **OFF}
+BY_SEQUENCE = {"importance_sampling_level": "sequence", "learning_rate": 3e-4}
+CLIPS = {"max_grad_norm": 0.01}
+FOUR_PAIRS = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows": 8, "learning_rate": 2e-2, "at": 1
+}  # fmt: skip
+TELL = {"tools": ("tell",)}
+LATER = {"rows": 4, "at": 1}
+# texts in TRL's source
 LABELS = "labels[:, :-logits_to_keep] = -100"
 MASK = "loss_mask = completion_mask"
 NO_NAN = "advantages = torch.nan_to_num(advantages, nan=0.0)"
@@ -452,44 +335,46 @@ K3 = "torch.exp(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - 
 ROW_MEANS = "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()"
 SUM_OF_RATIOS = "log_importance_weights = (log_ratio * mask).sum(-1)"
 DELTA = "delta_score = chosen_scores - rejected_scores"
-CLIPS = {"max_grad_norm": 0.01}
-FOUR_PAIRS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "rows": 8, "learning_rate": 2e-2}
-TELL, LOOK = {"tools": ("tell",)}, {"tools": ("look",)}
 PCT = "prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids"
 OWN = "completion_ids[idx_with_tool]"
 ENCODED_AGAIN = PCT.replace(OWN, f"self._tokenizer.encode(self._tokenizer.decode({OWN}))")
 ADDED = "tool_mask[idx_with_tool] += [0] * tool_length + [1] * post_tool_length"
 MERGED = "images = [(existing or []) + new for existing, new in zip(images, tool_images, strict=True)]"
 ENDED = "is_truncated = torch.tensor([ids[-1] not in eos_and_pad for ids in completion_ids_list], device=device)"
+BEGIN, IN_REFERENCE = "all_logps = []", "if model is self.ref_model:\n        "
+PATCHES = "pixel_values[row_start:row_end]"
+IMAGES = f"{PATCHES}.unflatten(0, (len(image_grid_thw), -1))"  # (images, patches, patch_dim), all images are equal
+OLD = 'output["old_per_token_logps"] = old_per_token_logps'
+CLIPPED = "return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)"
+CREATED = "return self.optimizer"
+DIVIDED = "advantages / (std_rewards + 1e-4)"
+LOG_RATIO = "log_ratio = per_token_logps - old_per_token_logps"
+SMALLER = "-torch.min(per_token_loss1, per_token_loss2)"
+STEPPED = "self._step += 1"
+SHUFFLED = "shuffle_sequence_dict(generation_batch)"
 
 # bugs that are put into minivlmrl, and most of them also into TRL
 BUGS = {
     "std_with_n": Bug(
-        "unslothai/unsloth-zoo/pull/832",
-        around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
-        trl=InTRL("advantages", "by n instead of n", around(MODULE, "nanstd", lambda _, x, dim=None, keepdim=False: (
-            x.std(dim, correction=0, keepdim=keepdim)))),
+        "unslothai/unsloth-zoo/pull/832", around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
+        trl=score("advantages", "by n instead of n", "nanstd(rewards.view(-1, num_generations), dim=1)",
+                  "rewards.view(-1, num_generations).std(dim=1, correction=0)"),
     ),
-    "interleaved_groups": Bug(
-        "StarsfieldAI/R1-V/issues/67", other_advantages(interleaved),
-    ),
-    "grouped_by_text": Bug(  # all prompts have the same text and differ only in their image
-        "NVIDIA-NeMo/RL/pull/3882",
-        other_advantages(lambda function, r, G, scale: function(r, len(r), scale)),
-    ),
+    "interleaved_groups": Bug("StarsfieldAI/R1-V/issues/67", other_advantages(interleaved)),
+    "grouped_by_text": Bug("NVIDIA-NeMo/RL/pull/3882", other_advantages(grouped_by_text)),
     "pictures_of_others": Bug(
         "StarsfieldAI/R1-V/pull/54", other_prompts(next_images),
-        trl=InTRL("logps", "a row has the images of", forward(rolled_images)),
+        trl=forward("logps", "a row has the images of", PATCHES, f"{IMAGES}.roll(-1, 0).flatten(0, 1)"),
     ),
     "no_picture_in_training": Bug(
-        "StarsfieldAI/R1-V/issues/20",
-        other_prompts(lambda prompts: list(map(without_image, prompts))),
+        "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_image, prompts))),
     ),
     "no_picture_in_reference": Bug(
         "unslothai/unsloth/pull/11031",
-        around(Reference, "logps", lambda logps, self, group, T=1.0: (
-            logps(self, without_image(group), T))),
-        trl=InTRL("logps of reference", "the model does not see any image", forward(text_in_reference), {"beta": 0.1}),
+        around(Reference, "logps", lambda logps, self, group, T=1.0: logps(self, without_image(group), T)),
+        # the reference model then reads only the placeholder tokens
+        trl=forward("logps of reference", "the model does not see any image", BEGIN, f"{IN_REFERENCE}pixel_values = "
+                    f"image_grid_thw = mm_token_type_ids = num_images = None\n    {BEGIN}", {"beta": 0.1}),
     ),
     "rewards_see_other_rows": Bug(
         "StarsfieldAI/R1-V/issues/146",
@@ -502,8 +387,7 @@ BUGS = {
     ),
     "divided_twice": Bug(
         "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
-        loss("1 over the 2 micro-batches",
-             SUM + " / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
+        loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
     ),
     "not_divided": Bug(
         "verl-project/verl/pull/436", scaled_loss(4.0), SPLIT,
@@ -514,33 +398,28 @@ BUGS = {
         "https://arxiv.org/abs/2604.23747",
         around(sft, "sft_loss", lambda loss, logps, mask, normalizer, **options: loss(logps, mask, **options) / 8),
         ["--sft.micro_batch_size=4"],
-        loss("each micro-batch is averaged by itself", SUM + " / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
+        loss("each micro-batch is averaged by itself", f"{SUM} / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
     ),
     "dropped_gradients": Bug(
         "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
-        InTRL("gradients", "earlier micro-batches are dropped",
-              around(None, "training_step", drop_gradients), late=True),
+        edited("training_step", "gradients", "earlier micro-batches are dropped", "output = ",
+               "model.zero_grad()\n    output = "),
     ),
     "clipped_before_accumulation": Bug(
         "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
-        InTRL("gradients", "micro-batch is clipped by itself", change_own_gradients(clip_own), CLIPS,
-              late=True),
+        InTRL("gradients", "micro-batch is clipped by itself", around(None, "training_step", clip_own), CLIPS),
     ),
     "never_clipped": Bug(
         "NVIDIA/OpenSeq2Seq/pull/192",
         around(torch.nn.utils, "clip_grad_norm_", lambda clip, parameters, _: clip(parameters, float("inf"))),
-        trl=InTRL("clip", "not clipped", around(None, "_clip_grad_norm", norm_without_clipping),
-                  CLIPS, late=True),
+        trl=clip("not clipped", CLIPPED, CLIPPED.replace("self.args.max_grad_norm", "torch.inf"), CLIPS),
     ),
     "temperature_left_out": Bug(  # samples at temperature 0.7, and computes log-probabilities at 1
         "huggingface/trl/pull/3029", sampled(temperature=0.7),
-        trl=InTRL("logps", "not divided by the temperature", around(
-            MODULE, "add_fused_lm_head", lambda function, model, temperature=1.0, **options: function(model, **options)
-        ), {"temperature": 0.6}),
+        trl=InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6}),
     ),
-    "nearly_greedy": Bug(  # samples with the temperature of the model's generation_config.json
-        "huggingface/trl/issues/5783", sampled(temperature=0.1),
-    ),
+    # samples with the temperature of the model's generation_config.json
+    "nearly_greedy": Bug("huggingface/trl/issues/5783", sampled(temperature=0.1)),
     "end_token_masked": Bug(
         "huggingface/trl/pull/7039", before_loss(without_end_token),
         trl=score("mask", "the end token is not trained on", MASK,
@@ -548,7 +427,7 @@ BUGS = {
     ),
     "end_token_masked_in_sft": Bug(
         "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end_token, SFT),
-        trl=InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end), kind="sft", late=True),
+        trl=InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end), kind="sft"),
     ),
     # in sft; the last label of a row becomes the first token of the next row
     "labels_shifted_twice": Bug(
@@ -565,17 +444,15 @@ BUGS = {
     "old_ignored": Bug(
         "huggingface/trl/issues/2769",
         before_loss(lambda self, batch: setattr(batch, "old_per_token_logps", None)), TWICE,
-        loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None", OFF, at=1),
+        loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None", OFF),
     ),
     "ratio_of_sums": Bug(
         "walkinglabs/hands-on-modern-rl/issues/75",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d * mask).sum(-1, keepdim=True).exp()), TWICE,
-        loss("the product of its tokens' ratios", SUM_OF_RATIOS + " / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
-             {"importance_sampling_level": "sequence", **OFF, "learning_rate": 3e-4}, at=1),
+        loss("the product of its tokens' ratios", f"{SUM_OF_RATIOS} / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
+             OFF | BY_SEQUENCE),
     ),
-    "k1_in_the_loss": Bug(  # the gradient of k1 is zero in expectation
-        "NVIDIA-NeMo/RL/pull/2506", put_k1_into_loss,
-    ),
+    "k1_in_the_loss": Bug("NVIDIA-NeMo/RL/pull/2506", put_k1_into_loss),  # its gradient is zero in expectation
     "kl_without_gradient": Bug(
         "X-GenGroup/Flow-Factory/issues/122",
         around(losses, "correct_kl", lambda _, kl, ratio, estimator: kl.detach()),
@@ -585,26 +462,23 @@ BUGS = {
     ),
     "stale_sampler": Bug(  # the initial policy generates all completions
         "huggingface/trl/issues/3679",
-        around(rollout, "make_sampler", lambda sampler, model, *rest, **options: sampler(
-            copy.deepcopy(model), *rest, **options)),
+        around(rollout, "make_sampler", lambda make, model, *rest, **named: make(
+            copy.deepcopy(model), *rest, **named)),
     ),
     "one_seed": Bug(  # all completions of a group are equal
         "NVIDIA-NeMo/RL/pull/171",
-        around(samplers, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
+        around(sampler, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
     ),
     "schedule_by_micro_batch": Bug(  # the schedule advances four times too fast
         "huggingface/accelerate/issues/963",
         around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
-        trl=InTRL("schedule", "advances twice per step",
-                  around(None, "create_scheduler", two_scheduler_steps),
-                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3}, late=True, at=2),
+        trl=InTRL("schedule", "advances twice per step", around(None, "create_scheduler", two_scheduler_steps),
+                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2}),
     ),
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
     "text_positions_in_training": Bug(
-        "huggingface/trl/issues/5279",
-        around(rollout, "pack_turns", text_positions),
-        trl=InTRL("logps", "positions are 1-D", forward(lambda _, model, options: (
-            model, options | {"mm_token_type_ids": None}))),
+        "huggingface/trl/issues/5279", around(rollout, "pack_turns", text_positions),
+        trl=forward("logps", "positions are 1-D", "if mm_token_type_ids is not None:", "if False:"),
     ),
     "wrong_positions_in_decoding": Bug(
         "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
@@ -614,7 +488,7 @@ BUGS = {
 # all bugs that are put into TRL; a comment has the source of a bug that is put only into TRL
 TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     # InternLM/xtuner/pull/2097
-    "positions_by_axis": InTRL("logps", "largest position of each axis", axes_apart, late=True),
+    "positions_by_axis": InTRL("logps", "largest position of each axis", axes_apart),
     # om-ai-lab/VLM-R1
     "reward_weights_ignored": score("advantages", "all rewards have weight 1", "self.reward_weights.to(device)",
         "torch.ones(2)", {"reward_weights": [1.0, 0.3]}),
@@ -629,7 +503,8 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "groups_of_half_the_size": score("advantages", "groups contain half as many completions",
         "num_generations = self.num_generations if", "num_generations = self.num_generations // 2 if"),
     # Deep-Agent/R1-V/pull/54
-    "shuffled_without_advantages": InTRL("rows", "their advantages were not", shuffled("advantages")),
+    "shuffled_without_advantages": edited("_prepare_inputs", "rows", "their advantages were not", SHUFFLED,
+        f'{SHUFFLED} | {{"advantages": generation_batch["advantages"]}}'),
     "truncated_completions_kept": score("mask", "truncated completions are in the loss",  # huggingface/trl/pull/2881
         "if self.mask_truncated_completions:", "if False:",
         {"mask_truncated_completions": True, "max_completion_length": 3}),
@@ -643,30 +518,31 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
         "per_token_loss.numel()", {"loss_type": "dr_grpo", "max_completion_length": 30}),
     "kl_reversed": loss("policy and reference are swapped in the KL", K3,  # volcengine/verl
         "torch.exp(per_token_logps - ref_per_token_logps) - (per_token_logps - ref_per_token_logps) - 1",
-        {**KL, "use_bias_correction_kl": False}, at=1),
+        {**KL, "use_bias_correction_kl": False}),
     # TRL 1.16 itself computes it like this, so nothing is replaced
     "k3_by_exp": loss("k3 loses its digits", K3, K3,  # google/tunix/issues/2315
-        {"beta": 0.5, "rewards": (equal_later,), "rows": 4, "learning_rate": 1e-5}, at=1),
+        {"beta": 0.5, "rewards": (equal_later,), "rows": 4, "learning_rate": 1e-5, "at": 1}),
     # TRL up to 1.9
-    "kl_without_ratio": loss("the KL is not weighted with the ratio", "per_token_kl * coef_1", "per_token_kl", KL,
-        at=1),
+    "kl_without_ratio": loss("the KL is not weighted with the ratio", "per_token_kl * coef_1", "per_token_kl", KL),
     # PPO eq. 7
     "clip_on_the_wrong_side": loss("the maximum of the clipped and the unclipped objective", "-torch.min(per",
-        "-torch.max(per", OFF, at=1),
+        "-torch.max(per", OFF),
     # https://arxiv.org/abs/2503.14476
     "one_clip_for_both_sides": loss("ratios are clipped with epsilon_low on both sides", "1 + self.epsilon_high)",
-        "1 + self.epsilon_low)", {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}, at=1),
+        "1 + self.epsilon_low)", {"epsilon": 0.02, "epsilon_high": 0.1, **OFF}),
     # bugs in the reference, the trained parameters and the optimizer
     # The policy is its own reference, as when an adapter is not disabled.
-    "reference_by_policy": InTRL("logps of reference", "weights of the policy",  # huggingface/trl
-        forward(lambda trainer, model, options: (trainer.model, options)),
-        {"beta": 0.1, "learning_rate": 2e-2, "rows": 4}, at=1),
+    "reference_by_policy": forward("logps of reference", "weights of the policy",  # huggingface/trl
+        BEGIN, f"{IN_REFERENCE}model = self.model\n    {BEGIN}",
+        {"beta": 0.1, "learning_rate": 2e-2, "rows": 4, "at": 1}),
     "tower_frozen": InTRL("gradients", "there is no gradient for the vision tower",  # om-ai-lab/VLM-R1/issues/52
-        lambda put, trainer: trainer.model.model.visual.requires_grad_(False), late=True),
-    "norms_decay": InTRL("update", "also applied to norms and biases",  # karpathy/minGPT
-        around("transformers:Trainer", "get_decay_parameter_names", all_parameter_names), {"weight_decay": 0.1}),
-    "state_lost": InTRL("update", "the moments of Adam were reset",  # https://arxiv.org/abs/2604.23747
-        change_adam_states(lambda of: [x.zero_() for x in of.values()]), {"rows": 4}, late=True, at=1),
+        lambda put, trainer: trainer.model.model.visual.requires_grad_(False)),
+    "norms_decay": decay("also applied to norms and biases", "return decay_parameters",  # karpathy/minGPT
+        "return [name for name, _ in model.named_parameters()]", {"weight_decay": 0.1}),
+    # https://arxiv.org/abs/2604.23747
+    "state_lost": edited("_clip_grad_norm", "update", "the moments of Adam were reset", CLIPPED,
+        "for values in self.optimizer.state.values():\n        for x in values.values():\n            x.zero_()\n"
+        f"    {CLIPPED}", LATER),
     # bugs in the losses of DPO and SFT
     "dpo_without_reference": dpo("the reference is left out", "ref_logps.chunk(2, dim=0)",  # DPO eq. 7
         "(ref_logps * 0).chunk(2, dim=0)"),
@@ -676,86 +552,79 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
         "a, b = shift_completion_mask.sum(1).chunk(2)\n"
         "    delta_score = chosen_scores / a - rejected_scores / b"),
     # https://arxiv.org/abs/2604.23747
-    "sft_mean_of_rows": edited("compute_loss", "loss", "each row of nll is averaged by itself",
+    "sft_mean_of_rows": sft_loss("each row of nll is averaged by itself",
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
-        "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()", kind="sft"),
+        "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()"),
     # bugs whose sentences are composed of a quantity and a change
     "rewards_by_view": score("advantages", "rewards of, repeat", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)"),
-    "policy_term_twice": loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL, at=1),
-    "dpo_rejected_of_the_next_pair": dpo("rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS,
-        at=1),
+    "policy_term_twice": loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL),
+    "dpo_rejected_of_the_next_pair": dpo("rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS),
     # bugs that affect only some modules, rows or tokens, or that round to a smaller dtype
-    "merger_twice": InTRL("gradients", "2 times as large, the merger", change_own_gradients(double_merger), late=True),
+    "merger_twice": InTRL("gradients", "2 times as large, the merger", double_merger),
     "tower_clipped_apart": InTRL("clip", "the vision tower and all other parameters are clipped separately",
-        around(None, "_clip_grad_norm", clip_tower_apart), CLIPS, late=True),
-    "tower_never_decays": InTRL("update", "weight decay leaves out the vision tower",
-        around("transformers:Trainer", "get_decay_parameter_names", without_tower), {"weight_decay": 0.1}),
+        around(None, "_clip_grad_norm", clip_tower_apart), CLIPS),
+    "tower_never_decays": decay("weight decay leaves out the vision tower", "return decay_parameters",
+        "return [name for name in decay_parameters if 'visual' not in name]", {"weight_decay": 0.1}),
     # the reward functions are right, but their results are in another order
-    "rewards_of_others": InTRL("advantages", "the rewards of the row at the mirrored position",
-        around(None, "_calculate_rewards", lambda calculate, *given: calculate(*given).flip(0)), late=True),
+    "rewards_of_others": score("advantages", "the rewards of the row at the mirrored position", REWARDS,
+        f"{REWARDS}.flip(0)"),
     "rewards_in_float16": score("advantages", "a reward is in float16", REWARDS,
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.half().float()"),
     "token_masked_by_its_id": score("mask", "because of their ids", MASK,
         f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}"),
     "no_kl_for_negative_advantages": loss("the KL is left out, only for rows with negative advantages",
-        "self.beta * per_token_kl", "self.beta * per_token_kl * (advantages > 0)", KL, at=1),
+        "self.beta * per_token_kl", "self.beta * per_token_kl * (advantages > 0)", KL),
     "prompts_of_chosen_answers_counted": dpo("prompt tokens are counted, only for chosen answers", "labels = inputs",
         "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
         "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs"),
-    "old_logps_in_bfloat16": score("logps of old", "rounded to bfloat16",
-        '["old_per_token_logps"] = old_per_token_logps',
-        '["old_per_token_logps"] = old_per_token_logps.bfloat16().float()', OFF, at=1),
+    "old_logps_in_bfloat16": score("logps of old", "rounded to bfloat16", OLD, f"{OLD}.bfloat16().float()", OFF),
     # huggingface/trl/pull/3725
-    "old_logps_of_a_straddling_rollout": InTRL("logps of old", "instead of the weights that sampled",
-        around("trl:GRPOTrainer", "_generate_and_score_completions", remove_old_logps),
-        {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2}, at=1),
-    "tower_with_lower_learning_rate": InTRL("update", "0.1 times as large, the vision tower",
-        change_param_groups(slow_tower), late=True),
-    "larger_eps_without_decay": InTRL("update", "eps of Adam is 0.001, the parameters without weight decay",
-        change_param_groups(lambda _, found: found[1].update(eps=1e-3)), {"weight_decay": 0.1}, late=True),
+    "old_logps_of_a_straddling_rollout": score("logps of old", "instead of the weights that sampled", OLD, "pass",
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2, "at": 1}),
+    "tower_with_lower_learning_rate": InTRL("update", "0.1 times as large, the vision tower", slow_tower),
+    "larger_eps_without_decay": optimizer("eps of Adam is 0.001, the parameters without weight decay", CREATED,
+        f"self.optimizer.param_groups[1]['eps'] = 1e-3\n    {CREATED}", {"weight_decay": 0.1}),
     # verl-project/verl/issues/7200
     "row_means_added": loss("the means of the rows are added within a micro-batch", ROW_MEANS,
         ROW_MEANS.replace(".mean()", ".sum()"), {"loss_type": "grpo"}),
     "mean_of_rows_with_an_advantage": loss("only over those with an advantage other than 0", ROW_MEANS,
         ROW_MEANS.replace(".mean()", ".sum() / (advantages != 0).sum()"),
         {"loss_type": "grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "rewards": (once,)}),
-    "patches_reversed": InTRL("logps", "opposite order", of_images(lambda images: images.flip(1))),
-    "patches_of_the_next": InTRL("logps", "pixels of the next patch", of_images(lambda images: images.roll(-1, 1))),
-    "old_logps_with_dropout": InTRL("logps of old", "its dropout is active", with_dropout, OFF, at=1),
+    "patches_reversed": forward("logps", "opposite order", PATCHES, f"{IMAGES}.flip(1).flatten(0, 1)"),
+    "patches_of_the_next": forward("logps", "pixels of the next patch", PATCHES, f"{IMAGES}.roll(-1, 1).flatten(0, 1)"),
+    "old_logps_with_dropout": InTRL("logps of old", "its dropout is active",
+        around(None, "_get_per_token_logps_and_entropies", with_dropout), OFF),
     # verl-project/verl/issues/2506
     "advantages_as_mask": loss("multiplied by its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()"),
     "last_row_dropped": loss("only for the last row of each micro-batch", SUM,
         "loss = (per_token_loss * mask)[:-1].sum()"),
     # huggingface/trl/pull/6594
     "kl_by_token": loss("ratio of its token instead of its sequence", "per_token_kl * coef_1",
-        "per_token_kl * torch.exp(log_ratio)", {"importance_sampling_level": "sequence", **KL, "learning_rate": 3e-4},
-        at=1),
+        "per_token_kl * torch.exp(log_ratio)", KL | BY_SEQUENCE),
     "means_of_the_first_half": score("advantages", "the group's first half",  # ServiceNow/PipelineRL/pull/54
         "nanmean(rewards.view(-1, num_generations), dim=1)",
         "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)"),
     "std_at_least_that_of_the_batch": score("advantages", "at least the standard deviation of all rewards", STD,
         f"{STD}.clamp(min=nanstd(rewards).item())"),
-    "old_logps_in_float16": score("logps of old", "rounded to float16", '["old_per_token_logps"] = old_per_token_logps',
-        '["old_per_token_logps"] = old_per_token_logps.half().float()', OFF, at=1),
-    "tokens_before_the_shift": edited("compute_loss", "loss", "one token too many per row",
+    "old_logps_in_float16": score("logps of old", "rounded to float16", OLD, f"{OLD}.half().float()", OFF),
+    "tokens_before_the_shift": sft_loss("one token too many per row",
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
-        "outputs.label_mask.sum() + len(inputs['labels'])", kind="sft"),
+        "outputs.label_mask.sum() + len(inputs['labels'])"),
     # bugs whose sentences are composed of an operator, one use of a quantity, a span of tokens or a fitted number
     # PrimeIntellect-ai/prime-rl/pull/2040
     "baseline_of_plain_rewards": score("advantages", "all rewards have weight 1, only in the baseline",
         "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)",
         "mean_grouped_rewards = torch.nanmean(rewards_per_func.nansum(dim=1).view(-1, num_generations), dim=1)",
         {"reward_weights": [1.0, 0.3]}),
-    "kl_clamped": loss("is at most 0.05", "self.beta * per_token_kl", "self.beta * per_token_kl.clamp(max=0.05)", KL,
-        at=1),
+    "kl_clamped": loss("is at most 0.05", "self.beta * per_token_kl", "self.beta * per_token_kl.clamp(max=0.05)", KL),
     # modelscope/twinkle/pull/291
-    "dft_weight_with_gradient": edited("compute_loss", "loss", "not detached", "outputs.log_probs.exp().detach()",
-        "outputs.log_probs.exp()", {"loss_type": "dft"}, kind="sft"),
+    "dft_weight_with_gradient": sft_loss("not detached", "outputs.log_probs.exp().detach()",
+        "outputs.log_probs.exp()", {"loss_type": "dft"}),
     "zero_grad_missing": InTRL("gradients", "of the step before",  # meta-pytorch/torchforge/pull/71
-        lambda put, trainer: put(trainer.model, "zero_grad", lambda *_, **__: None), {"rows": 4}, late=True, at=1),
+        lambda put, trainer: put(trainer.model, "zero_grad", lambda *_, **__: None), LATER),
     "mean_of_turns": turns_loss("loss", "tokens of its turn",  # rllm-org/rllm/pull/512
-        "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()\n",
+        f"{ROW_MEANS}\n",
         "turn = ((mask == 1) & (torch.nn.functional.pad(mask, (1, -1)) == 0)).cumsum(1) * mask\n"
         "        loss = torch.stack([per_token_loss[i][turn[i] == k].mean()\n"
         "                            for i in range(len(mask)) for k in range(1, int(turn[i].max()) + 1)]).mean()\n",
@@ -766,9 +635,11 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
         {"rewards": (two_missing_rewards,), "rows": 8}),
     "angles_in_bfloat16": InTRL("logps", "sines are in bfloat16",  # huggingface/transformers/issues/25681
         lambda put, trainer: trainer.model.model.language_model.rotary_emb.
-        register_forward_hook(lambda _, given, angles: tuple(x.bfloat16().float() for x in angles)), late=True),
-    "norms_added": InTRL("clip", "the sum of the parameters' norms",  # laekov/fastmoe/pull/65
-        around(None, "_clip_grad_norm", clipped_by_added_norms), CLIPS, late=True),
+        register_forward_hook(lambda _, given, angles: tuple(x.bfloat16().float() for x in angles))),
+    "norms_added": clip("the sum of the parameters' norms", CLIPPED,  # laekov/fastmoe/pull/65
+        "norm = sum(p.grad.norm() for p in model.parameters() if p.grad is not None)\n"
+        "    torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)\n"
+        "    return norm", CLIPS),
     # only one group has rewards above 1, which decide because 1 is a likely bound
     "total_reward_clipped_at_1": score("advantages", "the weighted sum of rewards is at most 1", TOTAL,
         f"{TOTAL}.clamp(max=1)"),
@@ -776,14 +647,13 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
         f"{REWARDS}\n    rewards_per_func = rewards_per_func.clamp(max=1)"),
     "advantages_normalised_twice": score("advantages", "normalised a second time, over the batch", NO_NAN,
         f"{NO_NAN}; {NORMALIZED}"),
-    "end_token_scored_as_padding": edited("_get_per_token_logps_and_entropies", "logps",
-        "the end token is scored as the padding token", LABELS,
+    "end_token_scored_as_padding": forward("logps", "the end token is scored as the padding token", LABELS,
         f"{LABELS}; labels[labels == self._tokenizer.eos_token_id] = self._tokenizer.pad_token_id"),
-    "old_logps_in_autocast": InTRL("logps of old", "under autocast in bfloat16",
-        around("trl:GRPOTrainer", "_get_per_token_logps_and_entropies", old_in_autocast), OFF, at=1),
+    "old_logps_in_autocast": forward("logps of old", "under autocast in bfloat16", "self.accelerator.autocast()",
+        'torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_grad_enabled())', OFF),
     # in the second step, only one learning rate is wrong
     "schedule_stepped_twice": InTRL("schedule", "advances twice per step",
-        around(None, "create_scheduler", two_scheduler_steps), {"max_steps": 10, "rows": 4}, late=True, at=1),
+        around(None, "create_scheduler", two_scheduler_steps), {"max_steps": 10, **LATER}),
     "tokens_discounted": loss("for each token before it, by 0.99", SUM,
         SUM.replace("* mask", "* mask * 0.99 ** (mask.cumsum(1) - 1)")),
     "tokens_discounted_from_the_end": loss("for each token that follows it, by 0.97", SUM,
@@ -808,4 +678,46 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "a_cut_completion_that_ended_a_turn": turns_score("mask", "an earlier turn ended", ENDED,
         ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"),
         TELL | {"ends": 0.2, "mask_truncated_completions": True}),
+}  # fmt: skip
+
+# bugs that were written without looking at the audit's causes; an empty cause means that none may be printed
+UNSEEN_BUGS = {
+    "half of the mean is subtracted": score("advantages", "the baseline is halved", MEANS, f"{MEANS} / 2"),
+    "1 is added to the deviation": score(
+        "advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0"),
+    ),
+    # all rewards of a group determine its advantages, so that "rewards" and "advantages" are both right
+    "advantages of the next group": score("advantages", "next group", DIVIDED, f"({DIVIDED}).roll(-4, 0)"),
+    "absolute KL": loss(
+        "", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
+        KL | {"use_bias_correction_kl": False},
+    ),
+    "first tokens left out": loss("first tokens", SUM, SUM.replace("* mask", "* mask * (mask.cumsum(1) > 1)")),
+    "old log-probabilities of the next row": loss("next row", LOG_RATIO, f"{LOG_RATIO}.roll(-1, 0)", OFF),
+    # with a positive advantage, a ratio is only clipped above
+    "no clipping for negative advantages": loss(
+        "not clipped below", SMALLER, f"torch.where(advantages > 0, {SMALLER}, -per_token_loss1)", OFF,
+    ),
+    "no rows with negative advantages": loss("never below 0", SUM, SUM.replace("* mask", "* mask * (advantages > 0)")),
+    "first image for all rows": forward(
+        "logps", "images of the first row", PATCHES, f"{IMAGES}[:1].repeat(len(image_grid_thw), 1, 1).flatten(0, 1)",
+    ),
+    "dark images": forward("logps", "", PATCHES, f"{PATCHES} * 0.8"),
+    "head not trained": edited(
+        "training_step", "gradients", "do not get any gradient", STEPPED,
+        f"{STEPPED}\n    model.lm_head.weight.grad = None",
+    ),
+    "parameters clipped one by one": InTRL(
+        "clip", "each parameter is clipped by its own norm", around(None, "_clip_grad_norm", clip_each), CLIPS,
+    ),
+    "other beta1": optimizer(
+        "beta1 is 0.95", CREATED,
+        f"for group in self.optimizer.param_groups:\n        group['betas'] = (0.95, group['betas'][1])\n    {CREATED}",
+        {"at": 1},
+    ),
+    "no reference": dpo("the reference is left out", DELTA, f"{DELTA} + (ref_chosen_logps - ref_rejected_logps)"),
+    "bits": dpo(
+        "bits instead of nats", "-F.logsigmoid(self.beta * delta_score)",
+        "-F.logsigmoid(self.beta * delta_score) / 0.6931471805599453",
+    ),
 }  # fmt: skip

@@ -27,6 +27,10 @@ QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "repor
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
 # tests make this token likely, so that completions end at different lengths
 END = shapes.tokenizer().special_tokens["<|im_end|>"]
+STEP = {"gradient_accumulation_steps": 2, "max_steps": 1}
+# options of trainers that sample completions, and of trainers that read answers
+SAMPLED = STEP | {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 10}
+READ = STEP | {"per_device_train_batch_size": 2, "max_length": None}
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -76,6 +80,37 @@ def picture(seed):
     return shapes.draw_picture(rng.choice(shapes.LABELS), rng)
 
 
+def build(name, policy, output, rows, options, processing_class, **arguments):
+    """Build a trainer of TRL; `name` is, for example, "SFT"."""
+    config = getattr(trl, f"{name}Config")(output_dir=str(output), **QUIET | options)
+    arguments |= {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": processing_class}
+    return getattr(trl, f"{name}Trainer")(policy, args=config, **arguments)
+
+
+def questions(rows):
+    return [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(rows)]
+
+
+def answers(rows, name="completion"):
+    return [
+        {"prompt": [user("What?")], name: [assistant(f"a {'red ' * (i % 3)}ball")], "images": [picture(i)]}
+        for i in range(rows)
+    ]
+
+
+def sft(folder, output, rows=8, dtype=torch.float32, **options):
+    return build("SFT", model(folder, dtype), output, answers(rows), READ | options, processor(folder))
+
+
+def dpo(folder, output, rows=8, dtype=torch.float32, **options):
+    pairs = [row | {"rejected": [assistant("none" * (1 + i % 2))]} for i, row in enumerate(answers(rows, "chosen"))]
+    return build("DPO", model(folder, dtype), output, pairs, READ | options, processor(folder))
+
+
+def words_of(messages):
+    return "".join(part if isinstance(part, str) else "" for message in messages for part in message["content"] or "")
+
+
 def distinct(completions, **_):
     return [len(set(message["content"])) / 3 + (len(message["content"]) % 3) / 7 for (message,) in completions]
 
@@ -84,30 +119,69 @@ def lower(completions, **_):
     return [sum(letter.islower() for letter in message["content"]) / 5 for (message,) in completions]
 
 
-class PlainHead:
-    """TRL's fused head, but computed in the hidden states' dtype instead of float32."""
-
-    @staticmethod
-    def apply(hidden, weight, bias, labels, temperature, *_):
-        logps = (hidden @ weight.T / temperature).log_softmax(-1)
-        entropy, squares = -(logps.exp() * logps).sum(-1), (2 * logps).logsumexp(-1)
-        return logps.gather(1, labels[:, None])[:, 0], entropy, squares, hidden[:, 0] * 0, logps.argmax(-1) == labels
+def unjudged(completions, **_):
+    return [None if i in (1, 6) else i % 4 + len(chat[0]["content"]) / 9 for i, chat in enumerate(completions)]
 
 
-def plain_norm(self, x):
-    """Compute transformers' RMS norm in the hidden states' dtype instead of float32."""
-    return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
+def length(completions, **_):
+    return [len(words_of(messages)) % 5 / 3 + len(messages) / 7 for messages in completions]
+
+
+def variety(completions, **_):
+    return [len(set(words_of(messages))) / 9 for messages in completions]
 
 
 def grpo(folder, output, rewards=(distinct, lower), rows=4, dtype=torch.float32, **options):
-    data = [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(rows)]
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4,
-               "max_completion_length": 10, "max_steps": 1,
-               "generation_kwargs": {"sequence_bias": [[[END], 5.0]]}} | options  # fmt: skip
-    return trl.GRPOTrainer(
-        model(folder, dtype), list(rewards), trl.GRPOConfig(output_dir=str(output), **QUIET | options),
-        train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder),
+    policy, judges = model(folder, dtype), list(rewards)
+    options = SAMPLED | {"generation_kwargs": {"sequence_bias": [[[END], 5.0]]}} | options
+    return build("GRPO", policy, output, questions(rows), options, processor(folder), reward_funcs=judges)
+
+
+def text(
+    folder,
+    output,
+    name="GRPO",
+    columns=("prompt",),
+    rewards=("distinct", "lower"),
+    pad="<|endoftext|>",
+    bias=0.1,
+    rows=8,
+    **options,
+):
+    """Build a text-only trainer of any TRL release since 0.15.
+
+    Options that the release does not have are ignored.
+    """
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|im_end|>", pad_token=pad, chat_template=CHATML,
+        padding_side="left" if name == "GRPO" else "right", model_input_names=["input_ids", "attention_mask"],
     )  # fmt: skip
+    data = [
+        {"text": f"{'red ' * (i % 3)}ball<|im_end|>", "prompt": [user(f"What{'?' * (i % 2)}")],
+         "chosen": [assistant("red " * (1 + i % 3))], "rejected": [assistant("no" * (1 + i % 2))]}
+        for i in range(rows)
+    ]  # fmt: skip
+    config, policy, size = getattr(trl, f"{name}Config"), model(folder), 8 if name == "GRPO" else 2
+    options = SAMPLED | {"seed": 1, "gradient_accumulation_steps": 1} | options
+    options["per_device_train_batch_size"] = size // options["gradient_accumulation_steps"]
+    options["generation_kwargs"] = {"sequence_bias": [[[END], bias]]}
+    # up to 0.28, the option is an enum member
+    kinds = getattr(inspect.getmodule(trl.DPOConfig), "FDivergenceType", str)
+    options["f_divergence_type"] = kinds(options.get("f_divergence_type", "reverse_kl"))
+    options = {key: x for key, x in options.items() if key in config.__dataclass_fields__}
+    if name == "GRPO" and "logits_to_keep" not in inspect.signature(policy.forward).parameters:
+        # transformers 4.51 has no logits_to_keep, so the trainer cuts the logits
+        forward = type(policy).forward
+        type(policy).forward = lambda self, *given, logits_to_keep=0, **named: forward(self, *given, **named)
+    policy.config.model_type = "qwen2"  # otherwise DPOTrainer requires a processor
+    # TRL 0.19 can load a reference model only with this class
+    transformers.AutoModelForCausalLM.register(type(policy.config), type(policy), exist_ok=True)
+    judges = {"reward_funcs": [globals()[judge] for judge in rewards]} if name == "GRPO" else {}
+    rows = [{key: row[key] for key in columns} for row in data]
+    trainer = build(name, policy, output, rows, options, tokenizer, **judges)
+    for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+        each.config.model_type = "qwen2_5_vl"
+    return trainer
 
 
 class Look:
@@ -138,135 +212,16 @@ class Look:
         return "red " * (10 // (n % 4))  # raises ZeroDivisionError if n is a multiple of 4
 
 
-def unjudged(completions, **_):
-    return [None if i in (1, 6) else i % 4 + len(chat[0]["content"]) / 9 for i, chat in enumerate(completions)]
-
-
-def text(
-    folder,
-    output,
-    name="GRPO",
-    columns=("prompt",),
-    rewards=("distinct", "lower"),
-    pad="<|endoftext|>",
-    bias=0.1,
-    rows=8,
-    **options,
-):
-    """Build a text-only trainer of any TRL release since 0.15.
-
-    Options that the release does not have are ignored.
-    """
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|im_end|>", pad_token=pad, chat_template=CHATML,
-        padding_side="left" if name == "GRPO" else "right", model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
-    data = [
-        {"text": f"{'red ' * (i % 3)}ball<|im_end|>", "prompt": [user(f"What{'?' * (i % 2)}")],
-         "chosen": [assistant("red " * (1 + i % 3))], "rejected": [assistant("no" * (1 + i % 2))]}
-        for i in range(rows)
-    ]  # fmt: skip
-    config, policy, size = getattr(trl, f"{name}Config"), model(folder), 8 if name == "GRPO" else 2
-    options = {"seed": 1, "num_generations": 4, "max_completion_length": 10, "max_steps": 1,
-               "gradient_accumulation_steps": 1} | QUIET | options  # fmt: skip
-    options["per_device_train_batch_size"] = size // options["gradient_accumulation_steps"]
-    options["generation_kwargs"] = {"sequence_bias": [[[END], bias]]}
-    # up to 0.28, the option is an enum member
-    kinds = getattr(inspect.getmodule(trl.DPOConfig), "FDivergenceType", str)
-    options["f_divergence_type"] = kinds(options.get("f_divergence_type", "reverse_kl"))
-    options = {key: x for key, x in options.items() if key in config.__dataclass_fields__}
-    if name == "GRPO" and "logits_to_keep" not in inspect.signature(policy.forward).parameters:
-        # transformers 4.51 has no logits_to_keep, so the trainer cuts the logits
-        forward = type(policy).forward
-        type(policy).forward = lambda self, *given, logits_to_keep=0, **named: forward(self, *given, **named)
-    policy.config.model_type = "qwen2"  # otherwise DPOTrainer requires a processor
-    # TRL 0.19 can load a reference model only with this class
-    transformers.AutoModelForCausalLM.register(type(policy.config), type(policy), exist_ok=True)
-    trainer = getattr(trl, f"{name}Trainer")(
-        policy, args=config(output_dir=str(output), **options), processing_class=tokenizer,
-        train_dataset=datasets.Dataset.from_list([{key: row[key] for key in columns} for row in data]),
-        **{"reward_funcs": [globals()[judge] for judge in rewards]} if name == "GRPO" else {},
-    )  # fmt: skip
-    for each in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
-        each.config.model_type = "qwen2_5_vl"
-    return trainer
-
-
-def train(kind, folder, output, steps=1, late=None, **options):
-    """Train with a trainer of this module, and dump the first steps; late(trainer) may change it before."""
-    trainer = globals()[kind](folder, output / "trainer", **{"max_steps": steps} | options)
-    if late:
-        late(trainer)
-    with STEPS_OF[options.get("name", kind).lower().replace("text", "grpo")](trainer, output, steps):
-        trainer.train()
-
-
-def step_with(bugs, folder, output, put):
-    """Put bugs of bugs.py into TRL with `put`, train, and read the step at which they show."""
-    options = {}
-    for bug in bugs:
-        options |= bug.options
-        if not bug.late:
-            bug.patch(put, None)
-
-    def late(trainer):
-        for bug in bugs:
-            if bug.late:
-                bug.patch(put, trainer)
-
-    at = bugs[0].at
-    train(bugs[0].kind, folder, output, at + 1, late, **options)
-    return read(output / str(at))
-
-
-def dump(folder, output, kind, options, **_):
-    """Train and dump the steps of a case of audit/history.py with the imported release of TRL.
-
-    If training fails, error.txt has the error.
-    """
-    output.mkdir(parents=True)
-    try:
-        train(kind, folder, output, 2, **{"max_steps": 1} | options)
-    except Exception as error:  # an old release may raise any error
-        (output / "error.txt").write_text(f"{type(error).__name__}: {error}")
-
-
-def words_of(messages):
-    return "".join(part if isinstance(part, str) else "" for message in messages for part in message["content"] or "")
-
-
-def length(completions, **_):
-    return [len(words_of(messages)) % 5 / 3 + len(messages) / 7 for messages in completions]
-
-
-def variety(completions, **_):
-    return [len(set(words_of(messages))) / 9 for messages in completions]
-
-
-def turns(
-    folder,
-    output,
-    rows=4,
-    dtype=torch.float32,
-    seed=0,
-    calls=0.6,
-    tools=("look", "tell"),
-    ends=0.8,
-    large=False,
-    **options,
-):
+def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), ends=0.8, large=False, **options):
     """Build a GRPOTrainer with tools, whose completions are random tokens.
 
     Each turn calls a tool with probability `calls`. A turn without a call ends with probability `ends`, and is
     truncated otherwise.
     """
-    data = [{"prompt": [user(f"What{'?' * (i % 2)}")], "image": picture(i)} for i in range(rows)]
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "seed": seed,
-               "max_completion_length": 240, "max_steps": 1, "max_tool_calling_iterations": 3} | options  # fmt: skip
-    trainer = trl.GRPOTrainer(
-        model(folder, dtype), [length, variety], trl.GRPOConfig(output_dir=str(output), **QUIET | options),
-        train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder, "qwen3_vl"),
-        environment_factory=type('Look', (Look,), {'large': large}),
+    options = SAMPLED | {"seed": seed, "max_completion_length": 240, "max_tool_calling_iterations": 3} | options
+    trainer = build(
+        "GRPO", model(folder), output, questions(rows), options, processor(folder, "qwen3_vl"),
+        reward_funcs=[length, variety], environment_factory=type("Look", (Look,), {"large": large}),
     )  # fmt: skip
     # TRL has already selected its parser of tool calls. Remove the description of tools from the template, so that
     # prompts are short.
@@ -303,34 +258,28 @@ def turns(
     return trainer
 
 
-def dpo(folder, output, rows=8, dtype=torch.float32, **options):
-    answers = [
-        {"chosen": [assistant(f"a {'red ' * (i % 3)}ball")], "rejected": [assistant("none" * (1 + i % 2))]}
-        for i in range(rows)
-    ]
-    data = [{"prompt": [user("What?")], "images": [picture(i)], **both} for i, both in enumerate(answers)]
-    return offline(trl.DPOTrainer, trl.DPOConfig, data, folder, output, dtype, options)
+def train(kind, folder, output, steps=1, late=None, **options):
+    """Train with a trainer of this module, and dump the first steps; late(trainer) may change it before."""
+    trainer = globals()[kind](folder, output / "trainer", **{"max_steps": steps} | options)
+    if late:
+        late(trainer)
+    with STEPS_OF[options.get("name", kind).lower().replace("text", "grpo")](trainer, output, steps):
+        trainer.train()
 
 
-def answers(rows):
-    return [
-        {"prompt": [user("What?")], "completion": [assistant(f"a {'red ' * (i % 3)}ball")], "images": [picture(i)]}
-        for i in range(rows)
-    ]
+def dumped(folder, output, kind, late=None, at=0, **options):
+    """Train as `train` does, and read the step `at`."""
+    train(kind, folder, output, at + 1, late, **options)
+    return read(output / str(at))
 
 
-def sft(folder, output, rows=8, dtype=torch.float32, **options):
-    return offline(trl.SFTTrainer, trl.SFTConfig, answers(rows), folder, output, dtype, options)
+def step_with(bugs, folder, output, put, **options):
+    """Put bugs of bugs.py into TRL with `put`, train, and read the step at which they show."""
 
+    def late(trainer):
+        for bug in bugs:
+            bug.patch(put, trainer)
 
-def kto(folder, output, rows=8, dtype=torch.float32, **options):
-    data = [row | {"label": i % 3 != 1} for i, row in enumerate(answers(rows))]
-    return offline(trl.KTOTrainer, trl.KTOConfig, data, folder, output, dtype, options)
-
-
-def offline(trainer, config, data, folder, output, dtype, options):
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, "max_length": None}
-    return trainer(
-        model(folder, dtype), args=config(output_dir=str(output), **QUIET | sizes | options),
-        train_dataset=datasets.Dataset.from_list(data), processing_class=processor(folder),
-    )  # fmt: skip
+    for bug in bugs:
+        options |= bug.options
+    return dumped(folder, output, bugs[0].kind, late, **options)
