@@ -1,8 +1,8 @@
-"""Count false alarms: audit bug-free steps of TRL with random settings.
+"""Count false alarms: audit bug-free TRL steps with random settings.
 
     python audit/false_positives.py FOLDER [STEPS [SEED]]
 
-STEPS is 200 by default. FOLDER/healthy.jsonl logs the settings and the alarms of every training run.
+STEPS is 200 by default. FOLDER/healthy.jsonl logs every training run's settings and alarms.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import trl_fixtures
 from minivlmrl_audit.audit import audit
 from minivlmrl_audit.dump import read
 
-STEPS = 2  # number of training steps per setting
+STEPS = 2  # training steps per setting
 COMMON = {
     "learning_rate": [1e-2, 1e-3, 1e-5], "lr_scheduler_type": ["linear", "cosine", "constant", "constant_with_warmup"],
     "warmup_steps": [0, 1], "weight_decay": [0.0, 0.1], "max_grad_norm": [0.0, 0.01, 1.0], "adam_beta1": [0.9, 0.8],
@@ -69,7 +69,7 @@ def sample_options(rng: random.Random) -> tuple[str, dict]:
 def main(work: Path, steps: int = 200, seed: int = 0) -> int:
     """Audit at least `steps` training steps.
 
-    Returns how many steps gave a false alarm or an error of the audit.
+    Returns how many steps gave a false alarm or an error in the audit.
     """
     work.mkdir(parents=True, exist_ok=True)
     model = trl_fixtures.write_model(work)

@@ -1,11 +1,11 @@
 """Test the audit on bugs that TRL shipped.
 
-Each bug is audited in a training step of the release before its fix and of the first good release.
+Each bug is audited in two releases: the last one before its fix and the first good one.
 
     python audit/history.py FOLDER
 
 FOLDER receives one environment per release, and the dumped steps. history.json lists the bugs under "cases", and this
-script writes the verdicts into it under "rows". An environment is a folder with one release of TRL, which PYTHONPATH
+script writes the verdicts into it under "rows". An environment is a folder with one TRL release, which PYTHONPATH
 places before the installed packages. Older releases also need an older transformers; torch is always the installed one.
 """
 
@@ -35,9 +35,9 @@ def numbers(release: str) -> list[int]:
 
 
 def environment(work: Path, release: str) -> tuple[dict, str]:
-    """Install a TRL release into a folder of `work`, unless the folder exists.
+    """Install a TRL release into a folder in `work`, unless the folder exists.
 
-    Returns the environment variables for a process that uses the release, and its version of transformers.
+    Returns the environment variables for a process that uses the release, and its transformers version.
     """
     starts = [start for start in ABOUT["transformers"] if numbers(start) <= numbers(release)]
     version = ABOUT["transformers"][starts[-1]]
@@ -55,8 +55,8 @@ def environment(work: Path, release: str) -> tuple[dict, str]:
 def verdict(folder: Path, cause: str) -> str:
     """Audit the last dumped step in `folder`, and return a verdict.
 
-    The verdict is "silent" if no number differs, and "named" if only one stage differs and one of its first four
-    explanations contains `cause`. Otherwise it is "located: " with the stages that differ, or "cannot run: " with the
+    The verdict is "silent" if no number differs, and "named" if only one stage differs and its first four
+    explanations contain `cause`. Otherwise it is "located: " with the stages that differ, or "cannot run: " with the
     error that prevented training.
     """
     error = folder / "error.txt"
@@ -74,9 +74,9 @@ def verdict(folder: Path, cause: str) -> str:
 
 
 def dump_cases(model: Path, folder: Path, names: list[str]):
-    """Train and dump two steps of each named case with the installed release of TRL, or write its error to error.txt.
+    """Train and dump two steps per named case with the imported TRL release, or write the error to error.txt.
 
-    main() starts a process for this function in the environment of one release.
+    main() starts a process for this function in each release's environment.
     """
     if trl_fixtures.trl.__version__ != LAST:
         trl_fixtures.STEPS_OF = older_trl.STEPS_OF

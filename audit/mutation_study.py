@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "tests"))
 import bugs
 
 # Disable the trainer's own check that sampler and trainer compute equal log-probabilities, because this check would
-# stop a run with some of the bugs.
+# stop a run with some bugs.
 OPEN = "--rollout.max_logp_mismatch=.inf"
 BUGS = bugs.BUGS
 HEALTHY = {"healthy": [], "healthy, num_iterations 2": bugs.TWICE}
@@ -30,7 +30,7 @@ HEALTHY = {"healthy": [], "healthy, num_iterations 2": bugs.TWICE}
 def measure(name: str, seed: int) -> dict:
     """Train the default recipe in a new process, and return its held-out accuracies.
 
-    If the process fails, the result has the last line of its error output under "ended" instead.
+    If the process fails, the result has its last error line under "ended" instead.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = HEALTHY.get(name, ["--bug", name])
@@ -54,16 +54,14 @@ def costs(rows: list[dict]) -> dict[str, float]:
     result = {}
     for name, bug in BUGS.items():
         healthy = "healthy, num_iterations 2" if bug.options == bugs.TWICE else "healthy"
-        losses = []
-        for (row_name, seed), accuracy in accuracies.items():
-            if row_name == name and (healthy, seed) in accuracies:
-                losses.append(accuracies[healthy, seed] - accuracy)
+        seeds = [seed for other, seed in accuracies if other == name and (healthy, seed) in accuracies]
+        losses = [accuracies[healthy, seed] - accuracies[name, seed] for seed in seeds]
         result[name] = round(sum(losses) / max(1, len(losses)), 3)
     return result
 
 
 def main(arguments: list[str]):
-    # allow_abbrev=False, or argparse would take --seed as an abbreviation of --seeds
+    # allow_abbrev=False, or argparse would take --seed for --seeds
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--bug", choices=[*BUGS], help="run the default recipe with this bug")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

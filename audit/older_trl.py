@@ -1,4 +1,4 @@
-"""Dump optimizer steps of TRL 0.15 to 1.15, for audit/history.py; trl_steps.py supports TRL 1.16.
+"""Dump optimizer steps in TRL 0.15 to 1.15, for audit/history.py; trl_steps.py supports TRL 1.16.
 
 Older releases lack some options, which get defaults here. If a model's forward returns no log-probabilities, they are
 computed from its logits.
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from minivlmrl_audit import trl_steps
 
-# Values of options of TRL 1.16 that describe how releases without these options compute. Exception: before 0.16, GRPO
+# Option values in TRL 1.16 that describe how releases without these options compute. Exception: before 0.16, GRPO
 # always averaged over completions, which is loss_type "grpo"; prepare() sets it.
 OPTIONS = {
     "sft": {"loss_type": "nll", "label_smoothing_factor": 0, "assistant_only_loss": False},
@@ -34,7 +34,7 @@ def set_missing(owner, **values):
 
 
 def prepare(trainer, kind: str):
-    """Set the options and attributes of TRL 1.16 that this release's trainer lacks."""
+    """Set TRL 1.16's options and attributes that this release's trainer lacks."""
     config = trainer.args
     if kind == "grpo":
         if not hasattr(config, "epsilon"):
@@ -50,7 +50,7 @@ def prepare(trainer, kind: str):
 
 
 class OlderSteps(trl_steps.Steps):
-    """Dump steps of an older release."""
+    """Dump steps in an older release."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -99,7 +99,7 @@ class OlderSteps(trl_steps.Steps):
 
 
 class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
-    """Dump GRPO steps of an older release."""
+    """Dump GRPO steps in an older release."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -131,14 +131,14 @@ class OlderGRPOSteps(OlderSteps, trl_steps.GRPOSteps):
 
 
 def sft_steps(trainer, folder, steps: int = 1):
-    """Return a context manager that dumps the first steps of an SFTTrainer."""
+    """Return a context manager that dumps an SFTTrainer's first steps."""
     prepare(trainer, "sft")
     with patch.object(trl_steps, "Steps", OlderSteps):
         return trl_steps.sft_steps(trainer, folder, steps)
 
 
 def dpo_steps(trainer, folder, steps: int = 1):
-    """Return a context manager that dumps the first steps of a DPOTrainer.
+    """Return a context manager that dumps a DPOTrainer's first steps.
 
     Up to TRL 0.28, a batch holds prompts and answers separately, and the trainer concatenates them in the forward.
     """
@@ -165,7 +165,7 @@ def dpo_steps(trainer, folder, steps: int = 1):
 
 
 def grpo_steps(trainer, folder, steps: int = 1):
-    """Return a context manager that dumps the first steps of a GRPOTrainer."""
+    """Return a context manager that dumps a GRPOTrainer's first steps."""
     prepare(trainer, "grpo")
     result = OlderGRPOSteps(trainer, folder, steps)
     scale = result.about["scale_rewards"]

@@ -1,4 +1,4 @@
-"""Table of real bugs, and patches that put them into minivlmrl or into the installed TRL.
+"""List real bugs, and patches that put them into minivlmrl or into the installed TRL.
 
 BUGS are put into minivlmrl: test_mutation_study.py checks that the metrics of a run change, and
 audit/mutation_study.py measures how much accuracy each bug costs. TRL_BUGS are put into the installed TRL:
@@ -35,20 +35,20 @@ GRPO, SFT = grpo_trainer.GRPOTrainer, sft.SFTTrainer
 class InTRL:
     """Describe a bug in TRL: its patch, options that reveal it, and the expected report."""
 
-    stage: str  # the only stage of the audit that must differ
-    cause: str  # texts, separated by commas, that one of the printed explanations must contain
+    stage: str  # the only audited stage that must differ
+    cause: str  # texts, separated by commas, that a printed explanation must contain
     patch: Callable  # patch(put, trainer) puts the bug into a trainer; put is setattr or monkeypatch.setattr
-    options: dict = field(default_factory=dict)  # options of trl_fixtures.dumped that reveal the bug
+    options: dict = field(default_factory=dict)  # options for trl_fixtures.dumped that reveal the bug
     kind: str = "grpo"  # "grpo", "turns" (GRPO with tool calls), "dpo" or "sft"
 
 
 @dataclass
 class Bug:
-    """Describe a bug of minivlmrl: where it occurred, and patches that put it into minivlmrl and TRL."""
+    """Describe a bug: where it occurred, and patches that put it into minivlmrl and TRL."""
 
     source: str  # path on GitHub or URL
     ours: Callable  # ours(put) patches minivlmrl
-    options: list[str] = field(default_factory=list)  # options of minivlmrl's run that reveal the bug
+    options: list[str] = field(default_factory=list)  # options for minivlmrl's run that reveal the bug
     trl: InTRL | None = None
 
     def __post_init__(self):
@@ -65,7 +65,7 @@ def around(owner, name: str, change: Callable) -> Callable:
     def put_in(put, trainer=None):
         function = getattr(owner or trainer, name)
 
-        @functools.wraps(function)  # trainers read the names of a loss's arguments
+        @functools.wraps(function)  # trainers read a loss's argument names
         def changed(*arguments, **options):
             return change(function, *arguments, **options)
 
@@ -80,22 +80,16 @@ def other_advantages(change: Callable) -> Callable:
 
 
 def before_loss(change: Callable, owner=GRPO) -> Callable:
-    """Return a patch that calls change(trainer, micro-batch) before each loss of `owner`."""
+    """Return a patch that calls change(trainer, micro-batch) before each `owner.loss`."""
     return around(owner, "loss", lambda loss, self, batch: (change(self, batch), loss(self, batch))[1])
 
 
-def scaled_loss(factor: float) -> Callable:
-    """Return a patch that multiplies each loss by a factor."""
-
-    def scale(loss, self, batch):
-        value, metrics = loss(self, batch)
-        return value * factor, metrics
-
-    return around(GRPO, "loss", scale)
+def scaled(factor: float, loss, metrics):
+    return factor * loss, metrics
 
 
 def sampled(**options) -> Callable:
-    """Return a patch that samples completions with other options than those of the loss."""
+    """Return a patch that samples completions with other options than the loss uses."""
 
     def make(make_sampler, model, processor, sampling, *rest, **named):
         return make_sampler(model, processor, replace(sampling, **options), *rest, **named)
@@ -166,12 +160,12 @@ def wrong_positions(prefill, model, batch, prompt_index, *rest):
     return logits, decoding
 
 
-# Patches of TRL. Most replace a few lines in the source of a method by a wrong version, for example the code of an
-# older release or of another library.
+# Patches for TRL. Most replace a few lines in a method's source by a wrong version, for example by code from an
+# older release or another library.
 
 
 def edited(method: str, stage: str, cause: str, old: str, new: str, options: dict | None = None, kind="grpo") -> InTRL:
-    """Return a bug that replaces the text `old` by `new` in the source of a trainer's method."""
+    """Return a bug that replaces the text `old` by `new` in a trainer method's source."""
 
     def put_in(put, trainer):
         owner = type(trainer)
@@ -184,129 +178,6 @@ def edited(method: str, stage: str, cause: str, old: str, new: str, options: dic
         put(owner, method, scope[method])
 
     return InTRL(stage, cause, put_in, options or {}, kind)
-
-
-loss = partial(edited, "_compute_loss", "loss")
-dpo, sft_loss = partial(loss, kind="dpo"), partial(edited, "compute_loss", "loss", kind="sft")
-score = partial(edited, "_generate_and_score_completions")
-forward = partial(edited, "_get_per_token_logps_and_entropies")
-clip = partial(edited, "_clip_grad_norm", "clip")
-optimizer, decay = partial(edited, "create_optimizer", "update"), partial(edited, "get_decay_parameter_names", "update")
-# the same for GRPO trainers whose completions call tools
-loop, turns_loss = partial(edited, "_tool_call_loop", kind="turns"), partial(edited, "_compute_loss", kind="turns")
-turns_score = partial(score, kind="turns")
-
-
-def with_dropout(function, model, *arguments, **options):
-    """Compute the old log-probabilities with dropout in the attention."""
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0 if torch.is_grad_enabled() else 0.3
-    return function(model, *arguments, **options)
-
-
-ENDS_WITH_PICTURES = (
-    "{% for message in messages %}{% for part in message.content | reverse %}"
-    "{{ part.text if part.type == 'text' else '<|image_pad|>' }}{% endfor %}{% endfor %}"
-)
-
-
-def axes_apart(put, trainer):
-    """Each axis of a completion's positions continues from its own maximum; prompts end with a picture's tokens."""
-
-    def change(rope_index, input_ids, mm_token_type_ids, **named):
-        positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
-        for i, kinds in enumerate(mm_token_type_ids):
-            begin = int(kinds.nonzero().max()) + 1
-            following = torch.arange(1, len(kinds) - begin + 1)
-            positions[:, i, begin:] = positions[:, i, :begin].amax(1, keepdim=True) + following
-        return positions, deltas
-
-    put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
-    around(trainer.model.model, "get_rope_index", change)(put)
-
-
-def clip_own(training_step, model, *arguments):
-    """Clip the gradients of one micro-batch, and add them to those of the earlier ones."""
-    before = {p: p.grad for p in model.parameters()}
-    model.zero_grad()
-    loss = training_step(model, *arguments)
-    clip_grad_norm_(model.parameters(), CLIPS["max_grad_norm"])
-    for p, earlier in before.items():
-        if earlier is not None:
-            p.grad = earlier if p.grad is None else p.grad + earlier
-    return loss
-
-
-def without_temperature(put, trainer):
-    resolve_name("trl.trainer.utils:add_fused_lm_head")(trainer.model, outputs=("log_probs", "entropy"))
-
-
-def double_merger(put, trainer):
-    for p in trainer.model.model.visual.merger.parameters():
-        p.register_hook(lambda gradient: 2 * gradient)
-
-
-def clip_tower_apart(clip, model):
-    """Clip the vision tower and the other parameters separately, each by its own norm."""
-    norm = clip_grad_norm_(model.parameters(), torch.inf)
-    for in_tower in (True, False):
-        part = [p for name, p in model.named_parameters() if ("visual" in name) == in_tower]
-        clip_grad_norm_(part, CLIPS["max_grad_norm"])
-    return norm
-
-
-def clip_each(clip, model):
-    """Clip each parameter by its own norm, and return the norm of all."""
-    total = clip_grad_norm_(model.parameters(), torch.inf)
-    for p in model.parameters():
-        clip_grad_norm_([p], CLIPS["max_grad_norm"])
-    return total
-
-
-def slow_tower(put, trainer):
-    """Give the vision tower a tenth of the learning rate."""
-    tower = {id(p) for p in trainer.model.model.visual.parameters()}
-
-    def create(create_optimizer, *arguments):
-        groups = create_optimizer(*arguments).param_groups
-        for group in groups[:]:
-            own = [p for p in group["params"] if id(p) in tower]
-            group["params"] = [p for p in group["params"] if id(p) not in tower]
-            groups.append({**group, "params": own, "lr": 0.1 * group["lr"]})
-        return trainer.optimizer
-
-    around(trainer, "create_optimizer", create)(put)
-
-
-def two_scheduler_steps(create_scheduler, *arguments, **options):
-    scheduler = create_scheduler(*arguments, **options)
-    step = scheduler.step
-    scheduler.step = lambda *a, **k: (step(), step())[1]
-    return scheduler
-
-
-def unlabel_end(collate, examples):
-    """Exclude the end token from the labels, as a collator does if it is also the padding token."""
-    batch = collate(examples)
-    for labels in batch["labels"]:
-        labels[(labels != -100).nonzero()[-1]] = -100
-    return batch
-
-
-def equal_later(completions, trainer_state, **_):
-    """Rewards that are equal from the second step on, so that all advantages are 0."""
-    return [float(len(chat[0]["content"])) if trainer_state.global_step == 0 else 1.0 for chat in completions]
-
-
-def once(completions, **_):
-    """Return equal rewards for the first group, so that its advantages are 0."""
-    return [1.0 if i < 4 else len(chat[0]["content"]) + 1 / (2 + i) for i, chat in enumerate(completions)]
-
-
-def two_missing_rewards(completions, **_):
-    """Return a reward per completion, and None for two of them."""
-    return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
 # options
@@ -353,7 +224,142 @@ SMALLER = "-torch.min(per_token_loss1, per_token_loss2)"
 STEPPED = "self._step += 1"
 SHUFFLED = "shuffle_sequence_dict(generation_batch)"
 
-# bugs that are put into minivlmrl, and most of them also into TRL
+loss = partial(edited, "_compute_loss", "loss")
+dpo, sft_loss = partial(loss, kind="dpo"), partial(edited, "compute_loss", "loss", kind="sft")
+score = partial(edited, "_generate_and_score_completions")
+forward = partial(edited, "_get_per_token_logps_and_entropies")
+clip = partial(edited, "_clip_grad_norm", "clip")
+optimizer, decay = partial(edited, "create_optimizer", "update"), partial(edited, "get_decay_parameter_names", "update")
+
+
+def rewards(cause: str, change: str, text: str = REWARDS) -> InTRL:
+    """Return a bug that changes an assigned reward tensor, for example by ".clamp(max=1)"."""
+    return score("advantages", cause, text, text + change)
+
+
+def weighted(cause: str, weight: str) -> InTRL:
+    """Return a bug that multiplies the loss terms by a weight."""
+    return loss(cause, SUM, SUM.replace("* mask", f"* mask * {weight}"))
+
+
+# the same for GRPO trainers whose completions call tools
+loop, turns_loss = partial(edited, "_tool_call_loop", kind="turns"), partial(edited, "_compute_loss", kind="turns")
+turns_score = partial(score, kind="turns")
+
+
+def with_dropout(function, model, *arguments, **options):
+    """Compute the old log-probabilities with dropout in the attention."""
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0 if torch.is_grad_enabled() else 0.3
+    return function(model, *arguments, **options)
+
+
+ENDS_WITH_PICTURES = (
+    "{% for message in messages %}{% for part in message.content | reverse %}"
+    "{{ part.text if part.type == 'text' else '<|image_pad|>' }}{% endfor %}{% endfor %}"
+)
+
+
+def axes_apart(put, trainer):
+    """Let each axis of a completion's positions continue from its own maximum, after prompts that end with an image."""
+
+    def change(rope_index, input_ids, mm_token_type_ids, **named):
+        positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
+        for i, kinds in enumerate(mm_token_type_ids):
+            begin = int(kinds.nonzero().max()) + 1
+            following = torch.arange(1, len(kinds) - begin + 1)
+            positions[:, i, begin:] = positions[:, i, :begin].amax(1, keepdim=True) + following
+        return positions, deltas
+
+    put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
+    around(trainer.model.model, "get_rope_index", change)(put)
+
+
+def clip_own(training_step, model, *arguments):
+    """Clip each micro-batch's gradients before they are added to the earlier gradients."""
+    before = {p: p.grad for p in model.parameters()}
+    model.zero_grad()
+    loss = training_step(model, *arguments)
+    clip_grad_norm_(model.parameters(), CLIPS["max_grad_norm"])
+    for p, earlier in before.items():
+        if earlier is not None:
+            p.grad = earlier if p.grad is None else p.grad + earlier
+    return loss
+
+
+def without_temperature(put, trainer):
+    resolve_name("trl.trainer.utils:add_fused_lm_head")(trainer.model, outputs=("log_probs", "entropy"))
+
+
+def double_merger(put, trainer):
+    for p in trainer.model.model.visual.merger.parameters():
+        p.register_hook(lambda gradient: 2 * gradient)
+
+
+def clip_tower_apart(clip, model):
+    """Clip the vision tower and the other parameters separately, each by its own norm."""
+    norm = clip_grad_norm_(model.parameters(), torch.inf)
+    for in_tower in (True, False):
+        part = [p for name, p in model.named_parameters() if ("visual" in name) == in_tower]
+        clip_grad_norm_(part, CLIPS["max_grad_norm"])
+    return norm
+
+
+def clip_each(clip, model):
+    """Clip each parameter by its own norm, and return the total norm."""
+    total = clip_grad_norm_(model.parameters(), torch.inf)
+    for p in model.parameters():
+        clip_grad_norm_([p], CLIPS["max_grad_norm"])
+    return total
+
+
+def slow_tower(put, trainer):
+    """Give the vision tower a ten times smaller learning rate."""
+    tower = {id(p) for p in trainer.model.model.visual.parameters()}
+
+    def create(create_optimizer, *arguments):
+        groups = create_optimizer(*arguments).param_groups
+        for group in groups[:]:
+            own = [p for p in group["params"] if id(p) in tower]
+            group["params"] = [p for p in group["params"] if id(p) not in tower]
+            groups.append({**group, "params": own, "lr": 0.1 * group["lr"]})
+        return trainer.optimizer
+
+    around(trainer, "create_optimizer", create)(put)
+
+
+def two_scheduler_steps(create_scheduler, *arguments, **options):
+    scheduler = create_scheduler(*arguments, **options)
+    step = scheduler.step
+    scheduler.step = lambda *a, **k: (step(), step())[1]
+    return scheduler
+
+
+def unlabel_end(collate, examples):
+    """Exclude the end token from the labels, as a collator does if it is also the padding token."""
+    batch = collate(examples)
+    for labels in batch["labels"]:
+        labels[(labels != -100).nonzero()[-1]] = -100
+    return batch
+
+
+def equal_later(completions, trainer_state, **_):
+    """Rewards that are equal from the second step on, so that all advantages are 0."""
+    return [float(len(chat[0]["content"])) if trainer_state.global_step == 0 else 1.0 for chat in completions]
+
+
+def once(completions, **_):
+    """Return equal rewards for the first group, so that its advantages are 0."""
+    return [1.0 if i < 4 else len(chat[0]["content"]) + 1 / (2 + i) for i, chat in enumerate(completions)]
+
+
+def two_missing_rewards(completions, **_):
+    """Return a reward per completion, but None for two completions."""
+    return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
+
+
+# bugs that are put into minivlmrl; most are also put into TRL
 BUGS = {
     "std_with_n": Bug(
         "unslothai/unsloth-zoo/pull/832", around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
@@ -386,14 +392,16 @@ BUGS = {
         trl=loss("old log-probabilities are not detached", "per_token_logps.detach() if old", "per_token_logps if old"),
     ),
     "divided_twice": Bug(
-        "modelscope/ms-swift/issues/10117", scaled_loss(1 / 4), SPLIT,
+        "modelscope/ms-swift/issues/10117",
+        around(GRPO, "loss", lambda loss, *given: scaled(1 / 4, *loss(*given))), SPLIT,
         loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
     ),
     "not_divided": Bug(
-        "verl-project/verl/pull/436", scaled_loss(4.0), SPLIT,
+        "verl-project/verl/pull/436",
+        around(GRPO, "loss", lambda loss, *given: scaled(4.0, *loss(*given))), SPLIT,
         loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"}),
     ),
-    # in minivlmrl, the loss of sft averages over the tokens of each micro-batch
+    # minivlmrl's sft loss averages over each micro-batch's tokens
     "mean_of_means": Bug(
         "https://arxiv.org/abs/2604.23747",
         around(sft, "sft_loss", lambda loss, logps, mask, normalizer, **options: loss(logps, mask, **options) / 8),
@@ -418,7 +426,7 @@ BUGS = {
         "huggingface/trl/pull/3029", sampled(temperature=0.7),
         trl=InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6}),
     ),
-    # samples with the temperature of the model's generation_config.json
+    # samples with the temperature in the model's generation_config.json
     "nearly_greedy": Bug("huggingface/trl/issues/5783", sampled(temperature=0.1)),
     "end_token_masked": Bug(
         "huggingface/trl/pull/7039", before_loss(without_end_token),
@@ -429,7 +437,7 @@ BUGS = {
         "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end_token, SFT),
         trl=InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end), kind="sft"),
     ),
-    # in sft; the last label of a row becomes the first token of the next row
+    # in sft; a row's last label becomes the next row's first token
     "labels_shifted_twice": Bug(
         "huggingface/transformers/pull/47395",
         around(sft, "per_token_logps", lambda logps, model, group: logps(
@@ -465,7 +473,7 @@ BUGS = {
         around(rollout, "make_sampler", lambda make, model, *rest, **named: make(
             copy.deepcopy(model), *rest, **named)),
     ),
-    "one_seed": Bug(  # all completions of a group are equal
+    "one_seed": Bug(  # all completions in a group are equal
         "NVIDIA-NeMo/RL/pull/171",
         around(sampler, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
     ),
@@ -485,10 +493,9 @@ BUGS = {
     ),
 }  # fmt: skip
 
-# all bugs that are put into TRL; a comment has the source of a bug that is put only into TRL
+# all bugs that are put into TRL; a comment has the source if a bug is put only into TRL
 TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
-    # InternLM/xtuner/pull/2097
-    "positions_by_axis": InTRL("logps", "largest position of each axis", axes_apart),
+    "positions_by_axis": InTRL("logps", "largest position of each axis", axes_apart),  # InternLM/xtuner/pull/2097
     # om-ai-lab/VLM-R1
     "reward_weights_ignored": score("advantages", "all rewards have weight 1", "self.reward_weights.to(device)",
         "torch.ones(2)", {"reward_weights": [1.0, 0.3]}),
@@ -508,7 +515,7 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "truncated_completions_kept": score("mask", "truncated completions are in the loss",  # huggingface/trl/pull/2881
         "if self.mask_truncated_completions:", "if False:",
         {"mask_truncated_completions": True, "max_completion_length": 3}),
-    # bugs in the loss of GRPO
+    # bugs in GRPO's loss
     "mean_of_a_row": loss("the loss is averaged as in grpo", SUM + " / normalizer\n",  # huggingface/trl/issues/2995
         f"loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1)).mean() / {PARTS}\n"),
     "normalizer_of_one_step_of_a_rollout": loss("steps of a rollout",  # huggingface/trl/pull/6024
@@ -543,7 +550,7 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "state_lost": edited("_clip_grad_norm", "update", "the moments of Adam were reset", CLIPPED,
         "for values in self.optimizer.state.values():\n        for x in values.values():\n            x.zero_()\n"
         f"    {CLIPPED}", LATER),
-    # bugs in the losses of DPO and SFT
+    # bugs in the losses for DPO and SFT
     "dpo_without_reference": dpo("the reference is left out", "ref_logps.chunk(2, dim=0)",  # DPO eq. 7
         "(ref_logps * 0).chunk(2, dim=0)"),
     "dpo_chosen_and_rejected_swapped": dpo("the rejected answer is preferred", DELTA,  # DPO eq. 7
@@ -551,13 +558,11 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "dpo_means": dpo("log-probabilities are averaged over tokens", DELTA,  # huggingface/trl
         "a, b = shift_completion_mask.sum(1).chunk(2)\n"
         "    delta_score = chosen_scores / a - rejected_scores / b"),
-    # https://arxiv.org/abs/2604.23747
-    "sft_mean_of_rows": sft_loss("each row of nll is averaged by itself",
+    "sft_mean_of_rows": sft_loss("each row of nll is averaged by itself",  # https://arxiv.org/abs/2604.23747
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
         "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()"),
-    # bugs whose sentences are composed of a quantity and a change
-    "rewards_by_view": score("advantages", "rewards of, repeat", REWARDS,
-        f"{REWARDS}\n    rewards_per_func = rewards_per_func.view(4, -1, 2).transpose(0, 1).reshape(-1, 2)"),
+    # bugs whose sentences combine a quantity and a change
+    "rewards_by_view": rewards("rewards of, repeat", ".view(4, -1, 2).transpose(0, 1).reshape(-1, 2)"),
     "policy_term_twice": loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL),
     "dpo_rejected_of_the_next_pair": dpo("rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS),
     # bugs that affect only some modules, rows or tokens, or that round to a smaller dtype
@@ -567,10 +572,8 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "tower_never_decays": decay("weight decay leaves out the vision tower", "return decay_parameters",
         "return [name for name in decay_parameters if 'visual' not in name]", {"weight_decay": 0.1}),
     # the reward functions are right, but their results are in another order
-    "rewards_of_others": score("advantages", "the rewards of the row at the mirrored position", REWARDS,
-        f"{REWARDS}.flip(0)"),
-    "rewards_in_float16": score("advantages", "a reward is in float16", REWARDS,
-        f"{REWARDS}\n    rewards_per_func = rewards_per_func.half().float()"),
+    "rewards_of_others": rewards("the rewards of the row at the mirrored position", ".flip(0)"),
+    "rewards_in_float16": rewards("a reward is in float16", ".half().float()"),
     "token_masked_by_its_id": score("mask", "because of their ids", MASK,
         f"completion_mask *= completion_ids != completion_ids[completion_ids < 256].mode().values\n    {MASK}"),
     "no_kl_for_negative_advantages": loss("the KL is left out, only for rows with negative advantages",
@@ -579,6 +582,7 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
         "completion_mask = torch.cat([inputs['attention_mask'].chunk(2)[0], completion_mask.chunk(2)[1]])\n"
         "    shift_completion_mask = completion_mask[..., 1:]\n    labels = inputs"),
     "old_logps_in_bfloat16": score("logps of old", "rounded to bfloat16", OLD, f"{OLD}.bfloat16().float()", OFF),
+    "old_logps_in_float16": score("logps of old", "rounded to float16", OLD, f"{OLD}.half().float()", OFF),
     # huggingface/trl/pull/3725
     "old_logps_of_a_straddling_rollout": score("logps of old", "instead of the weights that sampled", OLD, "pass",
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "learning_rate": 2e-2, "at": 1}),
@@ -595,8 +599,7 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "patches_of_the_next": forward("logps", "pixels of the next patch", PATCHES, f"{IMAGES}.roll(-1, 1).flatten(0, 1)"),
     "old_logps_with_dropout": InTRL("logps of old", "its dropout is active",
         around(None, "_get_per_token_logps_and_entropies", with_dropout), OFF),
-    # verl-project/verl/issues/2506
-    "advantages_as_mask": loss("multiplied by its advantage", SUM, "loss = (per_token_loss * mask * advantages).sum()"),
+    "advantages_as_mask": weighted("multiplied by its advantage", "advantages"),  # verl-project/verl/issues/2506
     "last_row_dropped": loss("only for the last row of each micro-batch", SUM,
         "loss = (per_token_loss * mask)[:-1].sum()"),
     # huggingface/trl/pull/6594
@@ -605,13 +608,12 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     "means_of_the_first_half": score("advantages", "the group's first half",  # ServiceNow/PipelineRL/pull/54
         "nanmean(rewards.view(-1, num_generations), dim=1)",
         "nanmean(rewards.view(-1, num_generations)[:, :2], dim=1)"),
-    "std_at_least_that_of_the_batch": score("advantages", "at least the standard deviation of all rewards", STD,
-        f"{STD}.clamp(min=nanstd(rewards).item())"),
-    "old_logps_in_float16": score("logps of old", "rounded to float16", OLD, f"{OLD}.half().float()", OFF),
+    "std_at_least_that_of_the_batch": rewards(
+        "at least the standard deviation of all rewards", ".clamp(min=nanstd(rewards).item())", STD),
     "tokens_before_the_shift": sft_loss("one token too many per row",
         "outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
         "outputs.label_mask.sum() + len(inputs['labels'])"),
-    # bugs whose sentences are composed of an operator, one use of a quantity, a span of tokens or a fitted number
+    # bugs whose sentences also name an operator, one use, a token span or a fitted number
     # PrimeIntellect-ai/prime-rl/pull/2040
     "baseline_of_plain_rewards": score("advantages", "all rewards have weight 1, only in the baseline",
         "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)",
@@ -641,10 +643,8 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
         "    torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)\n"
         "    return norm", CLIPS),
     # only one group has rewards above 1, which decide because 1 is a likely bound
-    "total_reward_clipped_at_1": score("advantages", "the weighted sum of rewards is at most 1", TOTAL,
-        f"{TOTAL}.clamp(max=1)"),
-    "rewards_clipped_at_1": score("advantages", "a reward is at most 1", REWARDS,
-        f"{REWARDS}\n    rewards_per_func = rewards_per_func.clamp(max=1)"),
+    "total_reward_clipped_at_1": rewards("the weighted sum of rewards is at most 1", ".clamp(max=1)", TOTAL),
+    "rewards_clipped_at_1": rewards("a reward is at most 1", ".clamp(max=1)"),
     "advantages_normalised_twice": score("advantages", "normalised a second time, over the batch", NO_NAN,
         f"{NO_NAN}; {NORMALIZED}"),
     "end_token_scored_as_padding": forward("logps", "the end token is scored as the padding token", LABELS,
@@ -654,10 +654,9 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     # in the second step, only one learning rate is wrong
     "schedule_stepped_twice": InTRL("schedule", "advances twice per step",
         around(None, "create_scheduler", two_scheduler_steps), {"max_steps": 10, **LATER}),
-    "tokens_discounted": loss("for each token before it, by 0.99", SUM,
-        SUM.replace("* mask", "* mask * 0.99 ** (mask.cumsum(1) - 1)")),
-    "tokens_discounted_from_the_end": loss("for each token that follows it, by 0.97", SUM,
-        SUM.replace("* mask", "* mask * 0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)")),
+    "tokens_discounted": weighted("for each token before it, by 0.99", "0.99 ** (mask.cumsum(1) - 1)"),
+    "tokens_discounted_from_the_end": weighted(
+        "for each token that follows it, by 0.97", "0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
     # bugs in completions that call tools
     # alibaba/ROLL/pull/444
     "tool_responses_in_the_sum": turns_loss("loss", "also counts tool responses, only in the sum", SUM,
@@ -686,19 +685,19 @@ UNSEEN_BUGS = {
     "1 is added to the deviation": score(
         "advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0"),
     ),
-    # all rewards of a group determine its advantages, so that "rewards" and "advantages" are both right
+    # all rewards in a group determine its advantages, so that "rewards" and "advantages" are both right
     "advantages of the next group": score("advantages", "next group", DIVIDED, f"({DIVIDED}).roll(-4, 0)"),
     "absolute KL": loss(
         "", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
         KL | {"use_bias_correction_kl": False},
     ),
-    "first tokens left out": loss("first tokens", SUM, SUM.replace("* mask", "* mask * (mask.cumsum(1) > 1)")),
+    "first tokens left out": weighted("first tokens", "(mask.cumsum(1) > 1)"),
     "old log-probabilities of the next row": loss("next row", LOG_RATIO, f"{LOG_RATIO}.roll(-1, 0)", OFF),
     # with a positive advantage, a ratio is only clipped above
     "no clipping for negative advantages": loss(
         "not clipped below", SMALLER, f"torch.where(advantages > 0, {SMALLER}, -per_token_loss1)", OFF,
     ),
-    "no rows with negative advantages": loss("never below 0", SUM, SUM.replace("* mask", "* mask * (advantages > 0)")),
+    "no rows with negative advantages": weighted("never below 0", "(advantages > 0)"),
     "first image for all rows": forward(
         "logps", "images of the first row", PATCHES, f"{IMAGES}[:1].repeat(len(image_grid_thw), 1, 1).flatten(0, 1)",
     ),

@@ -1,6 +1,6 @@
 """Test the assertions that users call in their own tests, and the recorded numbers in the wheel.
 
-The fixtures hold numbers of TRL and transformers, and minivlmrl has to reproduce them.
+The fixtures hold numbers from TRL and transformers, and minivlmrl has to reproduce them.
 """
 
 import json
@@ -29,38 +29,36 @@ from minivlmrl_audit.step_format import OPTIONS, PolicyOptions, term_arguments
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
 
+def sums(rows):
+    """Return some rows' summed token gradient and token count."""
+    mask = torch.arange(4) < LENGTHS[rows, None]
+    return (X[rows] * mask).sum(0), mask.sum()
+
+
 def mean_over_tokens(parts):
-    """Compute the gradient of the mean over all tokens of the step, for any split into `parts`."""
-    mask = torch.arange(4) < LENGTHS[:, None]
-    return {"w": sum((X[rows] * mask[rows]).sum(0) for rows in parts) / mask.sum()}
+    """Average the gradient over all tokens in the step, for any split into `parts`."""
+    return {"w": sum(sums(rows)[0] for rows in parts) / LENGTHS.sum()}
 
 
 def mean_of_means(parts):
-    """Compute the gradient of the mean of the parts' means, which depends on the split."""
-    mask = torch.arange(4) < LENGTHS[:, None]
-    return {"w": sum((X[rows] * mask[rows]).sum(0) / mask[rows].sum() for rows in parts) / len(parts)}
-
-
-def test_gradients_that_depend_on_the_split_fail():
-    for check, what in ((assert_split_invariant, "micro-batches"), (assert_rank_invariant, "ranks")):
-        check(mean_over_tokens, 6)
-        with pytest.raises(AssertionError, match=f"^{what} .* the gradient of w differs"):
-            check(mean_of_means, 6)
-        with pytest.raises(AssertionError, match="all gradients are zero"):
-            check(lambda parts: {"w": torch.zeros(2)}, 6)
+    """Average the parts' mean gradients, which depends on the split."""
+    return {"w": sum(total / count for total, count in map(sums, parts)) / len(parts)}
 
 
 NAN = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
 
 
 @pytest.mark.parametrize("rows, gradients, says", [
+    (6, mean_of_means, "^{} .* the gradient of w differs"),
+    (6, lambda parts: {"w": torch.zeros(2)}, "all gradients are zero"),
     (6, lambda parts: NAN, "the gradient of b differs from the gradient of the whole step by inf"),
     (6, lambda parts: {"abc"[i]: torch.ones(2) for i in range(len(parts))}, "b has a gradient either only"),
     (1, mean_over_tokens, "rows is 1, but at least 2 rows are needed"),
 ])  # fmt: skip
-def test_invalid_gradients_fail(rows, gradients, says):
-    for check in (assert_split_invariant, assert_rank_invariant):
-        with pytest.raises(AssertionError, match=says):
+def test_gradients_that_depend_on_the_split_or_are_invalid_fail(rows, gradients, says):
+    for check, parts in ((assert_split_invariant, "micro-batches"), (assert_rank_invariant, "ranks")):
+        check(mean_over_tokens, 6)
+        with pytest.raises(AssertionError, match=says.format(parts)):
             check(gradients, rows)
 
 
@@ -95,7 +93,7 @@ assert "torch" not in sys.modules and "minivlmrl" not in sys.modules
 
 
 def test_minivlmrl_reproduces_the_fixture():
-    """minivlmrl reproduces numbers of transformers 5.23 for a tiny checkpoint.
+    """minivlmrl reproduces transformers 5.23 for a tiny checkpoint.
 
     The fixture has patches, positions, the window order and logits.
     """
@@ -120,7 +118,7 @@ def test_minivlmrl_reproduces_the_fixture():
 
 
 def test_options_equal_those_of_the_losses():
-    """The audit's options are those of the loss functions, with the same defaults."""
+    """The audit and the loss functions have the same options and defaults."""
     losses = {"grpo": (grpo_loss, 7), "dpo": (dpo_loss, 9), "sft": (sft_loss, 1)}
     assert losses.keys() == OPTIONS.keys()
     for kind, (loss, number) in losses.items():

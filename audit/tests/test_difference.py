@@ -10,20 +10,19 @@ from safetensors.torch import save_file
 from minivlmrl.files import digest
 from minivlmrl_audit.difference import difference, distance
 
+LOSSES = [{"loss": 1.0}, {"loss": 2.0}]
 
-@pytest.mark.parametrize(
-    ("name", "one", "two", "expected"),
-    [
-        ("metrics.jsonl", [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 1.0}, {"loss": 2.5}], "line 2, by 0.25"),
-        ("metrics.jsonl", [{"loss": 1.0}, {"loss": 2.0}], [{"loss": 2.0}], "line 1, 2"),
-        ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 0, "seconds": 2.0}], ""),
-        ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 0, "seconds": "1.0"}], "line 1"),
-        ("completions.jsonl", [{"where": "/a:1", "row": 1}], [{"where": "/b:1", "row": 1}], "line 1"),
-        ("summary.json", [{"greedy": 0.5, "seconds": {"sft": 1.5}}], [{"greedy": 0.5, "seconds": {"sft": 2}}], ""),
-        ("config.yaml", [{"seed": 0, "output_dir": "a"}], [{"seed": 1, "output_dir": "b"}], "line 1"),
-        ("picture.webp", ["one"], ["two"], "line 1"),
-    ],
-)
+
+@pytest.mark.parametrize(("name", "one", "two", "expected"), [
+    ("metrics.jsonl", LOSSES, [{"loss": 1.0}, {"loss": 2.5}], "line 2, by 0.25"),
+    ("metrics.jsonl", LOSSES, [{"loss": 2.0}], "line 1, 2"),
+    ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 0, "seconds": 2.0}], ""),
+    ("timings.jsonl", [{"step": 0, "seconds": 1.0}], [{"step": 0, "seconds": "1.0"}], "line 1"),
+    ("completions.jsonl", [{"where": "/a:1", "row": 1}], [{"where": "/b:1", "row": 1}], "line 1"),
+    ("summary.json", [{"greedy": 0.5, "seconds": {"sft": 1.5}}], [{"greedy": 0.5, "seconds": {"sft": 2}}], ""),
+    ("config.yaml", [{"seed": 0, "output_dir": "a"}], [{"seed": 1, "output_dir": "b"}], "line 1"),
+    ("picture.webp", ["one"], ["two"], "line 1"),
+])  # fmt: skip
 def test_lines(tmp_path, name, one, two, expected):
     files = [tmp_path / folder / name for folder in "ab"]
     for file, lines in zip(files, (one, two), strict=True):
@@ -49,19 +48,13 @@ def test_tensors(tmp_path):
         assert difference(*files) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("a.jsonl", '{"x": 1}\n{\n', "from line 2 on: the text is not valid JSON"),
-        ("a.jsonl", '{"x": 1}\n[]\n', "from line 2 on: a line is [], but it must be an object"),
-        (
-            "summary.json",
-            '{"x": 1, "x": 2}',
-            "from line 1 on: the text is not valid JSON (an object contains the same key twice)",
-        ),
-        ("a.safetensors", "x", "from line 1 on: "),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "reason"), [
+    ("a.jsonl", '{"x": 1}\n{\n', "from line 2 on: the text is not valid JSON"),
+    ("a.jsonl", '{"x": 1}\n[]\n', "from line 2 on: a line is [], but it must be an object"),
+    ("summary.json", '{"x": 1, "x": 2}',
+     "from line 1 on: the text is not valid JSON (an object contains the same key twice)"),
+    ("a.safetensors", "x", "from line 1 on: "),
+])  # fmt: skip
 def test_a_file_that_cannot_be_parsed(tmp_path, name, text, reason):
     file, other = tmp_path / name, tmp_path / "other" / name
     other.parent.mkdir()
@@ -74,7 +67,7 @@ def test_a_file_that_cannot_be_parsed(tmp_path, name, text, reason):
 
 
 def state(folder, files):
-    """Write a training state, and return its folder; `files` has the tensors of each rank."""
+    """Write a training state, and return its folder; `files` has each rank's tensors."""
     folder.mkdir()
     for number, tensors in enumerate(files):
         save_file(tensors, folder / f"{number:04d}_0000.safetensors")
@@ -88,14 +81,12 @@ def test_states_of_different_numbers_of_ranks(tmp_path):
     one = state(tmp_path / "one", [{"0:x": x, "0:y": y}])
     two = state(tmp_path / "two", [{"0:x": x[:3], "0:y": y}, {"3:x": x[3:].clone()}])
     assert difference(one, two) == ""
-    for number, (files, expected) in enumerate(
-        [
-            ([{"0:x": x[:3], "0:y": y}, {"3:x": x[3:] + 0.5}], "line 2, by 0.5"),
-            ([{"0:x": x[:3], "0:y": y}], "line 2"),
-            ([{"0:x": x, "0:z": y}], "line 3"),
-        ]
+    for name, files, expected in (
+        ("other numbers", [{"0:x": x[:3], "0:y": y}, {"3:x": x[3:] + 0.5}], "line 2, by 0.5"),
+        ("missing rows", [{"0:x": x[:3], "0:y": y}], "line 2"),
+        ("another name", [{"0:x": x, "0:z": y}], "line 3"),
     ):
-        assert difference(one, state(tmp_path / str(number), files)) == expected
+        assert difference(one, state(tmp_path / name, files)) == expected
     (two / "complete.json").write_text("{}")
     assert difference(one, two) == "line 1"
 

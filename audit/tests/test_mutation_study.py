@@ -1,4 +1,4 @@
-"""Check that every bug of the mutation study changes the metrics of a tiny training run."""
+"""Check that every bug in the mutation study changes a tiny training run's metrics."""
 
 import json
 from functools import cache
@@ -19,7 +19,7 @@ QUICK = ("gradient_of_zero", "labels_shifted_twice")
 def run(tmp_path_factory):
     """Return a function that trains a tiny model with sft and grpo, and returns the metrics.
 
-    Evaluation and saving of the model are disabled, because the metrics do not depend on them.
+    Evaluating and saving the model are disabled, because the metrics do not depend on them.
     """
 
     def metrics(*options):
@@ -63,7 +63,7 @@ def test_a_bug_changes_the_metrics(name, run, monkeypatch):
 
 
 def test_a_run_gets_its_seed_and_options(monkeypatch):
-    """--seed is an option of train, and is not parsed as an abbreviation of --seeds."""
+    """--seed is an option for train, and is not parsed as an abbreviated --seeds."""
     given = []
     monkeypatch.setattr(mutation_study, "train_recipe", given.extend)
     monkeypatch.setattr(mutation_study, "setattr", monkeypatch.setattr, raising=False)

@@ -1,4 +1,4 @@
-"""Audit steps of TRL with and without bugs."""
+"""Audit TRL's steps with and without bugs."""
 
 import copy
 from contextlib import suppress
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     pytest.param(name, marks=[] if name in QUICK else SLOW) for name in BUGS
 ])  # fmt: skip
 def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
-    """A bug in TRL makes one stage differ, and one of the printed explanations names the bug."""
+    """A bug in TRL makes one stage differ, and a printed explanation names the bug."""
     bug = BUGS[name]
     d = step_with([bug], folder, tmp_path, monkeypatch.setattr)
     wrong = [finding for finding in audit(d) if not (finding.ok or finding.again)]
@@ -69,7 +69,7 @@ def test_bugs_of_two_stages_are_both_named(names, folder, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch):
-    """The formula of every cause can be computed on a step. The model's forward is a stub."""
+    """Every cause's formula can be computed on a step. The model's forward is a stub."""
     several, never = {"per_device_train_batch_size": 4, "rows": 8}, {}
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
     model = load_model(folder, torch.float64)
@@ -129,6 +129,9 @@ TELL = {"tools": ("tell",)}
 # audit/false_positives.py draws other settings, and tests/parity compares all loss types
 HEALTHY = {
     "grpo": [
+        # the padding after a truncated completion has a stop token's id
+        {"pad_to_multiple_of": 8, "max_completion_length": 4},
+        {"pad_to_multiple_of": 8, "max_completion_length": 4, "mask_truncated_completions": True},
         {"loss_type": "grpo"}, {"temperature": 1.7, "top_k": 5, "beta": 0.3}, {"learning_rate": 0.0},
         {"use_bias_correction_kl": False, "beta": 0.2, **OFF}, {"beta": 0.1, **OFF, **SYNCED},
         {"gradient_accumulation_steps": 1, "num_generations": 2}, {"max_completion_length": 1, "beta": 0.1},
@@ -136,9 +139,6 @@ HEALTHY = {
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_generations": 8},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "rows": 8, "beta": 0.1, "learning_rate": 1e-2},
         {"bf16": True, "beta": 0.1, **OFF},
-        # the padding after a truncated completion has the id of a stop token
-        {"pad_to_multiple_of": 8, "max_completion_length": 4},
-        {"pad_to_multiple_of": 8, "max_completion_length": 4, "mask_truncated_completions": True},
     ],
     "dpo": [
         {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5}, SYNCED,
@@ -158,7 +158,7 @@ HEALTHY = {
     for kind, some in HEALTHY.items() for number, options in enumerate(some)
 ])  # fmt: skip
 def test_no_alarm_in_steps_without_a_bug(kind, options, folder, tmp_path):
-    """The audit reports no difference in two training steps of TRL without a bug."""
+    """The audit reports no difference in two TRL training steps without a bug."""
     trl_fixtures.train(kind, folder, tmp_path, 2, seed=len(str(options)), **options)
     for step in range(2):
         d = read(tmp_path / str(step))
@@ -185,7 +185,7 @@ def test_forwards_with_attention_dropout_are_not_compared(folder, tmp_path):
 
 
 def test_the_audit_command(folder, tmp_path, capsys, monkeypatch):
-    """The command prints the cause of a bug, returns 1, and raises for a folder without a step."""
+    """The command prints a bug's cause, returns 1, and raises for a folder without a step."""
     step_with([BUGS["divided_twice"]], folder, tmp_path, monkeypatch.setattr)
     assert main([str(tmp_path / "0")]) == 1
     out = capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Fifteen bugs that were written without looking at the audit's causes: no wrong cause may be printed first.
 
-The audit names thirteen of them, and finds the stage and the wrong numbers of the other two.
+The audit names thirteen of them, and finds the stage and the wrong numbers for the other two.
 """
 
 import pytest

@@ -28,7 +28,7 @@ QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
 # tests make this token likely, so that completions end at different lengths
 END = shapes.tokenizer().special_tokens["<|im_end|>"]
 STEP = {"gradient_accumulation_steps": 2, "max_steps": 1}
-# options of trainers that sample completions, and of trainers that read answers
+# options for trainers that sample completions, and for trainers that read answers
 SAMPLED = STEP | {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 10}
 READ = STEP | {"per_device_train_batch_size": 2, "max_length": None}
 transformers.logging.set_verbosity_error()
@@ -36,14 +36,14 @@ transformers.logging.disable_progress_bar()
 
 
 class ImageOnlyProcessor(Qwen2_5_VLProcessor):
-    """Processor of transformers without its video processor, which would need torchvision."""
+    """Qwen2.5-VL's processor without its video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         return type(argument)
 
 
 def write_model(folder):
-    """Save a tiny random model with the tokenizer of the task `shapes`, and return its folder.
+    """Save a tiny random model with the tokenizer for the task `shapes`, and return its folder.
 
     Its weights are chosen so that mistakes change its outputs visibly.
     """
@@ -65,7 +65,7 @@ def processor(folder, template="qwen2_5_vl"):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    if not os.path.isdir(CHAT_TEMPLATES):  # older releases of TRL have no chat templates
+    if not os.path.isdir(CHAT_TEMPLATES):  # older TRL releases have no chat templates
         return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=CHATML)
     with open(os.path.join(CHAT_TEMPLATES, f"{template}.jinja")) as file:
         return ImageOnlyProcessor(images, tokenizer, video_processor=None, chat_template=file.read())
@@ -81,7 +81,7 @@ def picture(seed):
 
 
 def build(name, policy, output, rows, options, processing_class, **arguments):
-    """Build a trainer of TRL; `name` is, for example, "SFT"."""
+    """Build a TRL trainer; `name` is, for example, "SFT"."""
     config = getattr(trl, f"{name}Config")(output_dir=str(output), **QUIET | options)
     arguments |= {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": processing_class}
     return getattr(trl, f"{name}Trainer")(policy, args=config, **arguments)
@@ -148,7 +148,7 @@ def text(
     rows=8,
     **options,
 ):
-    """Build a text-only trainer of any TRL release since 0.15.
+    """Build a text-only trainer in any TRL release since 0.15.
 
     Options that the release does not have are ignored.
     """
@@ -209,7 +209,7 @@ class Look:
         Args:
             n: What.
         """
-        return "red " * (10 // (n % 4))  # raises ZeroDivisionError if n is a multiple of 4
+        return "red " * (10 // (n % 4))  # raises ZeroDivisionError for n = 0, 4 and 8
 
 
 def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), ends=0.8, large=False, **options):
@@ -223,7 +223,7 @@ def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), end
         "GRPO", model(folder), output, questions(rows), options, processor(folder, "qwen3_vl"),
         reward_funcs=[length, variety], environment_factory=type("Look", (Look,), {"large": large}),
     )  # fmt: skip
-    # TRL has already selected its parser of tool calls. Remove the description of tools from the template, so that
+    # TRL has already selected its parser for tool calls. Remove the tools' descriptions from the template, so that
     # prompts are short.
     template = trainer.processing_class.chat_template
     trainer.processing_class.chat_template = template.replace("if tools", "if false", 1)
@@ -238,7 +238,7 @@ def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), end
                 ids += encode(f"<tool_call>\n{arguments}\n</tool_call>")
             ids = ids + [END] * (asks or rng.random() < ends)
             completions.append(torch.tensor(ids[: generation_config.max_new_tokens]))
-        # a completion that did not end is continued to the longest of the batch
+        # a completion that did not end is continued to the longest in the batch
         width = max(map(len, completions))
         for i, ids in enumerate(completions):
             more = torch.tensor([rng.randrange(256) for _ in range(width - len(ids))]).long()
@@ -259,7 +259,7 @@ def turns(folder, output, rows=4, seed=0, calls=0.6, tools=("look", "tell"), end
 
 
 def train(kind, folder, output, steps=1, late=None, **options):
-    """Train with a trainer of this module, and dump the first steps; late(trainer) may change it before."""
+    """Build and train a trainer, and dump its first steps; late(trainer) may change the trainer before."""
     trainer = globals()[kind](folder, output / "trainer", **{"max_steps": steps} | options)
     if late:
         late(trainer)
@@ -274,7 +274,7 @@ def dumped(folder, output, kind, late=None, at=0, **options):
 
 
 def step_with(bugs, folder, output, put, **options):
-    """Put bugs of bugs.py into TRL with `put`, train, and read the step at which they show."""
+    """Put bugs from bugs.py into TRL with `put`, train, and read the step at which they show."""
 
     def late(trainer):
         for bug in bugs:

@@ -1,4 +1,4 @@
-"""Compare whole training steps of the trainers with TRL's: the same weights, completions and rewards."""
+"""Compare the trainers' whole steps with TRL's: the same weights, completions and rewards."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 class PlainHead:
-    """TRL's fused head, but computed in the hidden states' dtype instead of float32."""
+    """TRL's fused head, but computed in the hidden states' dtype, not in float32."""
 
     @staticmethod
     def apply(hidden, weight, bias, labels, temperature, *_):
@@ -49,12 +49,12 @@ def plain_head(monkeypatch):
 
 
 def plain_norm(self, x):
-    """Compute transformers' RMS norm in the hidden states' dtype instead of float32."""
+    """Compute transformers' RMS norm in the hidden states' dtype, not in float32."""
     return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
 
 
 def rows_of(batch, completion_mask, counted_mask):
-    """Return the prompts and completions of a batch of TRL, whose rows have one image each.
+    """Return the prompts and completions in a TRL batch, whose rows have one image each.
 
     Tokens that are not in the loss get policy_mask 0.
     """
@@ -97,7 +97,7 @@ def step_of(kind, d, folder, **options):
 
 
 def forced(trainer):
-    """Give a TRL trainer a tool_mask that marks some tokens of completions as tool responses."""
+    """Give a TRL trainer a tool_mask that marks some completion tokens as tool responses."""
     generate = trainer._generate
 
     def masked(*given, **named):
@@ -118,7 +118,7 @@ def test_a_whole_step_equals_trls(kind, trl_options, our_options, folder, tmp_pa
     """Parameters after a step agree within 1e-6.
 
     The step changes parameters by 3e-4. The difference is not smaller, because transformers computes norms and
-    rotations in float32, and Adam's first step amplifies rounding errors of gradients near 0.
+    rotations in float32, and Adam's first step amplifies rounding errors in gradients near 0.
     """
     norms = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
     for name in ("Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"):
@@ -140,7 +140,7 @@ def test_a_whole_step_equals_trls(kind, trl_options, our_options, folder, tmp_pa
 def test_steps_of_kto_equal_trls(folder, tmp_path, monkeypatch):
     """Losses, KLs and weights equal TRL's in three steps.
 
-    The KL uses the same mismatched pairs of prompts and answers as TRL.
+    The KL uses the same mismatched prompts and answers as TRL.
     """
     in_float64(monkeypatch, "qwen2_5_vl")
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 3, "max_grad_norm": 0.5}
