@@ -364,133 +364,89 @@ BUGS = {
     "std_with_n": Bug(
         "unslothai/unsloth-zoo/pull/832", around(advantages, "nanstd", lambda _, x: x.std(-1, correction=0)),
         trl=score("advantages", "by n instead of n", "nanstd(rewards.view(-1, num_generations), dim=1)",
-                  "rewards.view(-1, num_generations).std(dim=1, correction=0)"),
-    ),
+                  "rewards.view(-1, num_generations).std(dim=1, correction=0)")),
     "interleaved_groups": Bug("StarsfieldAI/R1-V/issues/67", other_advantages(interleaved)),
     "grouped_by_text": Bug("NVIDIA-NeMo/RL/pull/3882", other_advantages(grouped_by_text)),
-    "pictures_of_others": Bug(
-        "StarsfieldAI/R1-V/pull/54", other_prompts(next_images),
-        trl=forward("logps", "a row has the images of", PATCHES, f"{IMAGES}.roll(-1, 0).flatten(0, 1)"),
-    ),
+    "pictures_of_others": Bug("StarsfieldAI/R1-V/pull/54", other_prompts(next_images),
+        trl=forward("logps", "a row has the images of", PATCHES, f"{IMAGES}.roll(-1, 0).flatten(0, 1)")),
     "no_picture_in_training": Bug(
-        "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_image, prompts))),
-    ),
-    "no_picture_in_reference": Bug(
-        "unslothai/unsloth/pull/11031",
+        "StarsfieldAI/R1-V/issues/20", other_prompts(lambda prompts: list(map(without_image, prompts)))),
+    "no_picture_in_reference": Bug("unslothai/unsloth/pull/11031",
         around(Reference, "logps", lambda logps, self, group, T=1.0: logps(self, without_image(group), T)),
         # the reference model then reads only the placeholder tokens
         trl=forward("logps of reference", "the model does not see any image", BEGIN, f"{IN_REFERENCE}pixel_values = "
-                    f"image_grid_thw = mm_token_type_ids = num_images = None\n    {BEGIN}", {"beta": 0.1}),
-    ),
-    "rewards_see_other_rows": Bug(
-        "StarsfieldAI/R1-V/issues/146",
-        around(GRPO, "reward_columns", lambda columns, self, rows, *rest: columns(self, [*rows[1:], rows[0]], *rest)),
-    ),
-    "gradient_of_zero": Bug(
-        "Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
+                    f"image_grid_thw = mm_token_type_ids = num_images = None\n    {BEGIN}", {"beta": 0.1})),
+    "rewards_see_other_rows": Bug("StarsfieldAI/R1-V/issues/146",
+        around(GRPO, "reward_columns", lambda columns, self, rows, *rest: columns(self, [*rows[1:], rows[0]], *rest))),
+    "gradient_of_zero": Bug("Goekdeniz-Guelmez/mlx-lm-lora/issues/55",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d - d).exp()),
-        trl=loss("old log-probabilities are not detached", "per_token_logps.detach() if old", "per_token_logps if old"),
-    ),
-    "divided_twice": Bug(
-        "modelscope/ms-swift/issues/10117",
+        trl=loss("old log-probabilities are not detached", "per_token_logps.detach() if old",
+                 "per_token_logps if old")),
+    "divided_twice": Bug("modelscope/ms-swift/issues/10117",
         around(GRPO, "loss", lambda loss, *given: scaled(1 / 4, *loss(*given))), SPLIT,
-        loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n"),
-    ),
-    "not_divided": Bug(
-        "verl-project/verl/pull/436",
+        loss("1 over the 2 micro-batches", f"{SUM} / normalizer\n", f"{SUM} / normalizer / {PARTS}\n")),
+    "not_divided": Bug("verl-project/verl/pull/436",
         around(GRPO, "loss", lambda loss, *given: scaled(4.0, *loss(*given))), SPLIT,
-        loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"}),
-    ),
+        loss("2 times as large: the 2 micro-batches", "loss = loss / normalizer", "pass", {"loss_type": "grpo"})),
     # minivlmrl's sft loss averages over each micro-batch's tokens
-    "mean_of_means": Bug(
-        "https://arxiv.org/abs/2604.23747",
+    "mean_of_means": Bug("https://arxiv.org/abs/2604.23747",
         around(sft, "sft_loss", lambda loss, logps, mask, normalizer, **options: loss(logps, mask, **options) / 8),
         ["--sft.micro_batch_size=4"],
-        loss("each micro-batch is averaged by itself", f"{SUM} / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n"),
-    ),
+        loss("each micro-batch is averaged by itself", f"{SUM} / normalizer\n", f"{SUM} / mask.sum() / {PARTS}\n")),
     "dropped_gradients": Bug(
         "bytetriper/RAE/issues/67", before_loss(lambda self, batch: self.policy.zero_grad()), SPLIT,
         edited("training_step", "gradients", "earlier micro-batches are dropped", "output = ",
-               "model.zero_grad()\n    output = "),
-    ),
-    "clipped_before_accumulation": Bug(
-        "facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
-        InTRL("gradients", "micro-batch is clipped by itself", around(None, "training_step", clip_own), CLIPS),
-    ),
-    "never_clipped": Bug(
-        "NVIDIA/OpenSeq2Seq/pull/192",
+               "model.zero_grad()\n    output = ")),
+    "clipped_before_accumulation": Bug("facebookresearch/lingua/pull/59", before_loss(clip_part), SPLIT,
+        InTRL("gradients", "micro-batch is clipped by itself", around(None, "training_step", clip_own), CLIPS)),
+    "never_clipped": Bug("NVIDIA/OpenSeq2Seq/pull/192",
         around(torch.nn.utils, "clip_grad_norm_", lambda clip, parameters, _: clip(parameters, float("inf"))),
-        trl=clip("not clipped", CLIPPED, CLIPPED.replace("self.args.max_grad_norm", "torch.inf"), CLIPS),
-    ),
-    "temperature_left_out": Bug(  # samples at temperature 0.7, and computes log-probabilities at 1
-        "huggingface/trl/pull/3029", sampled(temperature=0.7),
-        trl=InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6}),
-    ),
+        trl=clip("not clipped", CLIPPED, CLIPPED.replace("self.args.max_grad_norm", "torch.inf"), CLIPS)),
+    # samples at temperature 0.7, and computes log-probabilities at 1
+    "temperature_left_out": Bug("huggingface/trl/pull/3029", sampled(temperature=0.7),
+        trl=InTRL("logps", "not divided by the temperature", without_temperature, {"temperature": 0.6})),
     # samples with the temperature in the model's generation_config.json
     "nearly_greedy": Bug("huggingface/trl/issues/5783", sampled(temperature=0.1)),
-    "end_token_masked": Bug(
-        "huggingface/trl/pull/7039", before_loss(without_end_token),
+    "end_token_masked": Bug("huggingface/trl/pull/7039", before_loss(without_end_token),
         trl=score("mask", "the end token is not trained on", MASK,
-                  f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}"),
-    ),
-    "end_token_masked_in_sft": Bug(
-        "NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end_token, SFT),
-        trl=InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end), kind="sft"),
-    ),
+                  f"completion_mask *= completion_ids != self.eos_token_ids[0]\n    {MASK}")),
+    "end_token_masked_in_sft": Bug("NVIDIA-NeMo/Megatron-Bridge/pull/4660", before_loss(without_end_token, SFT),
+        trl=InTRL("mask", "the end token is not", around(None, "data_collator", unlabel_end), kind="sft")),
     # in sft; a row's last label becomes the next row's first token
-    "labels_shifted_twice": Bug(
-        "huggingface/transformers/pull/47395",
+    "labels_shifted_twice": Bug("huggingface/transformers/pull/47395",
         around(sft, "per_token_logps", lambda logps, model, group: logps(
-            model, replace(group, completion_ids=group.completion_ids.roll(-1)))),
-    ),
-    "padding_counted": Bug(
-        "modelscope/ms-swift/issues/3069",
+            model, replace(group, completion_ids=group.completion_ids.roll(-1))))),
+    "padding_counted": Bug("modelscope/ms-swift/issues/3069",
         before_loss(lambda self, batch: setattr(batch, "loss_mask", torch.ones_like(batch.loss_mask))),
         trl=score("mask", "padding is counted as part of the completion", MASK,
-                  f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}"),
-    ),
-    "old_ignored": Bug(
-        "huggingface/trl/issues/2769",
+                  f"completion_mask = torch.ones_like(completion_mask)\n    {MASK}")),
+    "old_ignored": Bug("huggingface/trl/issues/2769",
         before_loss(lambda self, batch: setattr(batch, "old_per_token_logps", None)), TWICE,
-        loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None", OFF),
-    ),
-    "ratio_of_sums": Bug(
-        "walkinglabs/hands-on-modern-rl/issues/75",
+        loss("old log-probabilities equal the current ones", 'inputs.get("old_per_token_logps")', "None", OFF)),
+    "ratio_of_sums": Bug("walkinglabs/hands-on-modern-rl/issues/75",
         around(losses, "importance_ratio", lambda _, d, mask, level: (d * mask).sum(-1, keepdim=True).exp()), TWICE,
         loss("the product of its tokens' ratios", f"{SUM_OF_RATIOS} / mask.sum(-1).clamp(min=1.0)", SUM_OF_RATIOS,
-             OFF | BY_SEQUENCE),
-    ),
+             OFF | BY_SEQUENCE)),
     "k1_in_the_loss": Bug("NVIDIA-NeMo/RL/pull/2506", put_k1_into_loss),  # its gradient is zero in expectation
-    "kl_without_gradient": Bug(
-        "X-GenGroup/Flow-Factory/issues/122",
-        around(losses, "correct_kl", lambda _, kl, ratio, estimator: kl.detach()),
-    ),
-    "reference_follows": Bug(
-        "aburkov/theLMbook/issues/8", around(Reference, "logps", copy_policy_to_reference),
-    ),
-    "stale_sampler": Bug(  # the initial policy generates all completions
-        "huggingface/trl/issues/3679",
+    "kl_without_gradient": Bug("X-GenGroup/Flow-Factory/issues/122",
+        around(losses, "correct_kl", lambda _, kl, ratio, estimator: kl.detach())),
+    "reference_follows": Bug("aburkov/theLMbook/issues/8", around(Reference, "logps", copy_policy_to_reference)),
+    # the initial policy generates all completions
+    "stale_sampler": Bug("huggingface/trl/issues/3679",
         around(rollout, "make_sampler", lambda make, model, *rest, **named: make(
-            copy.deepcopy(model), *rest, **named)),
-    ),
-    "one_seed": Bug(  # all completions in a group are equal
-        "NVIDIA-NeMo/RL/pull/171",
-        around(sampler, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0)),
-    ),
-    "schedule_by_micro_batch": Bug(  # the schedule advances four times too fast
-        "huggingface/accelerate/issues/963",
+            copy.deepcopy(model), *rest, **named))),
+    # all completions in a group are equal
+    "one_seed": Bug("NVIDIA-NeMo/RL/pull/171",
+        around(sampler, "uniform_numbers", lambda numbers, keys, G, T: numbers(keys, 1, T).repeat_interleave(G, 0))),
+    # the schedule advances four times too fast
+    "schedule_by_micro_batch": Bug("huggingface/accelerate/issues/963",
         around(train, "learning_rate", lambda rate, step, config: rate(min(4 * step, config.max_steps), config)),
         trl=InTRL("schedule", "advances twice per step", around(None, "create_scheduler", two_scheduler_steps),
-                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2}),
-    ),
+                  {"max_steps": 10, "gradient_accumulation_steps": 3, "rows": 3, "at": 2})),
     "bfloat16_weights": Bug("NVIDIA-NeMo/Automodel/pull/3444", around(train, "optimizer_step", round_weights)),
-    "text_positions_in_training": Bug(
-        "huggingface/trl/issues/5279", around(rollout, "pack_turns", text_positions),
-        trl=forward("logps", "positions are 1-D", "if mm_token_type_ids is not None:", "if False:"),
-    ),
-    "wrong_positions_in_decoding": Bug(
-        "Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions),
-    ),
+    "text_positions_in_training": Bug("huggingface/trl/issues/5279", around(rollout, "pack_turns", text_positions),
+        trl=forward("logps", "positions are 1-D", "if mm_token_type_ids is not None:", "if False:")),
+    "wrong_positions_in_decoding": Bug("Blaizzy/mlx-vlm/pull/1527", around(generate, "prefill", wrong_positions)),
 }  # fmt: skip
 
 # all bugs that are put into TRL; a comment has the source if a bug is put only into TRL
@@ -683,40 +639,28 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
 UNSEEN_BUGS = {
     "half of the mean is subtracted": score("advantages", "the baseline is halved", MEANS, f"{MEANS} / 2"),
     "1 is added to the deviation": score(
-        "advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0"),
-    ),
+        "advantages", "instead of 1e-4 is 1", DIVIDED, DIVIDED.replace("1e-4", "1.0")),
     # all rewards in a group determine its advantages, so that "rewards" and "advantages" are both right
     "advantages of the next group": score("advantages", "next group", DIVIDED, f"({DIVIDED}).roll(-4, 0)"),
-    "absolute KL": loss(
-        "", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
-        KL | {"use_bias_correction_kl": False},
-    ),
+    "absolute KL": loss("", KL_TERM, "per_token_loss + self.beta * (ref_per_token_logps - per_token_logps).abs()",
+        KL | {"use_bias_correction_kl": False}),
     "first tokens left out": weighted("first tokens", "(mask.cumsum(1) > 1)"),
     "old log-probabilities of the next row": loss("next row", LOG_RATIO, f"{LOG_RATIO}.roll(-1, 0)", OFF),
     # with a positive advantage, a ratio is only clipped above
     "no clipping for negative advantages": loss(
-        "not clipped below", SMALLER, f"torch.where(advantages > 0, {SMALLER}, -per_token_loss1)", OFF,
-    ),
+        "not clipped below", SMALLER, f"torch.where(advantages > 0, {SMALLER}, -per_token_loss1)", OFF),
     "no rows with negative advantages": weighted("never below 0", "(advantages > 0)"),
     "first image for all rows": forward(
-        "logps", "images of the first row", PATCHES, f"{IMAGES}[:1].repeat(len(image_grid_thw), 1, 1).flatten(0, 1)",
-    ),
+        "logps", "images of the first row", PATCHES, f"{IMAGES}[:1].repeat(len(image_grid_thw), 1, 1).flatten(0, 1)"),
     "dark images": forward("logps", "", PATCHES, f"{PATCHES} * 0.8"),
-    "head not trained": edited(
-        "training_step", "gradients", "do not get any gradient", STEPPED,
-        f"{STEPPED}\n    model.lm_head.weight.grad = None",
-    ),
+    "head not trained": edited("training_step", "gradients", "do not get any gradient", STEPPED,
+        f"{STEPPED}\n    model.lm_head.weight.grad = None"),
     "parameters clipped one by one": InTRL(
-        "clip", "each parameter is clipped by its own norm", around(None, "_clip_grad_norm", clip_each), CLIPS,
-    ),
-    "other beta1": optimizer(
-        "beta1 is 0.95", CREATED,
+        "clip", "each parameter is clipped by its own norm", around(None, "_clip_grad_norm", clip_each), CLIPS),
+    "other beta1": optimizer("beta1 is 0.95", CREATED,
         f"for group in self.optimizer.param_groups:\n        group['betas'] = (0.95, group['betas'][1])\n    {CREATED}",
-        {"at": 1},
-    ),
+        {"at": 1}),
     "no reference": dpo("the reference is left out", DELTA, f"{DELTA} + (ref_chosen_logps - ref_rejected_logps)"),
-    "bits": dpo(
-        "bits instead of nats", "-F.logsigmoid(self.beta * delta_score)",
-        "-F.logsigmoid(self.beta * delta_score) / 0.6931471805599453",
-    ),
+    "bits": dpo("bits instead of nats", "-F.logsigmoid(self.beta * delta_score)",
+        "-F.logsigmoid(self.beta * delta_score) / 0.6931471805599453"),
 }  # fmt: skip
