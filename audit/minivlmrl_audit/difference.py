@@ -32,7 +32,7 @@ from minivlmrl_audit.minivlmrl_api import (
 OPTIONS = {"output_dir", "report_to", "num_threads", "timeout", "report_minutes"}
 OPTIONS |= {"checkpoint_steps", "checkpoint_minutes"}
 # times and memory
-MEASURED = {"seconds", "step_time", "phases", "tokens_per_second", "mfu"}
+MEASURED = {"seconds", "step_time", "phases", "wait_share", "tokens_per_second", "mfu"}
 MEASURED |= {f"{kind}_memory_gib" for kind in ("peak", "allocated", "reserved", "free")}
 PATHS = {"where", "recipe"}  # fields in completions.jsonl and in a saved state that hold file paths
 # files whose bytes differ even between two correct runs, because they contain times or paths

@@ -2,13 +2,15 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from minivlmrl.files import digest
-from minivlmrl_audit.difference import difference, distance
+from minivlmrl_audit.difference import MEASURED, difference, distance
 
 LOSSES = [{"loss": 1.0}, {"loss": 2.0}]
 
@@ -31,6 +33,14 @@ def test_lines(tmp_path, name, one, two, expected):
     assert difference(*files) == expected
     assert difference(files[0], files[0]) == ""
     assert (difference(*files, moved=True) == "") == (expected == "" or name == "completions.jsonl")
+
+
+def test_every_measured_field_may_differ():
+    """A new field in timings.jsonl must not make equal runs differ; `wait_share` did so on several ranks."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Speed and memory\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == MEASURED
 
 
 def test_tensors(tmp_path):
