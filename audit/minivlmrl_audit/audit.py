@@ -244,7 +244,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
                 continue  # the model cannot run, because the images do not fit the token ids
             raise ValueError(
                 f"the stage {name!r} cannot be recomputed ({type(cause).__name__}: {cause}). "
-                "Compare the types and shapes of its tensors and fields with docs/audit.md."
+                "Compare the types and shapes of its tensors and fields with docs/notes/step_format.md."
             ) from cause
         findings.append(finding)
         if finding.ok:
@@ -740,7 +740,8 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
         if all(finding.ok for finding in findings) and not compared:
             why = "no token is in the loss" if findings else "each stage lacks a tensor or a field"
             raise ValueError(
-                f"nothing was compared, because {why}. docs/audit.md lists the tensors and fields that a step needs."
+                f"nothing was compared, because {why}. docs/notes/step_format.md lists the tensors and fields that a "
+                "step needs."
             )
     return findings, d
 
@@ -769,7 +770,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Audit the step given on the command line, print the report, and return the exit status."""
     says = "Recompute a dumped optimizer step, and explain every number that differs."
     p = argparse.ArgumentParser("python -m minivlmrl audit", description=says)
-    p.add_argument("step", help="folder with step.json and step.safetensors, see docs/audit.md")
+    p.add_argument("step", help="folder with step.json and step.safetensors, see docs/notes/step_format.md")
     p.add_argument("--json", action="store_true", help="print the report as one JSON object")
     says = f"time after which the search for a stage ends with the causes that it has found (default: {SECONDS:g})"
     p.add_argument("--seconds", type=float, default=SECONDS, help=says)

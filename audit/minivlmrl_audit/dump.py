@@ -1,8 +1,8 @@
 """Read and write a dumped optimizer step: step.json and step.safetensors.
 
 A step has n rows (completions), each with S tokens, in M micro-batches. Its rows come from a rollout, which has N
-completions with K rewards each. docs/audit.md lists all tensors and fields. Only the tensors in NEEDED and the field
-`kind` are required.
+completions with K rewards each. docs/notes/step_format.md lists all tensors and fields. Only the tensors in NEEDED and
+the field `kind` are required.
 """
 
 import math

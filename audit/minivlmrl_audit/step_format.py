@@ -1,4 +1,7 @@
-"""The format of a dumped step: tensor names, and types and bounds for the fields in step.json, see docs/audit.md."""
+"""The format of a dumped step: tensor names, and types and bounds for the fields in step.json.
+
+docs/notes/step_format.md explains them.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

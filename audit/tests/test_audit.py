@@ -297,11 +297,10 @@ def test_an_invalid_step_is_an_error(tensors, about, says, tmp_path):
 
 
 def test_a_field_with_a_wrong_type_is_an_error(tmp_path):
-    """The error for a field with a wrong type refers to docs/audit.md, which lists the types."""
+    """The error for a field with a wrong type refers to docs/notes/step_format.md, which lists the types."""
     write(tmp_path, {"kind": "sft", "schedule": {"step": 1}, "optimizer": {"learning_rate": 1.0}}, ONE_ROW)
-    with pytest.raises(
-        ValueError, match=r"the stage 'schedule' cannot be recomputed \(KeyError: 'type'\).* with docs/audit.md"
-    ):
+    expected = r"the stage 'schedule' cannot be recomputed \(KeyError: 'type'\).* with docs/notes/step_format.md"
+    with pytest.raises(ValueError, match=expected):
         main([str(tmp_path)])
 
 
