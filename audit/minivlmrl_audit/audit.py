@@ -509,14 +509,11 @@ def find_suspects(name: str, answer: dict, d: Dump) -> list[Place]:
     The first suspect is always the whole stage.
     """
     suspects = [Place("", {key: torch.tensor(True) for key in answer})]
-    order = d.rollout_order() if name == "advantages" else d.all_rows
-    for says, chosen in (d.parts if name in BY_PARAMETER else d.row_sets).items():
+    row_sets = d.rollout_sets if name == "advantages" else d.row_sets
+    for says, chosen in (d.parts if name in BY_PARAMETER else row_sets).items():
         if name in BY_PARAMETER:
             inside = {key: torch.tensor(bool(chosen(key))) for key in answer}
-        elif order is None or (name == "advantages" and "advantage" in says):
-            continue
         else:
-            chosen = chosen[order]
             by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(chosen)}
             inside = {key: chosen.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}
         outside = {key: ~mask for key, mask in inside.items()}
@@ -642,8 +639,7 @@ def rounded_key(number: float) -> float:
 def where(answer: dict) -> list[str]:
     """Describe which numbers differ: counts for each tensor, then up to 4 examples for up to 3 tensors.
 
-    An example shows the trainer's value "instead of" the
-    recomputed value.
+    An example shows the trainer's value "instead of" the recomputed value.
     """
     wrong_counts = []
     lines = []

@@ -85,6 +85,7 @@ class Dump(dict):
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
+    rollout_sets = cached_property(units.rollout_sets)
     spans = cached_property(units.spans)
     parts = cached_property(units.parts_of_model)
     columns = cached_property(units.token_orders)

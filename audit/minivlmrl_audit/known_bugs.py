@@ -43,6 +43,7 @@ class Limited(NamedTuple):
 regions = partial(Limited, "regions")
 parts = partial(Limited, "parts")
 spans = partial(Limited, "spans")
+rollout_sets = partial(Limited, "rollout_sets")
 ROWS = Limited("rows")
 ROWS_OR_COLUMNS = Limited("rows columns")
 ROLLOUT_ROWS = Limited("rollout_rows")
@@ -119,6 +120,11 @@ def inside(s, tensors: dict, is_inside: bool = True) -> dict:
     return {name: x for name, x in tensors.items() if bool(s.region(name)) == is_inside}
 
 
+def clipped_by_itself(s):
+    """Clip the gradients x to max_grad_norm."""
+    return clipped(s.x, s.optimizer.get("max_grad_norm"))
+
+
 def with_rounded_sines(model):
     """Round the rotary embeddings in a model's decoder to bfloat16, and return the model."""
 
@@ -134,6 +140,10 @@ def theirs_in_half(s):
     """Return the trainer's values if 16-bit arithmetic explains them."""
     return in_half(s.x, s.theirs, s.exact)
 
+
+# mean and standard deviation of an image's colors, see data/image.py
+MEAN = torch.tensor([[0.48145466], [0.4578275], [0.40821073]])
+STD = torch.tensor([[0.26862954], [0.26130258], [0.27577711]])
 
 # ways in which any quantity may be wrong
 TIMES = {"is {c} times as large": times}
@@ -164,11 +174,32 @@ BY_TOKEN = {
     "is replaced by the mean of its row": lambda s: row_mean(s.x, s.mask) + 0 * s.x,
     "is replaced by the sum of its row": lambda s: (s.x * s.mask).sum(1, keepdim=True) + 0 * s.x,
     "has the mean of its row subtracted": lambda s: s.x - row_mean(s.x, s.mask),
+    "is replaced by the sum up to its token": lambda s: (s.x * s.mask).cumsum(1),
+    "is replaced by the sum from its token on": lambda s: (s.x * s.mask).flip(1).cumsum(1).flip(1),
     "is detached": lambda s: s.x.detach(),
     "has half of its gradient": lambda s: (s.x + s.x.detach()) / 2,
 }
+OF_RATIOS = {
+    "gives a ratio that is the mean of the ratios in its row": lambda s: row_mean(s.x.exp(), s.mask).log() + 0 * s.x,
+    "gives a ratio that is at most {c}": lambda s: s.x.clamp(max=math.log(s.c)),
+    "gives a ratio that is only the policy's probability": lambda s: s.old_per_token_logps + s.x,
+}
+OF_ANSWERS = {
+    "is divided by the answer's length": lambda s: s.x / s.answer_lengths,
+    "is {c} too small for chosen answers": lambda s: s.x - s.c * torch.tensor([1.0, 0.0]),
+    "is {c} too large for chosen answers": lambda s: s.x + s.c * torch.tensor([1.0, 0.0]),
+    "is detached for the chosen answer": lambda s: torch.stack([s.x[:, 0].detach(), s.x[:, 1]], 1),
+    "is detached for the rejected answer": lambda s: torch.stack([s.x[:, 0], s.x[:, 1].detach()], 1),
+}
+IN_A_LIST = {
+    "twice": lambda s: s.x + s.x,
+    "in reverse": lambda s: s.x[::-1],
+    "shifted by one to later places": lambda s: s.x[-1:] + s.x[:-1],
+    "shifted by one to earlier places": lambda s: s.x[1:] + s.x[:1],
+    "replaced by the first": lambda s: s.x[:1] * len(s.x),
+}
 # formulas that are tried after those that name a mistake
-GENERAL = {*TIMES.values(), *LINEAR.values(), *NONLINEAR.values(), *BY_TOKEN.values()}
+GENERAL = {*(LINEAR | TIMES).values(), *NONLINEAR.values(), *(BY_TOKEN | OF_RATIOS | OF_ANSWERS).values()}
 
 # a fitted factor that multiplies all numbers in a stage
 FACTOR = Quantity("factor", "", "the effective learning rate changes")
@@ -203,26 +234,42 @@ ALL_STAGES = "advantages, rows, logps, loss, gradients, clip, update, schedule"
 RATE = "the effective learning rate changes", "run/optimizer.py: learning_rate; accelerate 963", SCHEDULES
 QUANTITIES: dict[Quantity, dict[str, Any]] = {
     # advantages
-    Quantity("rewards", "advantages", "completions are rewarded wrongly", "TRL PR 5902, R1-V issue 146"): {
+    Quantity("rewards", "advantages", "completions are rewarded wrongly", "TRL PR 5902, R1-V 146, ms-swift 8123"): {
         "a completion without any reward gets the reward 0": lambda s: s.x.where(~s.x.isnan().all(1, True), 0.0),
         **having("a reward", TIMES, LINEAR, NONLINEAR),
         "a completion has the rewards of {}": ROLLOUT_ROWS,
-    },
-    Quantity("judged", "advantages", "groups with a missing reward are not trained", "ms-swift 8123"): {
-        "one missing reward makes the mean and the standard deviation of its group NaN": lambda s: s.rewards
+        "one missing reward makes its group's mean and standard deviation NaN": {"judged": lambda s: s.rewards},
     },
     Quantity("reward weights", "advantages", "the wrong completions are rewarded", "VLM-R1"): {
-        "all rewards have weight 1": lambda s: s.x * 0 + 1
+        "all rewards have weight 1": lambda s: s.x * 0 + 1,
+        "the reward weights are in reverse order": lambda s: s.x.flip(0),
+        "the first reward does not count": lambda s: s.x * (torch.arange(len(s.x)) > 0),
+        "the last reward does not count": lambda s: s.x * (torch.arange(len(s.x)) < len(s.x) - 1),
     },
-    Quantity("total", "advantages", "the wrong completions are rewarded", "losses/advantages.py: combine"): having(
-        "the weighted sum of rewards", TIMES, NONLINEAR
-    ),
+    Quantity("total", "advantages", "the wrong completions are rewarded", "losses/advantages.py: combine"): {
+        "a completion has no reward if any reward function returned None": lambda s: s.weighted.sum(1),
+        "rewards are averaged over the reward functions that returned a number": lambda s: s.weighted.nanmean(1),
+        "rewards are multiplied, not added": lambda s: s.weighted.nan_to_num(1.0).prod(1),
+        **having("the weighted sum of rewards", TIMES, NONLINEAR),
+        "rewards of {} are 0": rollout_sets(lambda s: s.x * ~s.region),
+        "rewards of {} are missing": rollout_sets(lambda s: s.x.masked_fill(s.region, math.nan)),
+    },
+    Quantity("normalise first", "advantages", "the wrong completions are rewarded", "losses/advantages.py; GDPO"): {
+        "each reward is normalised before the sum instead of the sum, or the other way round": lambda s: not s.x
+    },
     Quantity("group", "advantages", "the baseline is wrong", "R1-V PR 49, NeMo-RL PR 3882", about=GROUPS): {
+        "groups contain twice as many completions": lambda s: s.index // (2 * s.group_size),
         "groups contain half as many completions": lambda s: s.index // (s.group_size / 2),
         "prompts with the same text but different images form one group": lambda s: s.prompt_texts(),
         "a completion belongs to the group of {}": ROLLOUT_ROWS,
     },
     Quantity("group mean", "advantages", "more variance or bias", "PipelineRL PR 54", about=BASELINES): {
+        "no baseline is subtracted": lambda s: s.x * 0,
+        "the baseline is the mean of all rewards of the rollout": lambda s: s.all_judged.mean(),
+        "the baseline is the mean of the other completions of the group": lambda s: (
+            (s.judged.sum() - s.rewards) / max(1, len(s.judged) - 1)
+        ),
+        "the mean also counts completions without a reward": lambda s: s.judged.sum() / len(s.rewards),
         "the baseline is the median of the group": lambda s: s.judged.median(),
         "the baseline is the mean of the group's first half": lambda s: s.judged[: len(s.judged) // 2].mean(),
     },
@@ -238,12 +285,13 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     Quantity("std", "advantages", "prompts are weighted differently", "unsloth-zoo PR 832", about=DEVIATIONS): {
         "the standard deviation divides by n instead of n - 1": lambda s: s.scaling_rewards.std(correction=0),
         "the standard error is used instead of the standard deviation": lambda s: s.x / len(s.scaling_rewards) ** 0.5,
+        "rewards are divided by the variance instead of the standard deviation": lambda s: s.x**2,
+        "the number that is added to the standard deviation instead of 1e-4 is 0": {"epsilon": 0.0},
+        "the number that is added to the standard deviation instead of 1e-4 is {c}": {"epsilon": fitted_number},
+        "epsilon is added to the variance": lambda s: (s.x**2 + s.epsilon).sqrt() - s.epsilon,
         "the standard deviation is at least the standard deviation of all rewards": lambda s: s.x.clamp(
             min=s.all_judged.std()
         ),
-    },
-    Quantity("epsilon", "advantages", "nearly equal rewards count less", "losses/advantages.py", about=DEVIATIONS): {
-        "the number that is added to the standard deviation instead of 1e-4 is {c}": fitted_number
     },
     Quantity("deviation", "advantages", "prompts are weighted differently", "R1-V PR 54"): {
         **having("the divisor of advantages", NONLINEAR),
@@ -263,18 +311,30 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "a row has the advantage of {}": ROWS
     },
     # tokens, images and masks
-    Quantity("ids", "tokens", "tokens that were never sampled are trained", "TRL 5144, verl 6719"): {
+    Quantity("ids", "tokens", "tokens that were never sampled are trained", "TRL 5144, PR 5521, verl 6719"): {
+        "a completion is followed by other tokens": {"tokens": lambda s: s.their_ids.where(s.x == s.no_token, s.x)},
+        "completions are shortened": {"tokens": lambda s: s.x.where(s.their_ids != s.no_token, s.no_token)},
         "a row has the ids of {}": ROWS,
         "ids of {} were decoded and encoded again": regions(lambda s: s.again(s.x)),
         "ids of {} are missing": regions(lambda s: []),
+        "ids of {} occur twice": regions(lambda s: s.x + s.x),
+        "ids lack the first token of {}": regions(lambda s: s.x[1:]),
+        "ids lack the last token of {}": regions(lambda s: s.x[:-1]),
     },
     Quantity("pictures", "pictures, logps", "answers see other images", "R1-V PR 49, slime 1847, verl 4050"): {
-        "a row has the images of {}": ROWS,
+        "a row has the images of {}": {"picture rows": ROWS},
         "a row lacks all images, so the model does not see any image": lambda s: [],
-        "a row lacks the images of tool responses": lambda s: s.x[: s.num_given],
         "a row lacks all images except the first": lambda s: s.x[:1],
         "a row lacks all images except the last": lambda s: s.x[-1:],
+        "a row lacks the first image": lambda s: s.x[1:],
+        "a row lacks the last image": lambda s: s.x[:-1],
+        "a row lacks the images of the prompt": lambda s: s.x[s.num_given :],
+        "a row lacks the images of tool responses": lambda s: s.x[: s.num_given],
+        **having("a row has all images", IN_A_LIST),
     },
+    Quantity("tool pictures", "pictures, logps", "answers see other images", "slime 1847, verl 4050"): having(
+        "a row has the images of tool responses", IN_A_LIST
+    ),
     Quantity("attended", "tokens, logps", "training uses another model", "TRL PR 4976"): {
         "the model does not attend to {}": regions(lambda s: s.x & ~s.region)
     },
@@ -283,15 +343,26 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "truncated completions are not in the loss": True,
     },
     Quantity("ended", "mask", "the wrong completions are trained", "TRL mask_truncated_completions"): {
-        "a truncated completion is in the loss if an earlier turn ended": lambda s: s.end_tokens.any(1, keepdim=True)
+        "a truncated completion is in the loss if an earlier turn ended": lambda s: s.end_tokens.any(1, keepdim=True),
+        "a completion that ends at the maximum length counts as truncated": lambda s: (
+            s.x & ((s.text_follows & s.completion).sum(1, True) < (s.about.get("max_completion_length") or s.width))
+        ),
     },
     Quantity("mask", "mask, loss", "the policy never learns to stop", "TRL PR 3200, 7039", about=END_TOKENS): {
         "the end token is not trained on": lambda s: s.x * ~end_tokens(s).bool()
     },
     Quantity("mask", "mask, loss", "padding is trained", "ms-swift 3069", about=PADDING): {
-        "padding is counted as part of the completion": lambda s: s.completion.double()
+        "one token after the completion is counted, too": lambda s: torch.maximum(s.x, s.x.roll(1, 1) * s.completion),
+        "padding is counted as part of the completion": lambda s: s.completion.double(),
     },
     Quantity("mask", "mask, loss", "the wrong tokens are trained", "TRL PR 4300, 5521"): {
+        "no token is in the loss": lambda s: 0 * s.x,
+        "the last token is not trained on": lambda s: s.x * s.x.roll(-1, 1),
+        "the first token is not trained on": lambda s: s.x * s.x.roll(1, 1),
+        "one token before the completion is counted, too": lambda s: torch.maximum(s.x, s.x.roll(-1, 1)),
+        "only the first token is counted": lambda s: s.x * (s.x.cumsum(1) == 1),
+        "only the last token is counted": lambda s: s.x * (1 - s.x.roll(-1, 1)),
+        "every column is counted": lambda s: torch.ones_like(s.x),
         "prompt tokens are counted": lambda s: torch.maximum(s.x, prompt_tokens(s)),
         "the mask also counts {}": regions(lambda s: s.x + (1 - s.x) * s.region),
         "the mask does not count {}": regions(lambda s: s.x * ~s.region),
@@ -318,6 +389,16 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the mean also divides by tokens of truncated completions": {
             "rollout tokens": lambda s: s.step.get("rollout_drawn")
         },
+        "the means of the rows are added over the whole step": lambda s: row_mean(s.terms, s.mask).sum(),
+        "advantages are normalised again within each micro-batch": {
+            "advantages": lambda s: torch.cat(
+                [(x - x.mean()) / (x.std() + 1e-8) for x in (s.x[part] for part in s.micro_batches)]
+            )
+        },
+        "the mean divides only by tokens of rows with an advantage other than 0": {
+            "mask": lambda s: s.x * s.has_advantage()[:, None],
+            "inside": ["the count"],
+        },
         "the mean of the rows is only over those with an advantage other than 0": lambda s: (
             row_mean(s.terms, s.mask).sum() / s.has_advantage().sum()
         ),
@@ -333,13 +414,15 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         },
     },
     Quantity("weights", "grpo", "rows or tokens are weighted differently", "verl 2506"): {
-        "the loss of a row is multiplied by its advantage": lambda s: s.x * s.advantages.view(len(s.x), -1)
+        "the loss of a row is multiplied by its advantage": lambda s: s.x * s.advantages.view(len(s.x), -1),
+        "the loss has no gradient of {}": regions(lambda s: s.x * ~s.region),
+        "the loss counts {} twice": regions(lambda s: s.x * (1 + s.region)),
     },
     Quantity("weights", "grpo, sft", "rows or tokens are weighted differently", "verl 2506"): {
-        "a weight is multiplied, for each token that follows it, by {c}": lambda s: discount(s.c, s.mask.flip(1)).flip(
-            1
-        ),
-        "a weight is multiplied, for each token before it, by {c}": lambda s: discount(s.c, s.mask),
+        "the loss of a row is multiplied by its token count": lambda s: s.x * s.lengths[:, None],
+        "the loss of a row is divided by its token count": lambda s: s.x / s.lengths[:, None],
+        "a weight is multiplied by {c} for each later token": lambda s: discount(s.c, s.mask.flip(1)).flip(1),
+        "a weight is multiplied by {c} for each earlier token": lambda s: discount(s.c, s.mask),
     },
     Quantity("logps", "loss, logps", "the wrong tokens are trained", "model/logprobs.py"): {
         "a log-probability is taken from {}": ROWS_OR_COLUMNS
@@ -362,19 +445,34 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "old log-probabilities are not detached": lambda s: s.per_token_logps,
         "an old log-probability is taken from {}": ROWS_OR_COLUMNS,
     },
-    Quantity("log-ratio", "grpo", "the update is different", "GSPO eq. 7", needs="old_per_token_logps"): having(
-        "the log of the ratio", LINEAR, NONLINEAR, BY_TOKEN
-    ),
+    Quantity("old", "grpo", "ratios contain the sampler's errors", needs="sampler_logps"): {
+        "old log-probabilities are the sampler's": lambda s: s.sampler_logps
+    },
+    Quantity("log-ratio", "grpo", "the update is different", "GSPO eq. 7", needs="old_per_token_logps"): {
+        **having("the log of the ratio", LINEAR, NONLINEAR, BY_TOKEN, OF_RATIOS),
+        "the log of the ratio is averaged over {}": {
+            "log-ratio": spans(lambda s: total_by(s.x * span_shares(s), s.region)),
+            "importance_sampling_level": "token",
+        },
+    },
     Quantity("terms", "grpo", "off-policy updates are too large", "losses/grpo.py: clipped", about=CLIPPING): {
         "the maximum of the clipped and the unclipped objective is used instead of the minimum": {
             "advantages": lambda s: -s.x,
             "terms": lambda s: -s.x,
+        },
+        "only the clipped term is used, without the minimum": lambda s: (
+            0 * s.x - s.ratio.clamp(1 - s.options.epsilon_low, 1 + s.options.epsilon_high) * s.advantages
+        ),
+        "epsilon_low and epsilon_high are swapped": {
+            "epsilon_low": lambda s: s.epsilon_high,
+            "epsilon_high": lambda s: s.epsilon_low,
         },
         "ratios are not clipped": {"epsilon_low": math.inf, "epsilon_high": math.inf},
     },
     Quantity("epsilon_high", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
         "ratios are not clipped above": math.inf,
         "ratios are clipped with epsilon_low on both sides": lambda s: s.epsilon_low,
+        "epsilon_high is 1 less than configured": lambda s: s.x - 1,
         "epsilon_high is {c}": fitted_number,
     },
     Quantity("epsilon_low", "grpo", "the update is different", "DAPO, clip higher", about=CLIPPING): {
@@ -406,6 +504,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the KL is not weighted with the ratio although it should be, or the other way round": {
             "use_bias_correction_kl": lambda s: not s.x
         },
+        "the KL is multiplied by beta twice": lambda s: s.options.beta * s.x,
         "the KL estimator is k2, and the ratio that weights it is not detached": lambda s: (
             (s.per_token_logps - s.ref_per_token_logps).square() / 2 * s.ratio
         ),
@@ -420,7 +519,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         )
     },
     Quantity("reference", "grpo", "another divergence is penalised", "verl", about=KLS, needs=REFERENCE): {
-        "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.ref_per_token_logps
+        "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.ref_per_token_logps,
+        "the reference is the old policy": lambda s: s.old_per_token_logps,
     },
     Quantity("reference", "grpo, dpo", "the policy may leave the reference", "DPO eq. 7", about=KLS, needs=REFERENCE): {
         "the reference moves with the policy": lambda s: s.per_token_logps.detach(),
@@ -431,9 +531,8 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     # DPO and SFT
     Quantity("index", "dpo", "the wrong answers are compared", "DPO eq. 7"): {
         "the rejected answer is preferred": lambda s: s.x.flip(1),
-        "a chosen answer is compared with the rejected answer of the next pair": lambda s: torch.stack(
-            [s.x[:, 0], s.x[:, 1].roll(-1)], 1
-        ),
+        "a chosen answer is paired with the rejected answer of the next pair": {"rejected": lambda s: s.x.roll(-1)},
+        "a chosen answer is paired with the rejected answer of the previous pair": {"rejected": lambda s: s.x.roll(1)},
     },
     Quantity("policy", "dpo", "the objective is different", "DPO eq. 7"): {
         "log-probabilities are averaged over tokens": {
@@ -445,7 +544,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         f"the loss is {name}": [name] for name in DPO_LOSSES
     },
     Quantity("log-ratio", "dpo", "the objective is different", "DPO eq. 7"): having(
-        "the log ratio of an answer", LINEAR, NONLINEAR
+        "the log ratio of an answer", LINEAR, NONLINEAR, OF_ANSWERS
     ),
     Quantity("use_weighting", "dpo", "the objective is different", "TRL PR 4171"): {
         "use_weighting is ignored, or applied although it is false": lambda s: not s.x,
@@ -464,23 +563,50 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     # log-probabilities
     Quantity("temperature", "logps", "on-policy ratios are not 1", "TRL PR 3029, 4159"): {
         "logits are not divided by the temperature": 1.0,
+        "logits are divided twice by the temperature": lambda s: s.x**2,
+        "logits are multiplied by the temperature": lambda s: 1 / s.x,
+        "log-probabilities instead of logits are divided by the temperature": {
+            "temperature": 1.0,
+            "scores": lambda s: s.x / s.about.get("temperature", 1.0),
+        },
         "logits are divided by {c}": fitted_number,
+    },
+    Quantity("logits", "logps", "on-policy ratios are not 1", "TRL 6789"): {
+        **having("a logit", ROUNDED),
+        "the softmax uses only the most likely tokens; their number is {c}": lambda s: s.x.masked_fill(
+            s.x < s.x.topk(min(max(1, int(s.c)), s.x.shape[-1])).values[:, -1:], -math.inf
+        ),
     },
     Quantity("labels", "logps", "the wrong tokens are trained", "TRL PR 3200, transformers PR 47395"): {
         "the end token is scored as the padding token": lambda s: torch.where(
             s.is_stop(s.x), s.about.get("pad_token_id", -1), s.x
         ),
         "each token is scored as the next token": lambda s: s.x.roll(-1),
+        "each token is scored as the previous token": lambda s: s.x.roll(1),
     },
     Quantity("blind", "logps", "the model is trained to answer without the image", "unsloth PR 11031, slime 1847"): {
-        "the model does not see any image": lambda s: ~s.x
+        "the model does not see any image": lambda s: ~s.x,
+        "the model does not see the images of tool responses": lambda s: s.numbers >= s.num_given,
     },
     Quantity("pixels", "logps", "training uses another model", "data/image.py"): {
+        "images are BGR instead of RGB": lambda s: s.x.unflatten(1, (3, -1)).flip(1).flatten(1),
+        "pixels are normalised twice": lambda s: ((s.x.unflatten(1, (3, -1)) - MEAN) / STD).flatten(1),
+        "pixels are not normalised": lambda s: (s.x.unflatten(1, (3, -1)) * STD + MEAN).flatten(1),
         "the patches of each image are in the opposite order": lambda s: s.x.flip(0),
         "each patch has the pixels of the next patch": lambda s: s.x.roll(-1, 0),
+        "each patch has the pixels of the previous patch": lambda s: s.x.roll(1, 0),
+        "all images are uniformly grey": lambda s: s.x * 0,
     },
     Quantity("positions", "logps", "training uses another model", "TRL 5279, 5785, xtuner PR 2097"): {
         "positions are 1-D, without M-RoPE": lambda s: s.indices,
+        "each token has the position of the previous token": lambda s: s.x.roll(1, 1),
+        "each token has the position of the next token": lambda s: s.x.roll(-1, 1),
+        "height and width are swapped in the positions": lambda s: s.x[[0, 2, 1]],
+        "height and width of the image grids are swapped": {"grids": lambda s: s.x[:, [0, 2, 1]]},
+        "positions of the completion count tokens": lambda s: s.indices.where(s.own, s.x),
+        "positions of the completion start at 0": lambda s: (s.indices - (~s.own).sum()).where(s.own, s.x),
+        "positions of the completion are {c} too large": lambda s: s.x + round(s.c) * s.own,
+        "positions of the completion are {c} too small": lambda s: s.x - round(s.c) * s.own,
         "positions of the completion continue from the largest position of each axis": lambda s: (
             torch.where(s.own, s.x[:, ~s.own].amax(1, True) + 1 + s.own.cumsum(0) - 1, s.x) if not s.own[0] else s.x
         ),
@@ -490,7 +616,7 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "tokens attend to padding, and positions count padding": {"attended": lambda s: torch.ones_like(s.x)},
         "the decoder's rotary sines are in bfloat16": {"model": lambda s: with_rounded_sines(s.x)},
     },
-    Quantity("mode", "logps", "the ratios are noisy", "verl, NeMo-RL: sampler and trainer differ"): {
+    Quantity("mode", "logps", "ratios or KLs are noisy", "verl, NeMo-RL: sampler and trainer differ"): {
         "rounded to bfloat16": lambda s: rounded(s.x, s.theirs, torch.bfloat16),
         "rounded to float16": lambda s: rounded(s.x, s.theirs, torch.float16),
         "computed in bfloat16": {"dtype": torch.bfloat16, "mode": theirs_in_half},
@@ -499,11 +625,9 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             "autocast": torch.bfloat16,
             "mode": theirs_in_half,
         },
-    },
-    Quantity("mode", "logps", "ratios or KLs are random", "transformers: Module.train"): {
         "the model is in training mode, so its dropout is active, and its outputs cannot be repeated": lambda s: (
             s.theirs if s.folder in s.about.get("training", ()) else s.x
-        )
+        ),
     },
     Quantity("model folder", "logps", "ratios are 1, or KLs are 0", "TRL PR 3725; adapters are not disabled"): {
         "computed with the weights of the policy instead of the weights that sampled or the reference's": lambda s: (
@@ -512,13 +636,17 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "computed with the weights of the reference model": lambda s: s.about.get("ref_model") or s.x,
     },
     # gradients and AdamW
-    Quantity("micro-batch", "gradients", "the effective batch is smaller", "RAE issue 67; arXiv 2604.23747"): {
-        "gradients of earlier micro-batches are dropped": lambda s: torch.eye(len(s.x))[-1]
-    },
-    Quantity("gradients of a part", "gradients", "the update has a different direction", "lingua PR 59"): {
-        "the gradient of each micro-batch is clipped by itself": lambda s: clipped(
-            s.x, s.optimizer.get("max_grad_norm")
-        )
+    Quantity("micro-batch", "gradients", "the update is different", "RAE issue 67; lingua PR 59; arXiv 2604.23747"): {
+        "gradients of earlier micro-batches are dropped": lambda s: s.last,
+        "gradients of later micro-batches are dropped": lambda s: s.first,
+        "gradients of micro-batches are weighted with their tokens": lambda s: s.tokens / s.tokens.mean(),
+        "gradients of micro-batches are divided by their tokens": lambda s: s.tokens.mean() / s.tokens,
+        "the gradient of the first micro-batch is left out": lambda s: s.x - s.first,
+        "the gradient of the last micro-batch is left out": lambda s: s.x - s.last,
+        "the gradient of the first micro-batch is added twice": lambda s: s.x + s.first,
+        "the gradient of the last micro-batch is added twice": lambda s: s.x + s.last,
+        "the gradient of each micro-batch is clipped by itself": {"gradients of a part": clipped_by_itself},
+        "the accumulated gradient is clipped after each micro-batch": {"gradients so far": clipped_by_itself},
     },
     Quantity("gradient", "gradients", "parameters are not trained", "VLM-R1 52, torchforge PR 71"): {
         "some parameters do not get any gradient": lambda s: s.x * bool(s.theirs.any()),
@@ -528,6 +656,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
     },
     Quantity("clip", "clip", "the update has a different direction", "run/loop.py: optimizer_step", about=CLIPPED): {
         "gradients are not clipped": lambda s: s.gradients,
+        "the logged norm is computed after clipping": {"norm": lambda s: s.norm_after},
+        "gradients are clipped by value instead of by norm": lambda s: {
+            name: g.clamp(-s.max_norm, s.max_norm) for name, g in s.gradients.items()
+        },
+        "gradients with a norm less than max_grad_norm are scaled up": lambda s: {
+            name: g * s.max_norm / (s.norm + 1e-6) for name, g in s.gradients.items()
+        },
+        "only {} are clipped": parts(lambda s: s.x | inside(s, s.gradients, False)),
         "each parameter is clipped by its own norm": lambda s: {
             name: clipped({name: g}, s.max_norm)[name] for name, g in s.gradients.items()
         },
@@ -535,40 +671,60 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
             lambda s: clipped(inside(s, s.gradients), s.max_norm) | clipped(inside(s, s.gradients, False), s.max_norm)
         ),
     },
-    Quantity("normed", "clip", "the update has a different direction", "run/loop.py: optimizer_step"): {
-        "the norm leaves out {}": parts(lambda s: inside(s, s.x, False))
-    },
     Quantity("total norm", "clip", "the update has a different direction", "fastmoe PR 65"): {
+        "the norm leaves out {}": {"normed": parts(lambda s: inside(s, s.x, False))},
+        "the norm counts only {}": {"normed": parts(lambda s: inside(s, s.x))},
         "the norm of all is the sum of the parameters' norms": lambda s: sum(g.norm() for g in s.normed.values()),
+        "the norm of all is the largest of the parameters' norms": lambda s: max(g.norm() for g in s.normed.values()),
+        "the norm of all is the largest entry": lambda s: max(g.abs().max() for g in s.normed.values()),
         "max_grad_norm is {c}": {"max_norm": fitted_number},
         **having("the norm of all gradients", TIMES, LINEAR, CURVED, BOUNDED),
     },
     Quantity("decay", "update", "weights decay at a different rate", "minGPT", about=DECAY): {
         "weight decay is also applied to norms and biases": lambda s: s.weight_decay,
+        "weight decay is applied only to the weights that should be excluded from it": lambda s: s.weight_decay - s.x,
         "weight decay is not applied": 0.0,
+        "weight decay is not multiplied by the learning rate": lambda s: s.x / (s.optimizer["learning_rate"] or 1.0),
+        "weight decay is added to the gradient, as in Adam with L2 regularisation": {"coupled": True},
         "weight decay is {c}": fitted_number,
+        "weight decay is {c} where it is not 0": lambda s: s.c * bool(s.x),
         "weight decay leaves out {}": parts(lambda s: s.x * (not s.region(s.key))),
+        "weight decay applies only to {}": parts(lambda s: s.x * bool(s.region(s.key))),
+        "weight decay also applies to {}": parts(lambda s: s.weight_decay if s.region(s.key) else s.x),
     },
-    Quantity("step", "update", "the update has a different size", "arXiv 2604.23747", about=ADAM): {
+    Quantity("step", "update", "the update is different", "AdamW, algorithm 2; arXiv 2604.23747", about=ADAM): {
         "the moments of Adam were reset": {"moments": lambda s: {}, "step": 1},
         "the bias correction starts again at step 1": 1,
+        "the moments have no bias correction": {"bias correction": lambda s: (1, 1)},
+        "the first moment has no bias correction": {"bias correction": lambda s: (1, s.x[1])},
+        "the second moment has no bias correction": {"bias correction": lambda s: (s.x[0], 1)},
         "the bias correction is one step behind": lambda s: max(1, s.x - 1),
         "the bias correction is one step ahead": lambda s: s.x + 1,
-    },
-    Quantity("betas", "update", "the update has a different direction", "AdamW, algorithm 2", about=ADAM): {
-        "betas of Adam: beta1 is {c}": lambda s: (s.c, s.x[1]),
-        "betas of Adam: beta2 is {c}": lambda s: (s.x[0], s.c),
+        "betas of Adam: they are swapped": {"betas": lambda s: s.x[::-1]},
+        "betas of Adam: beta1 is {c}": {"betas": lambda s: (s.c, s.x[1])},
+        "betas of Adam: beta2 is {c}": {"betas": lambda s: (s.x[0], s.c)},
     },
     Quantity("eps", "update", "the update is different", "arXiv 1412.6980"): {"eps of Adam is {c}": fitted_number},
+    Quantity("root", "update", "the update is different", "arXiv 1412.6980"): {
+        "eps is added before the bias correction": lambda s: s.variance.sqrt() + s.eps / s.correction**0.5,
+        "eps is inside the square root": lambda s: (s.variance + s.eps).sqrt(),
+        "the update is applied twice": {"times": 2},
+        "the update uses the gradients before clipping": {"gradients": lambda s: s.parameters("grad")},
+    },
+    Quantity("moment", "update", "small updates are lost", "AdamW, algorithm 2"): having(
+        "a moment of Adam, after its update,", ROUNDED
+    ),
     Quantity("weight", "update", "small updates are lost", "Automodel PR 3444"): {
         "weights are rounded to bfloat16 after the update": lambda s: rounded(s.x, s.theirs, torch.bfloat16)
     },
     Quantity("slope", "update", "the update has a different direction", "AdamW, algorithm 2"): having(
         "the gradient of a parameter", TIMES, LINEAR, NONLINEAR
     ),
-    Quantity("move", "update", "the update has a different direction", "AdamW, algorithm 2"): having(
-        "Adam's update before it is multiplied by the learning rate", NONLINEAR
-    ),
+    Quantity("move", "update", "the update has a different direction", "AdamW, algorithm 2"): {
+        "the update is the gradient itself, as in SGD": lambda s: s.slope,
+        "the update is the sign of the gradient": lambda s: s.slope.sign(),
+        **having("Adam's update before it is multiplied by the learning rate", NONLINEAR),
+    },
     # schedules
     Quantity("type", "schedule", *RATE): choices("the schedule is {}", "linear", "cosine", "constant"),
     Quantity("step", "schedule", *RATE): {
@@ -578,13 +734,14 @@ QUANTITIES: dict[Quantity, dict[str, Any]] = {
         "the schedule advances twice per step": lambda s: 2 * s.x,
         "the step number of the schedule is {c} times as large": times,
         "the step number of the schedule is {c} too small": lambda s: s.x - s.c,
-    },
-    Quantity("max_steps", "schedule", *RATE): {
-        "the number of steps after which the schedule ends is {c}": fitted_number
-    },
-    Quantity("warmup", "schedule", *RATE): {
-        "warmup_steps is ignored": 0,
-        "the number of warmup steps is {c}": fitted_number,
+        "the learning rate decays from step 0 instead of after the warmup": {"progress": lambda s: s.t / s.max_steps},
+        "the learning rate decay ends one step early": {"max_steps": lambda s: s.x - 1},
+        "the number of steps after which the schedule ends is {c}": {"max_steps": fitted_number},
+        "warmup_steps is ignored": {"warmup": 0},
+        "the number of warmup steps is {c}": {"warmup": fitted_number},
+        "the learning rate ends at {c} times the largest rate": {"rate": lambda s: s.c + (1 - s.c) * s.x},
+        "the learning rate is at least {c} times the largest rate": {"rate": lambda s: max(s.x, s.c)},
+        "the learning rate is too large by {c} times the largest rate": {"rate": lambda s: s.x + s.c},
     },
     # any stage
     Quantity("factor", ALL_STAGES, "the model learns the opposite"): {"all values have the wrong sign": -1},

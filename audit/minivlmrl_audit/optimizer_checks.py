@@ -37,7 +37,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
     model = None
     cache = {} if grad else d.cache
     value = torch.zeros(2, len(d.all_rows), d.width, dtype=torch.float64)
-    for row, picture_row in zip(part.tolist(), change.picture_rows()[part], strict=True):
+    for row, picture_row in zip(part.tolist(), change("picture rows", d.all_rows)[part], strict=True):
         d.check_time()
         key = (folder, row, deviations)
         if key not in cache:
@@ -68,11 +68,11 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     # the previous token's hidden state predicts each token
     autocast = change("autocast", None)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
+        logits = change("logits", model.lm_head(model(batch, select=token_numbers[scored_columns] - 2)))
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     labels = change("labels", d["input_ids"][row][scored_columns])
-    logps = log_probs.gather(1, labels[:, None])[:, 0]
+    logps = change("scores", log_probs.gather(1, labels[:, None])[:, 0])
     entropies = -(log_probs.exp() * log_probs).sum(-1)
     value[:, scored_columns] = torch.stack([logps, entropies]).double()
     return value
@@ -84,9 +84,11 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     ids = d["input_ids"][row]
     placeholders = ids == config.image_token_id
     num_given = (first(placeholders) & ~d.completion[row]).sum()  # number of images in the prompt
-    images = change.shown_as(images, num_given)
-    is_blind = change("blind", torch.zeros(len(images), dtype=torch.bool))
-    grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
+    images = images[:num_given] + change("tool pictures", images[num_given:])
+    images = change("pictures", images, num_given=num_given)
+    numbers = torch.arange(len(images))
+    is_blind = change("blind", numbers < 0, numbers=numbers, num_given=num_given)
+    grids = change("grids", torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3))
     patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
     sizes = grids.prod(1)
     merged_sizes = sizes // config.vision_config.spatial_merge_size**2
@@ -191,12 +193,15 @@ def by_hub_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def accumulate(d: Dump, change: Change) -> dict[str, Tensor]:
     """Add up the micro-batches' gradients, each multiplied by a weight, which is 1 without a deviation."""
-    shares = change("micro-batch", torch.ones(len(d.micro_batches)))
+    ones = torch.eye(len(d.micro_batches))
+    tokens = torch.stack([d["lengths"][part].sum() for part in d.micro_batches]).clamp(min=1).double()
+    shares = change("micro-batch", ones.sum(0), first=ones[0], last=ones[-1], tokens=tokens)
     total = {}
     for number, share in enumerate(shares):
         part_gradients = change("gradients of a part", micro_batch_gradients(d, number))
         for name, x in part_gradients.items():
             total[name] = total.get(name, 0) + x * share
+        total = change("gradients so far", total)
     return total
 
 
@@ -224,11 +229,12 @@ def clip(d: Dump, change: Change) -> Answer:
     max_norm = change("max_norm", d.optimizer.get("max_grad_norm") or 0.0)
     normed = change("normed", gradients)
     norm = change("total norm", get_total_norm(normed.values()), normed=normed).item()
-    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm)
+    ours = change("clip", clipped(gradients, max_norm, norm), gradients=gradients, max_norm=max_norm, norm=norm)
     unit = max(x.abs().max() for x in gradients.values()) + 1e-30
     answer = {f"clipped.{name}": (x, ours[name], unit) for name, x in theirs.items()}
     if d.has("grad_norm") and not d.about.get("some"):
-        answer["grad_norm"] = d["grad_norm"].flatten(), torch.tensor([norm]), 10 * norm + 1e-30
+        logged = change("norm", norm, norm_after=get_total_norm(ours.values()).item())
+        answer["grad_norm"] = d["grad_norm"].flatten(), torch.tensor([logged]), 10 * norm + 1e-30
     return answer
 
 
@@ -237,7 +243,7 @@ def update(d: Dump, change: Change) -> Answer:
     options = d.optimizer
     weights_before = d.parameters("before")
     weights_after = d.parameters("after")
-    gradients = d.parameters("clipped") or d.parameters("grad")
+    gradients = change("gradients", d.parameters("clipped") or d.parameters("grad"))
     if options.get("name") != "adamw" or not weights_before or not weights_after or not gradients:
         return None
     moments = change("moments", d.parameters("exp_avg"))
@@ -259,7 +265,7 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Apply one AdamW update to a weight, and return the new weight.
+    """Apply one AdamW update to a weight, and return the new weight. A deviation may repeat the update.
 
     Args:
         options: the optimizer's options in step.json, such as the learning rate.
@@ -267,13 +273,21 @@ def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
         decay: weight decay for this weight.
     """
     rate = options["learning_rate"]
+    eps = change("eps", options["eps"])
     beta1, beta2 = change("betas", options["betas"])
-    step = change("step", options["step"])
-    slope = change("slope", gradient)
-    m = state[0].lerp(slope, 1 - beta1) / (1 - beta1**step)
-    v = state[1].lerp(slope.square(), 1 - beta2) / (1 - beta2**step)
-    move = change("move", m / (v.sqrt() + change("eps", options["eps"])))
-    return weight * (1 - rate * decay) - rate * move
+    first_step = change("step", options["step"])
+    is_coupled = change("coupled", False)  # in Adam with L2 regularisation, the decay is part of the gradient
+    m, v = state
+    for step in range(first_step, first_step + change("times", 1)):
+        slope = change("slope", gradient + decay * weight * is_coupled)
+        m = change("moment", m.lerp(slope, 1 - beta1))
+        v = change("moment", v.lerp(slope.square(), 1 - beta2))
+        correction1, correction2 = change("bias correction", (1 - beta1**step, 1 - beta2**step))
+        variance = v / correction2
+        root = change("root", variance.sqrt() + eps, variance=variance, eps=eps, correction=correction2)
+        move = change("move", m / correction1 / root, slope=slope)
+        weight = weight * (1 - rate * decay * (not is_coupled)) - rate * move
+    return weight
 
 
 def schedule(d: Dump, change: Change) -> Answer:
@@ -296,7 +310,8 @@ def rate_at(step: int, options: dict, change: Change) -> float:
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)
     warmup = change("warmup", configured)
     max_steps = change("max_steps", options["max_steps"])
-    done_share = min(1.0, (t - warmup) / max(1, max_steps - warmup))
+    progress = (t - warmup) / max(1, max_steps - warmup)
+    done_share = min(1.0, change("progress", progress, t=t, max_steps=max_steps))
     shares = {"linear": 1 - done_share, "cosine": 0.5 * (1 + math.cos(math.pi * done_share))}
     rate_share = t / warmup if t < warmup else shares.get(kind, 1.0)
-    return options["learning_rate"] * rate_share
+    return options["learning_rate"] * change("rate", rate_share)

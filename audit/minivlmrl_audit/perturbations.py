@@ -9,7 +9,6 @@ from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
-from torch import Tensor
 from torch.nn.functional import pad
 
 from minivlmrl_audit.known_bugs import SCOPES
@@ -96,16 +95,6 @@ class Change(dict):
             if use in uses and not other_uses.isdisjoint(uses):
                 return Change(self.d, {})
         return self
-
-    def picture_rows(self) -> Tensor:
-        """Return the row index (n,) from which each row takes its images."""
-        replacement = self.get("pictures")
-        return self.d.rows[replacement[1]] if isinstance(replacement, tuple) else self.d.all_rows
-
-    def shown_as(self, pictures: list, num_given: int) -> list:
-        """Return a row's images with this deviation applied. The first `num_given` are in the prompt."""
-        is_of_other_row = isinstance(self.get("pictures"), tuple)  # see picture_rows
-        return pictures if is_of_other_row else self("pictures", pictures, num_given=num_given)
 
 
 def edited(step, x: list, flags: list, region: list, change: Callable) -> tuple[list, list]:

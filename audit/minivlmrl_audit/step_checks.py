@@ -64,14 +64,15 @@ def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     is_unjudged = rewards.isnan().all(1)
     centre = "group"
     scale = d.about.get("scale_rewards", "group")
-    if d.about.get("multi_objective_aggregation") == "normalize_then_sum":
+    if change("normalise first", d.about.get("multi_objective_aggregation") == "normalize_then_sum"):
         parts = []
         for x in rewards.unbind(1):
             baseline, divisor = moments(change, x, group, "group", "group")
             parts.append(((x - baseline) / divisor).nan_to_num(0.0, 0.0, 0.0))
         rewards = torch.stack(parts, 1)
         centre = scale = "batch"
-    total = change("total", (rewards * weights).nansum(1)).masked_fill(is_unjudged, torch.nan)
+    weighted = rewards * weights
+    total = change("total", weighted.nansum(1), weighted=weighted).masked_fill(is_unjudged, torch.nan)
     return total, *moments(change, total, group, centre, scale)
 
 
@@ -96,8 +97,8 @@ def moments(change: Change, x: Tensor, group: Tensor, centre: str, scale: str) -
         baseline[is_member] = change("group mean", choices[centre].mean(), **names)
         scaling_rewards = change("scaling rewards", choices.get(scale), **names)
         if scaling_rewards is not None:
-            std = change("std", nanstd(scaling_rewards), scaling_rewards=scaling_rewards, **names)
-            divisor[is_member] = std + change("epsilon", 1e-4)
+            names |= {"scaling_rewards": scaling_rewards, "epsilon": change("epsilon", 1e-4)}
+            divisor[is_member] = change("std", nanstd(scaling_rewards), **names) + names["epsilon"]
     return change("baseline", baseline), change("deviation", divisor)
 
 
@@ -122,13 +123,14 @@ def tokens(d: Dump, change: Change) -> Answer:
     no_token = d.about.get("pad_token_id", -1)
     their_ids = d["input_ids"].where(d.completion, no_token)
     their_ids = pad(their_ids, (0, ids.shape[1] - d.width), value=no_token)
+    ours = change("tokens", ids.where(ids >= 0, no_token), their_ids=their_ids, no_token=no_token)
     attended = ids[:, : d.width] >= 0
     theirs = d["attention_mask"].bool() & attended
     # the trainer may leave a truncated completion out of the forward
-    ours = change("attended", attended & theirs.any(1, keepdim=True))
+    attended = change("attended", attended & theirs.any(1, keepdim=True))
     return {
-        "input_ids": (their_ids.double(), ids.where(ids >= 0, no_token).double(), 1.0),
-        "attention_mask": (theirs.double(), ours.double(), 1.0),
+        "input_ids": (their_ids.double(), ours.double(), 1.0),
+        "attention_mask": (theirs.double(), attended.double(), 1.0),
     }
 
 
@@ -137,12 +139,14 @@ def pictures(d: Dump, change: Change) -> Answer:
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
-    row = d.get("row", d.all_rows)[change.picture_rows()]
+    row = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
     ids, _, forced_mask = d.turns()
     answered_counts = first(forced_mask & (ids == (d.about.get("image_token_id") or -1))).sum(1)
     ours = []
     for i, count in zip(row, answered_counts, strict=True):
-        ours.append(change.shown_as(sampled[i], len(sampled[i]) - count))
+        num_given = len(sampled[i]) - count
+        images = sampled[i][:num_given] + change("tool pictures", sampled[i][num_given:])
+        ours.append(change("pictures", images, num_given=num_given))
     numbers = {}  # number that stands for each distinct image
     table = []
     for row_pictures in ours + shown(d):
@@ -188,7 +192,7 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
     in_turn = ends_before == (ends_before * first(drawn_mask)).cummax(1).values
     text_follows = here_or_later(d.completion & (ids != d.about.get("pad_token_id", -1)))
     has_ended = (end_tokens & ~here_or_later(forced_mask)).any(1, keepdim=True)
-    has_ended = change("ended", has_ended, end_tokens=end_tokens)
+    has_ended = change("ended", has_ended, end_tokens=end_tokens, text_follows=text_follows)
     real_mask = forced_mask | (in_turn & (has_ended | text_follows))
     if change("drop truncated", d.about.get("mask_truncated_completions")):
         real_mask = real_mask & has_ended
@@ -237,8 +241,8 @@ def loss(d: Dump, change: Change) -> Answer:
 def inputs(logps: Tensor, mask: Tensor, change: Change) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities (n, S) under the policy, the old policy and the reference, with the deviation."""
     logps = change("logps", logps)
-    names = {"per_token_logps": logps, "mask": mask}
     old = change.d.get("old_per_token_logps", logps.detach())
+    names = {"per_token_logps": logps, "old_per_token_logps": old, "mask": mask}
     ref = change.d.get("ref_per_token_logps", logps.detach())
     return change("policy", logps, **names), change("old", old, **names), change("reference", ref, **names)
 
@@ -289,7 +293,7 @@ class PolicyPieces:
         self.kept = counted.clone()
         for part in d.micro_batches:
             self.kept[part] = kept_tokens(entropies[part], counted[part], self.options.top_entropy_quantile)
-        self.log_ratio = change("log-ratio", self.per_token_logps - old, self)
+        self.log_ratio = change("log-ratio", self.per_token_logps - old, self, part=d.all_rows)
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -408,6 +412,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): rows with the chosen and the rejected answer
+    index = torch.stack([index[:, 0], change("rejected", index[:, 1])], 1)
     sums = []  # summed log-probabilities (pairs, 2) under the policy and under the reference
     for use, number in (("the reference", 2), ("the policy", 0)):
         inside = change.inside(use)
@@ -416,7 +421,7 @@ def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
         own_logps = inputs(logps, mask, inside)[number][index]
         sums.append(answer_logps(own_logps, mask[index], options.ld_alpha))
     ref_logps, policy_logps = sums
-    log_ratio = change("log-ratio", policy_logps - ref_logps)
+    log_ratio = change("log-ratio", policy_logps - ref_logps, answer_lengths=mask[index].sum(-1))
     value, _ = dpo_loss(
         own_logps,
         mask[index],

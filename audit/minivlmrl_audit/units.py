@@ -129,6 +129,12 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
     }
 
 
+def rollout_sets(d) -> dict[str, Tensor]:
+    """Return the row sets that do not depend on advantages, as masks (N,) for the rollout's completions."""
+    order = d.rollout_order()
+    return {} if order is None else {says: x[order] for says, x in d.row_sets.items() if "advantage" not in says}
+
+
 def place_within(label: Tensor, row: Tensor) -> Tensor:
     """Return each row's place (n,) among the rows with the same label, ordered by `row`."""
     return ((label == label[:, None]) & (row < row[:, None])).sum(1)
@@ -159,14 +165,15 @@ def row_sets(d) -> dict[str, Tensor]:
 
 
 def spans(d) -> dict[str, Tensor]:
-    """Return spans over which a bug may average: for each token (n, S), its turn's or group's number."""
+    """Return spans in micro-batches over which a bug may average: numbers (n, S) of turns or groups."""
     row = d.all_rows[:, None].expand(-1, d.width)
     turn = first(d.turns()[1]).cumsum(1)
     spans = {}
     if turn.max() > 1:
         spans["its turn"] = row * d.width + turn
     if d.has("group", "row"):
-        spans["its group"] = d["group"][d["row"]][:, None].expand_as(row)
+        spans["its group"] = (d["group"][d["row"]] * len(row) + d["micro_batch"])[:, None].expand_as(row)
+    spans["its micro-batch"] = d["micro_batch"][:, None].expand_as(row)
     return different(spans, row)
 
 

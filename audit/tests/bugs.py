@@ -610,9 +610,9 @@ TRL_BUGS = {name: bug.trl for name, bug in BUGS.items() if bug.trl} | {
     # in the second step, only one learning rate is wrong
     "schedule_stepped_twice": InTRL("schedule", "advances twice per step",
         around(None, "create_scheduler", two_scheduler_steps), {"max_steps": 10, **LATER}),
-    "tokens_discounted": weighted("for each token before it, by 0.99", "0.99 ** (mask.cumsum(1) - 1)"),
+    "tokens_discounted": weighted("by 0.99 for each earlier token", "0.99 ** (mask.cumsum(1) - 1)"),
     "tokens_discounted_from_the_end": weighted(
-        "for each token that follows it, by 0.97", "0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
+        "by 0.97 for each later token", "0.97 ** (mask.flip(1).cumsum(1).flip(1) - 1)"),
     # bugs in completions that call tools
     # alibaba/ROLL/pull/444
     "tool_responses_in_the_sum": turns_loss("loss", "also counts tool responses, only in the sum", SUM,
