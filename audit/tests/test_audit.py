@@ -226,6 +226,19 @@ def test_only_errors_that_correlate_are_explained_by_16_bits(shared, is_named):
     assert torch.equal(in_half(ours[:1, :8], trainers[:1, :8], exact[:1, :8]), ours[:1, :8])  # too few
 
 
+def test_padding_after_a_truncated_completion_is_no_end_token():
+    """Rows with 3 columns are padded to 5 with a stop token's id: the second row was truncated."""
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
+    ids = torch.tensor([[5, 7, 7, 7, 7], [5, 6, 5, 7, 7]])
+    tensors = {"input_ids": ids, "attention_mask": mask, "prompt_mask": 0 * mask, "per_token_logps": -mask.double()}
+    about = {"kind": "grpo", "stop_token_ids": [7], "pad_token_id": 7, "max_completion_length": 3}
+    for is_masked in (False, True):
+        counted = mask * torch.tensor([[1], [0]]) if is_masked else mask
+        d = Dump(about | {"mask_truncated_completions": is_masked}, tensors | {"completion_mask": counted})
+        assert d["ended"].tolist() == [True, False]
+        assert [finding.ok for finding in audit(d) if finding.stage == "mask"] == [True]
+
+
 @pytest.mark.parametrize("tensors, why", [
     ({}, "each stage lacks a tensor or a field"),
     ({"completion_mask": torch.zeros(1, 1), "logps_gradient": torch.zeros(1, 1)}, "no token is in the loss"),
