@@ -1,4 +1,4 @@
-"""Tests of the conftest.py at the root: the suite sees no GPU, and `pytest -m gpu` runs each file in a process."""
+"""Tests for the root conftest.py: the suite sees no GPU, and `pytest -m gpu` runs each file in a process."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ def project(tmp_path):
     def project(*arguments, **variables):
         kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         environment = kept | {"PYTHONPATH": str(tmp_path), "EXPECTED": "3", "CUDA_VISIBLE_DEVICES": "3"} | variables
-        # only the plugin that the settings need; the others take most of the time of a start
+        # only the plugin that the settings need; starting pytest with the others takes much longer
         environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

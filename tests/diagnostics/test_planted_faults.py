@@ -20,11 +20,11 @@ import tiny
 
 @dataclass
 class Fault:
-    """A change of a correct recipe and its rows, and the messages about it, as (sentence, suggested fix)."""
+    """A change to a correct recipe and its rows, and the messages about it, as (sentence, suggested fix)."""
 
     overrides: list[str] = field(default_factory=list)
     change: dict | Callable = field(default_factory=dict)  # new columns, or a function (number, row) -> columns
-    check: tuple[str, str] | None = None  # message of `check`
+    check: tuple[str, str] | None = None  # message from `check`
     run: tuple[str, str] | None = None  # warning during the run
 
 
@@ -35,7 +35,7 @@ def black(image: str) -> str:
 
 
 def stretched(number: int, row: dict) -> dict:
-    """Write an image of 16 x 16 pixels that is enlarged to 64 x 64, and return it as the new image of the row."""
+    """Write an image with 16 x 16 pixels, enlarged to 64 x 64, and return it as the row's new image."""
     PIL.Image.effect_noise((16, 16), 90).resize((64, 64), 0).save(f"stretched_{number}.png")
     return {"image": f"stretched_{number}.png"}
 
@@ -59,7 +59,7 @@ def shown_again(number: int, row: dict) -> dict:
 
 
 def one_class(number: int, row: dict) -> dict:
-    """Write evaluation rows of which all except the first have the same solution."""
+    """Write evaluation rows that all have the same solution, except the first row."""
     shown_again(number, row | {"solution": "cat" if number else "dog"})
     return {}
 
@@ -76,7 +76,7 @@ def told_by_the_system(number: int, row: dict) -> dict:
 
 
 def shuffled(number: int, row: dict) -> dict:
-    """Write right answers for all rows, but the solution of two rows is that of another row."""
+    """Write right answers for all rows, but give two rows another row's solution."""
     wrong = "cat" if number in (2, 5) else row["solution"]
     right, other = (f"<think>hm</think><answer>{text}</answer>" for text in (row["solution"], "dog"))
     label = number % 2 == 0

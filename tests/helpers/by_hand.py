@@ -1,4 +1,4 @@
-"""Helpers for losses computed by hand: float64 tensors, a tolerance, and grpo_loss with all options of TRL."""
+"""Helpers for losses computed by hand: float64 tensors, a tolerance, and grpo_loss with all TRL options."""
 
 import inspect
 from dataclasses import fields
@@ -10,7 +10,7 @@ import torch
 from minivlmrl.losses.grpo import TERMS, LossNormalizer, batch_normalizer, clipped, grpo_loss, kl_term
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
-OWN = inspect.signature(grpo_loss).parameters  # arguments that are not those of a term
+OWN = inspect.signature(grpo_loss).parameters  # grpo_loss's own arguments, without the arguments of its terms
 COUNTS = {field.name for field in fields(LossNormalizer)}
 
 
@@ -19,7 +19,7 @@ def tensor(*values):
 
 
 def near(*values):
-    """Return pytest.approx with a tolerance of 1e-6, for numbers written with seven digits or computed by math."""
+    """Return pytest.approx with tolerance 1e-6, for numbers written with seven digits or computed by math."""
     return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
 
 
@@ -32,7 +32,7 @@ def kl(estimator):
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
-    """Return loss and metrics of grpo_loss, with the token weights and the entropy bonus of TRL's options.
+    """Return loss and metrics of grpo_loss, with token weights and entropy bonus as TRL's options set them.
 
     Args:
         given: fields of LossNormalizer, keyword arguments of grpo_loss and TERMS, and `entropies`, `entropy_threshold`,
@@ -68,10 +68,10 @@ def loss_of(per_token_logps, advantages, mask, **given):
 
 
 def policy(ratios, advantages, **options):
-    """Compute the loss of completions with given policy ratios; every token has log-probability -1.
+    """Compute the loss for given policy ratios; every token has log-probability -1.
 
     Returns:
-        The loss, its gradient with respect to the log-probabilities of all tokens without padding, and the metrics.
+        The loss, its gradient with respect to all log-probabilities without padding, and the metrics.
     """
     T = max(map(len, ratios))
     mask = tensor(*[[1.0] * len(row) + [0.0] * (T - len(row)) for row in ratios])
@@ -87,12 +87,12 @@ OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 
 def reinforce(logps, advantages, mask, *, normalizer, **others):
-    """Compute REINFORCE, divided by the tokens of the step; an example of a user's own loss function."""
+    """Compute REINFORCE, divided by the tokens in the step, as an example for a user's own loss function."""
     return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens, {}
 
 
 def max_rl(rewards, num_generations):
-    """Compute advantages as a function for grpo.advantages: reward minus mean, divided by the mean of the group."""
+    """Compute advantages as a function for grpo.advantages: reward minus group mean, divided by group mean."""
     groups = rewards.view(-1, num_generations)
     mean = groups.mean(1, keepdim=True)
     return ((groups - mean) / mean.clamp(min=1e-6)).flatten()

@@ -53,7 +53,7 @@ def fork_ranks(size: int, work: Callable[[process_group.World], int | None], tim
 
 @pytest.fixture
 def default_signals():
-    """Restore the default handlers of signals: nohup ignores SIGHUP, and `pytest &` in a script ignores SIGINT."""
+    """Restore the default signal handlers: nohup ignores SIGHUP, and `pytest &` in a script ignores SIGINT."""
     defaults = {number: signal.SIG_DFL for number in StopSignals.SIGNALS} | {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield

@@ -1,7 +1,7 @@
 """Operators that PyTorch implements only for CUDA, computed on the CPU by their definition, for pretend_cuda.py.
 
-The GPU path of kernels/ calls two kinds: products of 16-bit matrices with a float32 result, and the flash attention
-that also returns log-sum-exps. Here both are written down from their documentation, without the code of kernels/.
+The GPU path of kernels/ calls two kinds: 16-bit matrix products with a float32 result, and the flash attention that
+also returns log-sum-exps. Here both are written down from their documentation, without the code of kernels/.
 """
 
 import torch
@@ -23,7 +23,7 @@ def for_query_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None) -> tuple:
-    """Compute _scaled_dot_product_flash_attention: the outputs, log-sum-exps, and arguments of the backward pass."""
+    """Compute _scaled_dot_product_flash_attention: the outputs, log-sum-exps, and backward pass arguments."""
     scores = scores_of(q, for_query_heads(k, q), is_causal)
     out = scores.softmax(-1) @ for_query_heads(v, q).float()
     unused = q.new_empty(0)

@@ -1,4 +1,4 @@
-"""Helpers for tests of sampling: prompts, seeded sampling, and transformers' generate with our option names."""
+"""Helpers for sampling tests: prompts, seeded sampling, and transformers' generate with our option names."""
 
 import itertools
 
@@ -71,12 +71,12 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, wrap=No
 
 def logits(rows=6, vocab=40, seed=0):
     values = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
-    values[:, 3] = values[:, 4] = values.topk(5).values[:, -1]  # ties at the edge of top_k
+    values[:, 3] = values[:, 4] = values.topk(5).values[:, -1]  # ties at the top_k limit
     return values
 
 
 def ids_of(completions):
-    """Return the token ids of all completions as lists."""
+    """Return all completions as lists with token ids."""
     return [c.ids.tolist() for group in completions for c in group]
 
 
@@ -93,12 +93,12 @@ def tokenizer_300():
 
 
 def their_tokens(theirs, inputs, stop=STOP, seed=0, **settings):
-    """Return the new ids (R, C) of transformers' generate, which gets only these settings, by our names."""
+    """Return the new ids (R, C) from transformers' generate, called only with these settings under our names."""
     from transformers import GenerationConfig
 
     theirs.generation_config = GenerationConfig(eos_token_id=list(stop) or None, pad_token_id=0)
     if settings.setdefault("temperature", 1.0) == 0:
         settings = {name: value for name, value in settings.items() if name != "temperature"} | {"do_sample": False}
     torch.manual_seed(seed)
-    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 0} | settings  # transformers' default of top_k is 50
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 0} | settings  # transformers' default top_k is 50
     return theirs.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]

@@ -1,6 +1,6 @@
-"""The config.json of released models as the Hugging Face hub has it, and of a tiny model of each family.
+"""config.json for released models, as on the Hugging Face hub, and for a tiny model in each family.
 
-The contents are in tests/recorded/hub_configs.json. The tiny models have the sizes and ids of tiny.py.
+The contents are in tests/recorded/hub_configs.json. The tiny models have the same sizes and ids as in tiny.py.
 """
 
 import copy
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 CONFIGS = json.loads((Path(__file__).parents[1] / "recorded" / "hub_configs.json").read_text())
-# number of parameters and number of tensors in the files of the hub
+# how many parameters and how many tensors the files on the hub contain
 SIZES = {
     "Qwen2.5-VL-3B": (3_754_622_976, 824),
     "Qwen2.5-VL-7B": (8_292_166_656, 729),
@@ -26,7 +26,7 @@ QWEN35_SIZES = ("Qwen3.5-2B", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B")
 
 
 def real_config(size: str) -> dict:
-    """Return the config.json of a model in SIZES, QWEN3_SIZES or QWEN35_SIZES."""
+    """Return the config.json for a model in SIZES, QWEN3_SIZES or QWEN35_SIZES."""
     return copy.deepcopy(CONFIGS[size])
 
 

@@ -7,7 +7,7 @@ kernels/ use its Triton kernel.
 Importing this module in such a process also corrects two differences between the interpreter and a GPU. First, the
 interpreter stores bfloat16 as uint16, truncates instead of rounding to nearest even, and multiplies the bit patterns in
 tl.dot (https://github.com/triton-lang/triton/issues/11584). Arithmetic on bfloat16 itself still raises an error,
-because our kernels convert to float32 directly after a load. Second, tl.maximum and tl.minimum of a number and NaN
+because our kernels convert to float32 directly after a load. Second, tl.maximum and tl.minimum with a number and NaN
 return the number on a GPU by default, but NaN in the interpreter.
 """
 
@@ -22,7 +22,7 @@ from minivlmrl.kernels.backend import INTERPRETED, tl
 
 
 def run_interpreted(*modules: str) -> None:
-    """Run the test files of these kernels again in the interpreter. If they fail, fail with their output."""
+    """Run the test files for these kernels again in the interpreter. If they fail, fail with their output."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1", "MINIVLMRL_KERNELS": "triton", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     }  # fmt: skip
@@ -45,7 +45,7 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 
 def mend_bfloat16() -> None:
-    """Replace the four methods of the interpreter that handle bfloat16 values."""
+    """Replace the interpreter's four methods that handle bfloat16 values."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
     from triton.runtime.interpreter import TensorHandle
 

@@ -1,7 +1,7 @@
 """Train a tiny model, convert it to GGUF, and compare llama.cpp's greedy answers with ours; tests/llama_cpp.sh runs it.
 
-The file also defines the task on_llama_cpp.py:TASK(side=28): the default task with images of other sizes. In rows with
-an even index, the sides of an image are multiples of an image token's side; the other images have to be resized.
+The file also defines the task on_llama_cpp.py:TASK(side=28): the default task with other image sizes. In rows with an
+even index, an image's sides are multiples of an image token's side; the other images have to be resized.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from minivlmrl.tasks import shapes
 from minivlmrl.tasks.registry import Task
 
 ROWS = 64
-LIMIT = 20  # largest number of tokens in an answer
-# (config of a recipe, vision sizes, mrope_section): llama.cpp requires these sizes in the proportions of a real model
+LIMIT = 20  # most tokens in an answer
+# (recipe config, vision sizes, mrope_section): llama.cpp requires these sizes in the same proportions as a real model
 FAMILIES = {
     "qwen2_5_vl": ("shapes_model", {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1, 3]}, None),
     "qwen2_vl": ("shapes_model", {"patch_size": 14, "embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}, None),
@@ -40,10 +40,10 @@ FILES = ("f32", "f16", "q8_0", "q4_0")
 
 @dataclass
 class Sized:
-    """The rows of a dataset, with images enlarged to sides of 4 to 7 image tokens."""
+    """A dataset's rows, with images enlarged so that their sides are 4 to 7 image tokens long."""
 
     rows: Dataset
-    side: int  # side of an image token, in pixels
+    side: int  # an image token's side, in pixels
 
     def __len__(self):
         return len(self.rows)
@@ -66,7 +66,7 @@ TASK = Task(datasets, shapes.tokenizer, shapes.TASK.chance, "chance")
 
 
 def config_of(family: str) -> dict:
-    """Return the config.json of a tiny model of a family."""
+    """Return the config.json for a family's tiny model."""
     recipe_config, vision, mrope_section = FAMILIES[family]
     config = json.loads(Path(f"recipes/{recipe_config}.json").read_text()) | {"model_type": family}
     config["vision_config"] |= {"depth": 4} | vision
@@ -77,7 +77,7 @@ def config_of(family: str) -> dict:
 
 
 def make(folder: Path, family: str):
-    """Train a tiny model of a family into folder/checkpoint."""
+    """Train a family's tiny model and save it in folder/checkpoint."""
     config = config_of(family)
     folder.mkdir(parents=True)
     (folder / "model.json").write_text(json.dumps(config))
@@ -138,7 +138,7 @@ class LlamaCpp:
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.text.model)
 
     def read(self, prompt: str, image) -> int:
-        """Run the forward pass of a prompt, and return the position after its last token."""
+        """Run the forward pass for a prompt, and return the position after its last token."""
         mtmd = self.mtmd
         pixels = image.tobytes()
         bitmap = mtmd.mtmd_bitmap_init(*image.size, (ctypes.c_uint8 * len(pixels)).from_buffer_copy(pixels))
@@ -175,10 +175,10 @@ def compare(folder: Path, kind: str, before=None) -> dict[str, list]:
     """Answer held-out rows with both programs.
 
     Args:
-        kind: type of the GGUF files, such as "f16".
+        kind: GGUF file type, such as "f16".
         before: function (image, image processor) -> image that changes each image for both programs.
     Returns:
-        {"multiples" or "resized": for each row, the largest difference of a log-probability, or None if the answers
+        {"multiples" or "resized": for each row, the largest log-probability difference, or None if the answers
         differ}.
     """
     model, processor = load_model(folder / "checkpoint"), load_processor(folder / "checkpoint")

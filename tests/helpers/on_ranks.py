@@ -1,7 +1,7 @@
-"""Train a stage on 1, 2 and 4 processes of this machine with the same rows, for test_process_group.py.
+"""Train a stage on 1, 2 and 4 processes on this machine with the same rows, for test_process_group.py.
 
-All cases of a world size run in one launch. The processes are forked from the process of the tests, which has only one
-thread.
+All cases with the same world size run in one launch. The processes are forked from the test process, which has only
+one thread.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from minivlmrl.trainers import registry
 
 from stages import letters  # noqa: F401 (a reward that recipes name)
 
-SECONDS = 300  # timeout of a collective, long enough for a busy machine; a deadlock then fails the test
+SECONDS = 300  # timeout for a collective, long enough for a busy machine; a deadlock then fails the test
 ROWS, PROMPTS_PER_STEP = 16, 4
 ONE = process_group.World()
 SHARDS_BYTES = torch.__version__ >= "2.13"  # whether torch can shard 4-bit weights, which are uint8 tensors
@@ -54,8 +54,8 @@ def shards_bytes(*values, marks=()):
 class Uneven:
     """Rows of very different sizes, so that every rank has other shapes.
 
-    Images have 28 x 28 to 168 x 140 pixels. All rows of the first step have an image, and so do the last row of the
-    third step and the first row of the fourth step; the other rows have none. Answers have 1 to 40 words.
+    Images have 28 x 28 to 168 x 140 pixels. All rows in the first step have an image, and so do the last row in
+    the third step and the first row in the fourth step; the other rows have none. Answers have 1 to 40 words.
     """
 
     def __init__(self, with_image: set[int] = frozenset(range(ROWS))):
@@ -79,7 +79,7 @@ class Uneven:
 
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
-    """Return an object with the attributes of a trainer that Batches reads."""
+    """Return an object with the trainer attributes that Batches reads."""
     config = SimpleNamespace(prompts_per_step=prompts_per_step)
     run = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
@@ -97,17 +97,17 @@ def uneven(stage: str) -> Uneven:
 
 @dataclass
 class Result:
-    """Results of a stage, which must be equal on all ranks except for `reference`."""
+    """A stage's results, which must be equal on all ranks except for `reference`."""
 
-    lines: list[dict] = field(default_factory=list)  # metrics of each step
+    lines: list[dict] = field(default_factory=list)  # metrics for each step
     weights: dict = field(default_factory=dict)  # full weights after the last step
-    evaluation: dict = field(default_factory=dict)  # metrics of the held-out rows
-    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) of all rollouts
-    reference: list = field(default_factory=list)  # this rank's shards of the reference model
+    evaluation: dict = field(default_factory=dict)  # metrics on the held-out rows
+    texts: list[tuple[str, list[str]]] = field(default_factory=list)  # (row key, completions) from all rollouts
+    reference: list = field(default_factory=list)  # this rank's reference model shards
 
 
 class Eye:
-    """An environment whose tool `look` returns a corner of the row's image, or a text if the row has no image."""
+    """An environment whose tool `look` returns a corner from the row's image, or a text if the row has no image."""
 
     max_tool_calls = 2
 
@@ -124,7 +124,7 @@ def eager(text, tools, ended):
 
 
 def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World) -> Result:
-    """Train all steps of one stage on this rank, and return the results."""
+    """Train all steps in one stage on this rank, and return the results."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
@@ -153,7 +153,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
 
 
 def record(trainer, result):
-    """Record the completions of all ranks in result.texts, for each rollout of the trainer."""
+    """Record all ranks' completions in result.texts, for each trainer rollout."""
     roll_out = trainer.roll_out
 
     def spy(rows):
@@ -168,7 +168,7 @@ def record(trainer, result):
 
 
 def _rank(rank: int, size: int, port: int, folder: Path, cases: dict[str, list[str]], function):
-    gc.freeze()  # Keep process groups of earlier tests: a fork lacks their threads, so freeing them would abort
+    gc.freeze()  # Keep process groups from earlier tests: a fork lacks their threads, so freeing them would abort
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -203,7 +203,7 @@ def wait(processes: list):
 
 
 def launch(size: int, folder: Path, cases: dict[str, list[str]], function=stage_on_ranks) -> list[dict]:
-    """Run all cases on `size` ranks, and return {case: result} of each rank."""
+    """Run all cases on `size` ranks, and return {case: result} for each rank."""
     context = multiprocessing.get_context("fork")
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))

@@ -26,8 +26,8 @@ CLASSES = {
     "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
 }
 
-# largest difference of two logits because of float32 rounding, relative to the largest logit; a recurrent layer
-# accumulates these errors
+# largest logit difference that float32 rounding causes, relative to the largest logit; a recurrent layer accumulates
+# these errors
 ROUNDING = {**dict.fromkeys(CLASSES, 1e-5), **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), 1e-4)}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -35,7 +35,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype=torch.float32):
     """Return a tiny transformers model, and our model loaded from the folder that transformers saved.
 
-    The weights are those of tiny.telling_weights.
+    Both have the weights that tiny.telling_weights sets.
     """
     config = transformers.AutoConfig.for_model(**config_json.to_dict(tiny.config(tied, model_type=model_type)))
     theirs = CLASSES[model_type]._from_config(config, **EAGER).to(dtype)
@@ -46,9 +46,9 @@ def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype
 
 
 def in_float64(monkeypatch, model_type: str):
-    """Let transformers compute in float64 until the end of the test, also where its source says float32.
+    """Let transformers compute in float64 until the test ends, also where its source says float32.
 
-    The formulas come from transformers' source. Rotary frequencies stay float32, as in the training of the checkpoints.
+    The formulas come from transformers' source. Rotary frequencies stay float32, as when the checkpoints were trained.
     """
     for name in (CLASSES[model_type].__module__, "transformers.vision_utils"):
         module, lifted = lifted_module(name)
@@ -65,7 +65,7 @@ def in_float64(monkeypatch, model_type: str):
 
 @functools.cache
 def lifted_module(name: str) -> tuple:
-    """Return a module of transformers, and the names of a copy whose source says float64 instead of float32."""
+    """Return a transformers module, and {name: value} for a copy whose source says float64 instead of float32."""
     module = importlib.import_module(name)
     lifted = dict(vars(module))
     parts = re.split(r"(?m)^(?=@|class |def )", inspect.getsource(module))
@@ -108,13 +108,13 @@ def their_inputs(prompt):
 
 
 def our_logits(model, rows):
-    """Compute our logits of all rows in one packed batch, and split them by row."""
+    """Compute our logits for all rows in one packed batch, and split them by row."""
     batch = pack(rows, [[] for _ in rows], model.config)
     return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
 
 
 def worst_difference(theirs, ours, rows):
-    """Return the largest difference of a logit in any row, relative to the row's largest logit."""
+    """Return the largest logit difference in any row, relative to the row's largest logit."""
     with torch.no_grad():
         expected = [theirs(**their_inputs(row)).logits[0] for row in rows]
         return max(

@@ -4,18 +4,18 @@
         train_recipe([...])              # torch.cuda.is_available() is True in here
     gpu.waits                          # where the host would wait for the GPU
 
-An operation that mixes tensors of both devices raises the error of CUDA. The simulation counts where the host would
+An operation that mixes tensors on both devices raises CUDA's error. The simulation counts where the host would
 wait for the GPU: item, tolist, nonzero, masks as indices, and copies between host and GPU. The numbers are real, so
 code that depends on them, such as a loop until a stop token, runs as on a GPU.
 
-A `Pretend` is a wrapper subclass of Tensor, like FakeTensor: Python sees cuda:0, C++ sees the meta device, and the data
+A `Pretend` is a Tensor wrapper subclass, like FakeTensor: Python sees cuda:0, C++ sees the meta device, and the data
 is in the CPU tensor `inside`. PretendCuda is a TorchDispatchMode, so it receives every operation below autograd,
 including the backward pass. It checks the devices, counts waits, runs the operation on the CPU tensors and wraps the
 results. Uninitialised memory is NaN. A CUDA graph is a list of operations: capturing changes no data and rejects
 operations for which the host would wait, and a replay runs the operations on the same memory.
 
 Operators that only CUDA has are computed by cuda_operators.py. Not simulated: several GPUs, streams, pinned memory,
-Triton, the rounding of a GPU, and the meta device, which stands for the GPU here. torch.backends.cuda answers as on a
+Triton, GPU rounding, and the meta device, which stands for the GPU here. torch.backends.cuda answers as on a
 CPU, so a test that needs flash attention must replace can_use_flash_attention.
 """
 
@@ -44,7 +44,7 @@ COPIES = {aten.copy_.default, aten._to_copy.default}
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 # these operations have no pointwise tag, but also accept a number (a tensor without dimensions) on the host
 TAKE_NUMBERS = {"where", "index_fill", "index_fill_", "_foreach_mul", "_foreach_mul_", "lerp", "lerp_", "fill_"}
-# the shape of the result depends on the data, so the host waits
+# the result's shape depends on the data, so the host waits
 WAITED_FOR = {
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "equal", "is_nonzero",
     "_local_scalar_dense", "histc", "masked_scatter",
@@ -53,7 +53,7 @@ EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided
 
 
 class DeviceMix(RuntimeError):
-    """The error of CUDA that begins with "Expected all tensors to be on the same device"."""
+    """The CUDA error that begins with "Expected all tensors to be on the same device"."""
 
 
 class Pretend(Tensor):
@@ -116,7 +116,7 @@ def lists_on_card(index):
 
 
 class CardGenerator(torch.Generator):
-    """A random generator of the GPU, which computes its numbers on the CPU."""
+    """A GPU's random generator, which computes its numbers on the CPU."""
 
     def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")
@@ -126,7 +126,7 @@ class PretendCuda(TorchDispatchMode):
     """Simulate one GPU inside a `with` block.
 
     Attributes:
-        waits: {(reason, file, line number): number of times that the host waited}.
+        waits: {(reason, file, line number): how often the host waited}.
     """
 
     current: "PretendCuda | None" = None
@@ -138,7 +138,7 @@ class PretendCuda(TorchDispatchMode):
         self.capturing: Graph | None = None
 
     def __enter__(self):
-        self.depth += 1  # `run` enters the mode again for the body of a custom operation
+        self.depth += 1  # `run` enters the mode again for a custom operation's body
         if self.depth == 1:
             self.patches = contextlib.ExitStack()
             for patch in environment():
@@ -226,7 +226,7 @@ class PretendCuda(TorchDispatchMode):
 
 
 def source_line() -> tuple[str, int]:
-    """Return file and line of the innermost function of this project that called the operation."""
+    """Return file and line where the innermost function in this project called the operation."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(SOURCES):
         frame = frame.f_back
@@ -239,7 +239,7 @@ def is_composite(func) -> bool:
 
 
 def body_of(func):
-    """Return the Python function of a custom operation, or None for other operations."""
+    """Return a custom operation's Python function, or None for other operations."""
     definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
     return None if definition is None else definition._init_fn
 
@@ -260,9 +260,9 @@ class Graph:
         self.before = []
 
     def record(self, func, args, kwargs):
-        """Record an operation, and save the old values of tensors that it changes.
+        """Record an operation, and save the old values in the tensors that it changes.
 
-        The operation is computed, because later operations need the shape of its result.
+        The operation is computed, because later operations need its result's shape.
         """
         arguments = func._schema.arguments
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

@@ -1,4 +1,4 @@
-"""Fixtures that train a tiny recipe with train_recipe, for tests of training, its options and its results."""
+"""Fixtures that train a tiny recipe with train_recipe, for tests about training, its options and its results."""
 
 import json
 
@@ -21,7 +21,7 @@ LETTERS = "--rewards={letters: 1, format: 0, accuracy: 0}"
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
-    """A folder with recipe.yaml and the config of its tiny model."""
+    """A folder with recipe.yaml and its tiny model's config."""
     home = tmp_path_factory.mktemp("recipe")
     (home / "model.json").write_text(json.dumps(tiny.RUN_MODEL))
     (home / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -40,7 +40,7 @@ def run(home, tmp_path):
 
 
 def leave_out(patch):
-    """Speed up a run: write no report, print no summary of row lengths, and shuffle 1,000 rows instead of a million."""
+    """Speed up a run: write no report, print no row length summary, and shuffle 1,000 rows instead of a million."""
     patch.setattr("minivlmrl.diagnostics.report.write_page", lambda *_: None)
     patch.setattr("minivlmrl.run.setup.summary", lambda *_: "")
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
@@ -54,7 +54,7 @@ def plain(monkeypatch):
 
 @pytest.fixture(scope="session")
 def checkpoint(home):
-    """The randomly initialised model of the recipe, saved as a Hugging Face folder."""
+    """The recipe's randomly initialised model, saved as a Hugging Face folder."""
     train_recipe([str(home / "recipe.yaml"), f"--output_dir={home / 'untrained'}", "--stages=[]", "--data.eval_rows=1"])
     return home / "untrained" / "checkpoint"
 
@@ -98,7 +98,7 @@ def write_lines(path, lines):
 
 
 def metrics(folder, name="metrics.jsonl"):
-    """Return the lines of metrics.jsonl, or of another JSON lines file, in a run's folder."""
+    """Return the lines in metrics.jsonl, or in another JSON lines file, from a run's folder."""
     return read_lines(folder / name)
 
 
@@ -108,7 +108,7 @@ def summary(folder):
 
 @pytest.fixture
 def whole_run(run, plain, home, rows, tmp_path, capsys):
-    """A function that runs SFT and GRPO on the user's rows with a tiny model of a family.
+    """A function that runs SFT and GRPO on the user's rows with a family's tiny model.
 
     transformers and the commands chat, check and memory then load the saved model.
     """

@@ -6,7 +6,7 @@ from minivlmrl.rewards.text import find_answer
 
 
 def score_texts(names, completions, columns, where="tags"):
-    """Compute K rewards of n texts, given the columns of their rows.
+    """Compute K rewards for n texts, given their rows' columns.
 
     Returns:
         (n, K), with NaN where a reward returned None.

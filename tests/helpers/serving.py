@@ -12,7 +12,7 @@ class Quiet(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve(handler):
-    """Run a server in a thread, yield the server and its address, and stop it at the end of the block."""
+    """Run a server in a thread, yield the server and its address, and stop it when the block ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server, f"http://127.0.0.1:{server.server_port}"

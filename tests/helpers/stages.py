@@ -1,4 +1,4 @@
-"""Run a trainer step by step on a tiny model, and other helpers for tests of trainers."""
+"""Run a trainer step by step on a tiny model, and other helpers for trainer tests."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ STAGE = {
 DATA = {"task": "shapes(demonstrations=8, pairs=8)", "eval_rows": 2}
 RECIPE = recipe(STAGE, data=DATA, rewards={"letters": 1.0})
 STAGES = ("sft", "dpo", "reward_model", "grpo", "ppo")
-MORE = {"distill": {"num_generations": 3}}  # more options of stages that are files in recipes/
+MORE = {"distill": {"num_generations": 3}}  # more options for stages that are files in recipes/
 ONE = World()
 
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 
 def write_recipe(folder, recipe=RECIPE):
-    """Write recipe.yaml and model configs: with a separate head, with a tied head, and of the other families."""
+    """Write recipe.yaml and model configs: with a separate head, with a tied head, and for the other families."""
     for tied in (False, True):
         model = RUN_MODEL | {"tie_word_embeddings": tied}
         (folder / f"{'tied' if tied else 'model'}.json").write_text(json.dumps(model))
@@ -101,7 +101,7 @@ class Stage:
         return metrics
 
     def go(self, steps=1):
-        """Run the next optimizer steps, and return the metrics of each."""
+        """Run the next optimizer steps, and return each step's metrics."""
         return [(self.next(), self.update())[1] for _ in range(steps)]
 
     def accuracy(self):
@@ -115,7 +115,7 @@ def stage(folder, lively):
 
 @pytest.fixture
 def loss_calls(monkeypatch):
-    """A list to which the arguments of each call of grpo_loss are appended."""
+    """A list to which every grpo_loss call appends its arguments."""
     calls = []
     original = grpo_file.grpo_loss
 
@@ -140,9 +140,9 @@ def samples(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """A function script(list or number, ...) that sets the rewards `letters` of the next rollouts.
+    """A function script(list or number, ...) that sets the rewards `letters` for the next rollouts.
 
-    A number is the reward of all completions of a rollout.
+    A number is the reward for all completions in a rollout.
     """
 
     def script(*values):
@@ -159,12 +159,12 @@ def script(monkeypatch):
 
 
 def letter_rewards(trainer, rollout):
-    """Compute the reward `letters` of a rollout's completions, (n,)."""
+    """Compute the reward `letters` for a rollout's completions, (n,)."""
     return torch.tensor(letters([trainer.processor.decode(c.ids) for c in completions_of(rollout)]))
 
 
 def completions_of(rollout):
-    """Return the completions of a rollout in order."""
+    """Return a rollout's completions in order."""
     return [sample.completion for sample in rollout.samples]
 
 
@@ -202,6 +202,6 @@ def snapshot(module):
 
 
 def main(folder, tmp_path, name, *overrides):
-    """Train the whole recipe, and return the lines of metrics.jsonl."""
+    """Train the whole recipe, and return the lines in metrics.jsonl."""
     train_recipe([str(folder / "recipe.yaml"), f"--output_dir={tmp_path / name}", *overrides])
     return metrics(tmp_path / name)

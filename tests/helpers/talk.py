@@ -1,11 +1,11 @@
-"""Short functions that build messages and their parts in tests of rows, and a chat template."""
+"""Short functions that build messages and their parts in row tests, and a chat template."""
 
 import itertools
 
 import pytest
 
 IMAGE_PART = {"type": "image"}
-# Our own template, similar to Qwen's: it strips text, supports images, and writes a newline after the end of a turn.
+# Our own template, similar to Qwen's: it strips text, supports images, and writes a newline after a turn's end.
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content | trim }}{% else %}"
@@ -32,7 +32,7 @@ def system(content):
 
 
 def renders_as_transformers(template, messages):
-    """Assert that a ChatTemplate renders the messages like apply_chat_template of transformers."""
+    """Assert that a ChatTemplate renders the messages like apply_chat_template in transformers."""
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.utils.chat_template_utils import render_jinja_template
 

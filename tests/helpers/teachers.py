@@ -1,4 +1,4 @@
-"""Functions for distill.teacher_prompt: each one changes a row to what the teacher of the stage distill sees."""
+"""Functions for distill.teacher_prompt: each function returns the row that the distill stage's teacher sees."""
 
 import copy
 from dataclasses import replace

@@ -11,7 +11,7 @@ from minivlmrl.model.config import ExpertsConfig, ModelConfig, RecurrentConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES
 
-# config.json of a model for whole runs, as small as the architecture allows
+# a model's config.json for whole runs, as small as the architecture allows
 RUN_MODEL = {
     "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
@@ -21,7 +21,7 @@ RUN_MODEL = {
         "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [0],
     },
 }  # fmt: skip
-# a Qwen3-VL of the same size; head_dim differs from hidden_size / num_attention_heads
+# a Qwen3-VL with the same size; head_dim differs from hidden_size / num_attention_heads
 RUN_QWEN3 = {
     "model_type": "qwen3_vl",
     "text_config": {
@@ -33,7 +33,7 @@ RUN_QWEN3 = {
         "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     },
 }  # fmt: skip
-# sizes of Qwen3.5's recurrent layers: there are more value heads than key heads, and value heads are larger
+# sizes for Qwen3.5's recurrent layers: there are more value heads than key heads, and value heads are larger
 RECURRENT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
@@ -51,7 +51,7 @@ RUN_QWEN35 = {
     },
 }  # fmt: skip
 
-# the same models with experts, 2 for each token; in Qwen3-VL only the first of the two layers has experts
+# the same models with experts, 2 for each token; in Qwen3-VL only the first layer has experts, not the second
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MANY = EXPERTS | {"num_experts": 24, "moe_intermediate_size": 8}  # some experts get no token in a micro-batch
 RUN_QWEN3_MOE = {
@@ -75,7 +75,7 @@ def recipe(stage: dict, **sections) -> dict:
         "sampling": {"max_new_tokens": 6}, "sft": stage, "dpo": stage, "reward_model": stage,
         "grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2},
     }  # fmt: skip
-    base = json.loads(json.dumps(base))  # copies, so that YAML of the recipe has no aliases
+    base = json.loads(json.dumps(base))  # copies, so that the recipe's YAML has no aliases
     for name, value in sections.items():
         base[name] = base.get(name, {}) | value if isinstance(value, dict) else value
     return base
@@ -85,7 +85,7 @@ FILES = {"kto": "recipes/kto.py:KTO", "distill": "recipes/distill.py:Distill"}  
 
 
 def of_file(name: str, options: dict) -> list[str]:
-    """Return command-line options that train only a stage of FILES, with the given options."""
+    """Return command-line options that train only a stage in FILES, with the given options."""
     return [f"--stages={FILES[name]}", f"--{name}={json.dumps(options)}"]
 
 
@@ -96,7 +96,7 @@ VISION_END = 291
 
 
 def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") -> ModelConfig:
-    """Return the config of a model that is small but reveals mistakes.
+    """Return a config for a small model that reveals mistakes.
 
     A window has 8 patches per side. With 16, an image would fit into one window and hide mistakes in windows.
     """
@@ -132,11 +132,11 @@ def config(tied: bool = False, layers: int = 3, model_type: str = "qwen2_5_vl") 
 def telling_weights(model: torch.nn.Module, seed: int = 0):
     """Set variance-preserving random matrices, and random biases and norm weights, so that mistakes change the logits.
 
-    With the default initialisation (N(0, 0.02), zero biases, unit norms), a swap of height and width in the vision
+    With the default initialisation (N(0, 0.02), zero biases, unit norms), swapping height and width in the vision
     rotary embedding changes the logits by only 5e-5, less than any tolerance; with these weights, by 0.1 or more.
     """
     generator = torch.Generator().manual_seed(seed)
-    centred = {  # weights of norms that scale by 1 + weight
+    centred = {  # norm weights that scale by 1 + weight
         f"{name}.weight"
         for name, m in model.named_modules()
         if type(m).__name__ in ("CentredRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
@@ -147,11 +147,11 @@ def telling_weights(model: torch.nn.Module, seed: int = 0):
             p.copy_(0.1 * noise)
         elif name.endswith("A_log"):  # the recurrent state decays over about 10 tokens
             p.copy_(0.5 * noise - 2)
-        elif p.dim() == 1:  # weights of norms
+        elif p.dim() == 1:  # norm weights
             p.copy_((name not in centred) + 0.2 * noise)
         elif "embed_tokens" in name:
             p.copy_(2 * noise / p.shape[1] ** 0.5)
-        elif name.endswith("_proj"):  # one tensor for all experts of a layer, as in transformers
+        elif name.endswith("_proj"):  # one tensor for all experts in a layer, as in transformers
             p.copy_(noise / p.shape[2] ** 0.5)
         else:
             p.copy_(noise / p[0].numel() ** 0.5)
@@ -174,7 +174,7 @@ def prompt(
     """Return a prompt with random text around random images and videos.
 
     Args:
-        grids: (time, height, width) of each image or video, in patches.
+        grids: (time, height, width) for each image or video, in patches.
     """
     ids = [torch.randint(3, 280, (text,), generator=generator)]
     for t, h, w in grids:
@@ -189,11 +189,11 @@ def prompt(
 def write_video(
     path, frames, rate: int, container=None, codec: str = "ffv1", pix_fmt: str = "bgr0", rotation: int = 0, options=None
 ):
-    """Write a video of (H, W, 3) uint8 frames, by default with a lossless codec.
+    """Write a video from (H, W, 3) uint8 frames, by default with a lossless codec.
 
     Args:
-        rotation: rotation of the display, in degrees.
-        options: options of the container.
+        rotation: display rotation, in degrees.
+        options: container options.
     """
     av = pytest.importorskip("av", reason="extra missing: pip install av")
     with av.open(str(path), "w", format=container, options=options or {}) as container:

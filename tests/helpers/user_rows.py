@@ -1,7 +1,7 @@
-"""Read tests/rows/cases.json, the table of files as users wrote them, and write messages in transformers' form.
+"""Read tests/rows/cases.json, a table with row files as users wrote them, and write messages for transformers.
 
 In the table, a turn is a list: the role, then texts and parts, such as ["user", {"image": "red.png"}, "What?"]. A part
-with another key than image or video, such as tool_calls, is a field of the message.
+with another key than image or video, such as tool_calls, is a message field.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 ROWS = Path(__file__).parents[1] / "rows"
 FILES, MODELS = ROWS / "files", ROWS / "models"
 RECORDED = ROWS.parent / "recorded" / "rows_transformers_5.23.0.json"
-# columns that a row of a stage must have
+# columns that a row must have for a stage
 REQUIRED = {
     "sft": ("problem", "completion"),
     "dpo": ("problem", "chosen", "rejected"),
@@ -23,17 +23,17 @@ ANSWERS = ("completion", "chosen", "rejected")
 
 @dataclass
 class Case:
-    """A file of rows, and either the messages of its rows or words of the error message."""
+    """A row file, and either its rows' messages or words in the error message."""
 
     file: str
-    reference: str  # URL of the report or the page that shows such a row
+    reference: str  # URL for the report or the page that shows such a row
     model: str = "qwen2_5_vl"  # folder in tests/rows/models
-    template: str = ""  # file in tests/rows/files that replaces the chat template of the model
+    template: str = ""  # file in tests/rows/files that replaces the model's chat template
     stage: str = "sft"
-    options: dict = field(default_factory=dict)  # fields of RowOptions
-    # for each row: its turns under "prompt" and ANSWERS, and the values of other columns
+    options: dict = field(default_factory=dict)  # fields for RowOptions
+    # for each row: its turns under "prompt" and ANSWERS, and its values in other columns
     rows: list[dict] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)  # words of the error message
+    refused: list[str] = field(default_factory=list)  # words in the error message
     skipped: list[int] = field(default_factory=list)  # rows that data.skip_unreadable skips
     typed: bool = False  # whether texts spell control tokens that must stay text
 
@@ -45,7 +45,7 @@ def read_cases() -> dict[str, Case]:
 
 
 def to_messages(turns: list[list]) -> list[dict]:
-    """Return turns of the table as messages for transformers, whose images and videos are paths in FILES."""
+    """Return the table's turns as messages for transformers, whose images and videos are paths in FILES."""
     messages = []
     for role, *items in turns:
         message = {"role": role, "content": []}
@@ -84,10 +84,10 @@ def mean_colors(patches, grids) -> list:
     """Return the mean colour of each quarter of each picture, which shows its content, its order and its orientation.
 
     Args:
-        patches: (patches of all pictures, channels * temporal * height * width) in the order of Qwen's image processor.
+        patches: (patches in all pictures, channels * temporal * height * width), ordered as in Qwen's image processor.
         grids: (pictures, 3): patches in time, height and width.
     Returns:
-        For each temporal patch, 2 x 2 x 3 numbers in the units of the patches.
+        For each temporal patch, 2 x 2 x 3 numbers in the same units as the patches.
     """
     colors = []
     start = 0

@@ -1,9 +1,9 @@
-"""Check machine code: kernels compiled at real sizes, recorded results of four Triton versions, and lost registers.
+"""Check machine code: kernels compiled at real sizes, recorded results for four Triton versions, and lost registers.
 
-A lost register is one that nothing has written. The pieces of machine code below were made by ptxas 12.8 and 12.9 from
-one kernel, the forward pass of window attention of version 0.4.0 with a head dimension of 80, compiled for sm_90 by
-Triton 3.6.0 and 3.8.0. The pieces are its four products of 64 rows and 16 columns, with the address of the second
-matrix in uniform registers. On an H100, the first kernel had an error of 40 %.
+A lost register is one that nothing has written. The machine code below was made by ptxas 12.8 and 12.9 from one
+kernel, the window attention forward pass in version 0.4.0 with head dimension 80, compiled for sm_90 by Triton 3.6.0
+and 3.8.0. It contains the kernel's four products with 64 rows and 16 columns, with the second matrix's address in
+uniform registers. On an H100, the first kernel had a 40 % error.
 """
 
 import ast
@@ -34,7 +34,7 @@ def compiled(*options):
 
 
 def assert_good(builds):
-    """Check properties of every version: no lost registers, no spills, wide accesses, matrix products, short loops."""
+    """Check every version: no lost registers, no spills, wide accesses, matrix products, short loops."""
     for name, numbers in builds.items():
         row = dict(zip(COLUMNS, numbers, strict=True))
         assert row["unwritten"] == 0, f"{name}: an instruction reads a register that nothing has written"
@@ -79,7 +79,7 @@ def test_the_recorded_builds_are_good_too(version):
 
 
 def test_every_launch_chooses_the_fusion_of_multiply_and_add():
-    """Without the option, results would change with the default of Triton, which is true up to 3.9 and then false."""
+    """Without the option, results would change with Triton's default, which is true up to 3.9 and then false."""
     launches = []
     for path in sorted((ROOT / "kernels").glob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -125,7 +125,7 @@ HGMMA.64x16x16.F32.BF16 R24, R56, gdesc[UR8].tnspB, R24, gsb0
 
 
 def code(*pieces):
-    """Return (address, text) of each line; an instruction takes 16 bytes."""
+    """Return (address, text) for each line; an instruction takes 16 bytes."""
     return [(16 * i, line) for i, line in enumerate("\n".join(pieces).split("\n")) if line]
 
 

@@ -1,4 +1,4 @@
-"""Run one small case of each benchmark, and check the numbers that --json writes. No test depends on the time."""
+"""Run one small case for each benchmark, and check the numbers that --json writes. No test depends on the time."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ def run(tmp_path, script, *arguments):
 def call(tmp_path, monkeypatch, capsys):
     """A function that runs a script's main in this process, for example call("grpo_step", "--steps=1", CASES=...).
 
-    Keyword arguments replace constants of the script, so that it has less work.
+    Keyword arguments replace constants in the script, so that it has less work.
     """
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.chdir(tmp_path)
@@ -61,7 +61,7 @@ def test_grpo_step(call):
 
 
 def test_the_load_of_other_programs_leaves_out_our_own(monkeypatch, call):
-    """In ten seconds, the machine was busy for 8 s, of which this process used 5."""
+    """In ten seconds, the machine was busy for 8 s, of which this process used 5 s."""
     load = importlib.import_module("grpo_step").OtherLoad
     times = iter([(0.0, 100.0), (10.0, 103.0)])
     monkeypatch.setattr(load, "now", lambda self: next(times))

@@ -1,4 +1,4 @@
-"""Check docs/notes/bias.md: the page shows rows of the computed tables, and the expected gradients are correct."""
+"""Check docs/notes/bias.md: the page shows rows from the computed tables, and the expected gradients are correct."""
 
 import types
 
@@ -32,7 +32,7 @@ def close(found, target, tolerance=1e-15):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_rows_of_the_table(tables, name):
-    """The rows are in the order of the table. The page leaves out rows that its text does not use."""
+    """The rows are in the same order as in the table. The page leaves out rows that its text does not use."""
     page = (DOCS / "notes" / "bias.md").read_text().splitlines()
     header, *rows = [f"| {' | '.join(row)} |" for row in tables[name]]
     start = page.index(header) + 2
@@ -68,7 +68,7 @@ def test_the_gradient_of_the_expected_reward_times_a_constant(options, G, length
 
 
 def test_dpo_has_the_gradient_of_its_paper():
-    """The gradient of a pair is -beta s(-z) (grad log pi(y_c) - grad log pi(y_r)), after eq. 7 of arXiv 2305.18290."""
+    """A pair's gradient is -beta s(-z) (grad log pi(y_c) - grad log pi(y_r)), after eq. 7 in arXiv 2305.18290."""
     beta, rewards = bias.BETA, bias.GRADED
     logits = bias.POLICY.clone().requires_grad_()
     logps = bias.logps_of(logits).sum(1)
@@ -84,7 +84,7 @@ def test_dpo_has_the_gradient_of_its_paper():
     close(bias.gradient(bias.expected_dpo_loss, bias.POLICY, {"loss_type": "sigmoid", "beta": beta}), target)
 
 
-# the same with an image: a tiny Qwen2.5-VL with a vocabulary of three tokens, and the gradient of its vision tower
+# the same with an image: a tiny Qwen2.5-VL with three tokens in its vocabulary, and its vision tower's gradient
 def graded(completion_ids, **columns):
     return [bias.GRADED[bias.COMPLETIONS.index(tuple(ids))].item() for ids in completion_ids]
 
@@ -102,10 +102,10 @@ def flat(gradients):
 
 @pytest.fixture
 def pictures(stage, monkeypatch):
-    """A function of the number of groups in a rollout that runs GRPO with its default options and G = 2.
+    """A function that runs GRPO with its default options, G = 2 and the given number of groups per rollout.
 
-    Each step trains on one group. The function returns the gradients of the steps, the expected gradient, and the
-    probabilities of the completions.
+    Each step trains on one group. The function returns each step's gradients, the expected gradient, and the
+    completion probabilities.
     """
 
     def pictures(groups):

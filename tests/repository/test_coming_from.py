@@ -1,4 +1,4 @@
-"""Check docs/coming_from.md: options and functions exist, and losses and formats of the sources are as it says."""
+"""Check docs/coming_from.md: options and functions exist, and the sources' losses and formats are as it says."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def r1_v_loss(logps, ref_logps, advantages, mask):
 
 @pytest.fixture
 def completions():
-    """Log-probabilities of policy, older policy and reference, advantages, and mask of B completions."""
+    """Log-probabilities under policy, older policy and reference, advantages, and mask for B completions."""
     generator = torch.Generator().manual_seed(0)
     logps, old, ref = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
     logps = -logps.abs()
@@ -60,7 +60,7 @@ def completions():
 
 
 def same_with_gradient(function, expected, logps):
-    """Assert that two functions of log-probabilities have the same value and the same gradient."""
+    """Assert that two log-probability functions have the same value and the same gradient."""
     results = []
     for loss in (function, expected):
         leaf = logps.clone().requires_grad_()
@@ -75,7 +75,7 @@ def same_with_gradient(function, expected, logps):
     ("vlm_r1", "rec_qwen3_vl_4b_one_card"), ("r1_v", "cls_qwen2_vl_2b"),
 ])  # fmt: skip
 def test_recipes_have_the_loss_of_their_source(completions, source, name):
-    """The loss that a recipe configures equals its source's, and AdamW has the rates of transformers' Trainer."""
+    """The loss that a recipe configures equals its source's, and AdamW has the rates in transformers' Trainer."""
     logps, old, ref, advantages, mask = completions
     config = load_config(f"{name}.yaml").grpo
     options = {**loss_arguments(config, grpo_loss), "ref_per_token_logps": ref}
@@ -93,7 +93,7 @@ def test_recipes_have_the_loss_of_their_source(completions, source, name):
 
 
 def test_the_format_reward():
-    """The format reward of VLM-R1 and R1-V also accepts empty and repeated tags."""
+    """The format reward in VLM-R1 and R1-V also accepts empty and repeated tags."""
     for text, theirs, ours in (
         ("<think>a</think><answer>b</answer>", 1, 1),
         ("<think>a</think> <answer>b</answer>", 1, 1),
@@ -107,7 +107,7 @@ def test_the_format_reward():
 
 
 def names_here(theirs: str, ours: str) -> list[str]:
-    """Return the options in a cell of the page; `grpo.*` means the names in the other cell."""
+    """Return the options in a table cell on the page; `grpo.*` means the names in the other cell."""
     names = re.findall("`([^`]+)`", ours)
     if names and names[0].endswith("*"):
         return [names[0][:-1] + name for name in re.findall("`([^`]+)`", theirs)]
@@ -115,7 +115,7 @@ def names_here(theirs: str, ours: str) -> list[str]:
 
 
 def test_options_exist():
-    """Names in the second column of the tables, and names such as `section.option`, are options."""
+    """Names in the tables' second column, and names such as `section.option`, are options."""
     tables = [
         row for name in ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl") for row in rows_of(PAGE, f"From {name}")
     ]
@@ -129,7 +129,7 @@ def test_options_exist():
 
 
 def test_functions_of_trl_are_trls(trl):
-    """The functions in the column of TRL exist in the installed TRL, except in the row of an older release."""
+    """The functions in the TRL column exist in the installed TRL, except in the row for an older release."""
     source = "\n".join(path.read_text() for path in Path(trl.__file__).parent.rglob("*.py"))
     table = PAGE.split("## Functions of their source\n")[1].split("\n\n")[0]
     cells = [line.split("|")[3] for line in table.splitlines() if line.startswith("| ") and "of 1.12" not in line]
@@ -150,7 +150,7 @@ def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(trl, row
 
 
 def test_every_option_of_trls_grpo_is_on_the_page(trl):
-    """The page has all options that GRPOConfig adds to transformers' arguments, and all arguments of GRPOTrainer."""
+    """The page has all options that GRPOConfig adds to transformers' arguments, and all GRPOTrainer arguments."""
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
     own = fields - inherited | {*inspect.signature(trl.GRPOTrainer).parameters} - {"model", "args"}
@@ -158,7 +158,7 @@ def test_every_option_of_trls_grpo_is_on_the_page(trl):
 
 
 def test_the_trl_script_and_its_recipe_are_equivalent(trl, tmp_path, monkeypatch):
-    """TRL accepts each argument of the script, and the recipe beside it trains with the same file of rewards."""
+    """TRL accepts each argument in the script, and the recipe beside it trains with the same reward file."""
     [script] = [code for code in blocks(PAGE, "python") if "GRPOTrainer" in code]
     [recipe] = [code for code in blocks(PAGE, "yaml") if "counts.py" in code]
     [line] = re.findall(r"`(\{\"image\".*?\})`", PAGE)

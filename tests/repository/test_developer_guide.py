@@ -1,4 +1,4 @@
-"""Apply every diff of docs/developer_guide.md to a copy of the package, and call the code that it adds.
+"""Apply every diff in docs/developer_guide.md to a copy of the package, and call the code that it adds.
 
 The test also calls recipes/fluent.py, which the page recommends to copy.
 """
@@ -127,7 +127,7 @@ def apply(folder, diff):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Results of the calls in CALLS, by title of the diff, in a copy of the package to which all diffs were applied."""
+    """Results from CALLS, by diff title, in a copy of the package to which all diffs were applied."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("minivlmrl", "kernels", "recipes"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -52,7 +52,7 @@ CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
 
 
 def commands(text: str) -> list[str]:
-    """Return the commands in blocks of bash code; a backslash at the end of a line joins it with the next line."""
+    """Return the commands in bash code blocks; a backslash at the end of a line joins it with the next line."""
     return [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -62,7 +62,7 @@ COMMANDS += [code for text in PAGES.values() for code in re.findall(r"`((?:pytho
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_of_files_and_imports_are_up_to_date(page):
-    """The text of a link to a Python file is the name of the file, and imports of minivlmrl in Python code work."""
+    """A link to a Python file has the file name as its text, and minivlmrl imports in Python code work."""
     if page == "docs/changelog.md":  # this page contains old names
         return
     text = PAGES[page]
@@ -75,7 +75,7 @@ def test_names_of_files_and_imports_are_up_to_date(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    """Files and titles of links exist. If the text of a link is code, the file defines this name."""
+    """Files and titles in links exist. If a link's text is code, the file defines this name."""
     text = PAGES[page]
     for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?m)^\[\w+\]: (\S+)$", text):
         if target.startswith(OTHER_SITES):
@@ -119,7 +119,7 @@ def test_commands_use_real_tools_recipes_and_options(command):
 
 
 def test_commands_of_scripts_have_files_and_flags_that_exist():
-    """Every flag of `python benchmarks/x.py` or `python -m docs.scripts.x` is in the text of the script."""
+    """Every flag in `python benchmarks/x.py` or `python -m docs.scripts.x` is in the script's text."""
     found = 0
     for command in COMMANDS:
         if match := re.match(r"(?:python|torchrun) (?:-m (docs[\w.]+)|((audit|benchmarks|recipes)/\w+\.py))", command):
@@ -133,7 +133,7 @@ def test_commands_of_scripts_have_files_and_flags_that_exist():
 
 
 def test_the_reading_list_names_what_its_files_define():
-    """The reading list equals READING_LIST of `replay --trace`, which shows the lines of these files."""
+    """The reading list equals READING_LIST, the files whose lines `replay --trace` shows."""
     found = reading_list()
     assert [path.relative_to(ROOT / "minivlmrl").with_suffix("").as_posix() for path in found] == [*READING_LIST]
     assert {path: name for path, name in found.items() if name not in names(path)} == {}
@@ -142,7 +142,7 @@ def test_the_reading_list_names_what_its_files_define():
 
 
 def test_each_file_of_the_reading_list_imports_only_files_above_it():
-    """Imports of kernels/ are allowed, and so are all imports of the last three files, which run recipes."""
+    """Imports from kernels/ are allowed, and so are all imports in the last three files, which run recipes."""
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in reading_list()]
     allowed = set()
     for path, module in [*zip(reading_list(), modules, strict=True)][:-3]:
@@ -155,7 +155,7 @@ def test_each_file_of_the_reading_list_imports_only_files_above_it():
 
 
 def test_the_band_of_the_default_run():
-    """README gives the range of accuracies in results.md over processors, which contains those in expected.json."""
+    """README gives the accuracy range over processors in results.md, which contains the accuracies in expected.json."""
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
@@ -167,7 +167,7 @@ def test_the_band_of_the_default_run():
 
 @pytest.mark.parametrize("title", ["What was measured", "On real data"])
 def test_numbers_of_the_readme_are_on_its_pages(title):
-    """Each number of a result is also on the page to which the last cell of its row links."""
+    """Each number in a result is also on the page to which its row's last cell links."""
     number = re.compile(r"\d*\.?\d+(?:e-\d+)?")
     for row in rows_of(README, title):
         [page] = re.findall(r"\((docs/[\w/]+\.md)\)", row[-1])
@@ -186,7 +186,7 @@ SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fi
 
 
 def choices(hint) -> set[str]:
-    """Return the strings of all Literals in a type annotation."""
+    """Return the strings in all Literals in a type annotation."""
     if typing.get_origin(hint) is typing.Literal:
         return {text for text in typing.get_args(hint) if isinstance(text, str)}
     return {text for part in typing.get_args(hint) for text in choices(part)}
@@ -194,7 +194,7 @@ def choices(hint) -> set[str]:
 
 @pytest.mark.parametrize("options", STAGES, ids=lambda options: options.__name__)
 def test_every_option_of_a_stage_is_explained(options):
-    """The pages of the losses contain the name of each option and each of its string values."""
+    """The loss pages contain each option's name and each of its string values."""
     hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
     names = {*hints, *DPO_LOSSES, *(text for hint in hints.values() for text in choices(hint))}
     missing = ", ".join(sorted(names - CODE))
@@ -202,7 +202,7 @@ def test_every_option_of_a_stage_is_explained(options):
 
 
 def test_the_changelog_lists_all_removed_options():
-    """Every option since 0.1.0 (recorded) still exists, or has a row that says what to use instead."""
+    """Every option since 0.1.0 (recorded) still exists, or has a row that names its replacement."""
     page = PAGES["docs/changelog.md"]
     gone = [name for names, _ in rows_of(page, "Removed options") for name in re.findall("`([^`]+)`", names)]
     recorded = json.loads((ROOT / "tests" / "recorded" / "options.json").read_text())
@@ -210,7 +210,7 @@ def test_the_changelog_lists_all_removed_options():
 
 
 def test_every_metric_is_explained(run, plain):
-    """The page contains the full name of each metric, or the part after its group; NAME stands for a reward."""
+    """The page contains each metric's full name, or the part after its group; NAME stands for a reward."""
     folder = run(
         f"--stages=[sft, dpo, {FILES['kto']}, reward_model, grpo, ppo]",
         "--kto.max_steps=1",
@@ -228,7 +228,7 @@ def test_every_metric_is_explained(run, plain):
 
 
 def test_the_table_of_rewards():
-    """docs/rewards.md has a row for every reward, and the reward of each example is 1."""
+    """docs/rewards.md has a row for every reward, and the reward for each example is 1."""
     pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     rows = rows_of(REWARDS_PAGE, "By name")
     named = {row[0].strip("`") for row in rows}
@@ -280,7 +280,7 @@ def test_the_same_in_a_notebook(own, tmp_path, monkeypatch):
 
 
 def test_the_training_loop_of_the_page(own, monkeypatch):
-    """The training loop of docs/data.md changes the policy in each step."""
+    """The training loop in docs/data.md changes the policy in each step."""
     [code] = [code for code in blocks(DATA, "python") if "grpo.steps" in code]
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(own)
@@ -296,7 +296,7 @@ def test_the_training_loop_of_the_page(own, monkeypatch):
 
 
 def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
-    """Run the calls of docs/coming_from.md in order. The first two replace the line that loads the loop's model."""
+    """Run the calls in docs/coming_from.md in order. The first two replace the line that loads the loop's model."""
     page = PAGES["docs/coming_from.md"]
     calls = [re.findall("`([^`]+)`", ours)[0] for _, ours in rows_of(page, "From Tinker")]
     assert len(calls) == 12
@@ -317,7 +317,7 @@ def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
     space["prompt"] = space["rows"][0].prompt(space["processor"])
 
     def run(call):
-        """Run a call, after a forward pass if it needs log-probabilities, and return the sum of the adapter weights."""
+        """Run a call, after a forward pass if it needs log-probabilities, and return the adapter weights' sum."""
         if "logps" in call:
             exec(calls[4], space)
         exec(call, space)
@@ -334,7 +334,7 @@ def test_tinker_calls_run_as_lines_of_a_training_loop(own, monkeypatch):
 
 
 def test_a_task_of_your_own(tmp_path, monkeypatch):
-    """Run a few steps of the command in docs/data.md."""
+    """Run the command in docs/data.md for a few steps."""
     [command] = [c for c in COMMANDS if "dots.py:TASK" in c]
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)[2:]
@@ -347,7 +347,7 @@ def test_a_task_of_your_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["first_hour.ipynb", pytest.param("photographs.ipynb", marks=pytest.mark.slow)])
 def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
-    """The cells are those of the script, and the cells before the first training print what is stored.
+    """The cells equal the script's cells, and the cells before the first training print the stored outputs.
 
     Training is not repeated here, because its numbers depend on the processor; test_wheel.py runs those cells. Their
     stored outputs contain a picture.
@@ -414,7 +414,7 @@ def test_the_readme_installs_the_pinned_torch():
 
 
 def test_the_accuracies_of_the_public_task_are_the_recorded_ones():
-    """The table has every second evaluation of our runs, and the text has the last ones of TRL."""
+    """The table has every second evaluation from our runs, and the text has the last evaluation from each TRL run."""
     page = PAGES["docs/public_task.md"]
     recorded = json.loads((ROOT / "docs" / "public_task.json").read_text())
     ours = [run["accuracies"][::2] for run in recorded if run["run"] == "ours"]
@@ -427,7 +427,7 @@ def test_the_accuracies_of_the_public_task_are_the_recorded_ones():
 
 @pytest.mark.slow
 def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
-    """Build the site with mkdocs --strict; it also contains the code of the reading list and a search."""
+    """Build the site with mkdocs --strict; it also contains the reading list's code and a search."""
     pytest.importorskip("material", reason="extra missing: pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)

@@ -36,7 +36,7 @@ def test_a_mistake_is_recognised_by_its_name(number, mistake, fill):
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: f"{answer['exercise']}-{answer.get('named')}")
 def test_a_wrong_answer_of_a_reader_is_refused_and_named(answer):
     exercise = EXERCISES[answer["exercise"]]
-    torch.manual_seed(0)  # one of them draws
+    torch.manual_seed(0)  # the code in one answer samples random numbers
     passed, says = check(exercise, exercise.text(answer["code"].rstrip()), "mine.py")
     assert not passed and answer.get("named", "expected") in says
 
@@ -72,7 +72,7 @@ def test_unknown_mistakes_are_shown(filled, says):
 
 
 def test_the_page_shows_what_is_printed_today():
-    """If this fails after a change of an exercise: python -m docs.scripts.exercises."""
+    """If this fails after you changed an exercise, run: python -m docs.scripts.exercises."""
     assert exercises.PAGE.read_text(encoding="utf-8") == exercises.page()
 
 

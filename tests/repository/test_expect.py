@@ -12,7 +12,7 @@ from minivlmrl.config.loading import load_config
 
 @pytest.fixture
 def trained(home, run, plain, tmp_path, capsys):
-    """A function that compares a run with a recorded copy of itself, and returns the exit status and the output.
+    """A function that compares a run with its recorded copy, and returns the exit status and the output.
 
     Keyword arguments change the recorded copy.
     """
@@ -56,7 +56,7 @@ def test_on_a_recorded_machine_every_number_to_the_last_bit(trained, tmp_path):
 
 
 def test_on_another_machine_the_band_decides(trained, monkeypatch):
-    code, lines = trained(environment="another CPU", sampled=0.3)  # two standard errors of 4 rows are 0.35
+    code, lines = trained(environment="another CPU", sampled=0.3)  # two standard errors with 4 rows are 0.35
     assert code == 0 and len(lines) == 3
     assert lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
     code, lines = trained(environment="another CPU", sampled=0.9)

@@ -16,7 +16,7 @@ NUMBER = 'print(\'{"card": "a card", "name": "%s", "value": 1.5, "unit": "s"}\',
 
 
 def measure(monkeypatch, out, *arguments):
-    """Run the script; return the number of failed parts, the lines of summary.jsonl, and summary.md."""
+    """Run the script; return how many parts failed, the lines in summary.jsonl, and the text in summary.md."""
     monkeypatch.setattr(sys, "argv", ["first_gpu_hour.py", "--out", str(out), *arguments])
     failed = first_gpu_hour.main()
     lines = [json.loads(line) for line in (out / "summary.jsonl").read_text().splitlines()]
@@ -29,7 +29,7 @@ def states(lines):
 
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
-    """Replace the parts of the script by five short ones, each of which writes a number first."""
+    """Replace the script's parts by short parts; each one first writes a number."""
     scripts = {
         "bad": "raise OSError('no card')",
         "slow": "import subprocess; subprocess.run(['sleep', '60'])",
@@ -59,7 +59,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_next(monkeypatch,
         "needy": "skipped: no_such_package is not installed",
     }
     assert states(lines)["killed"].startswith("failed: exit status")
-    # the numbers of failed parts are kept, and each has the card
+    # numbers from failed parts are kept, and each number has the GPU name
     expected = [(part, "a card", f"number of {part}", 1.5) for part in ("bad", "slow", "killed", "good")]
     assert [(x["part"], x["card"], x["name"], x["value"]) for x in lines if "name" in x] == expected
     assert page.count("| number of ") == 4 and "| needy | skipped: no_such_package is not installed | 0 |" in page

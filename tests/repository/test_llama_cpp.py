@@ -1,4 +1,4 @@
-"""Convert one of our folders with llama.cpp's converter. tests/llama_cpp.sh installs it and also compares answers."""
+"""Convert our model folders with llama.cpp's converter. tests/llama_cpp.sh installs it and also compares answers."""
 
 import json
 from collections import Counter
@@ -17,9 +17,9 @@ gguf = pytest.importorskip("gguf", reason="llama.cpp's converter is missing: tes
 
 
 def converted_parts(name, weight, family):
-    """Return the tensors into which the converter turns one of our weights.
+    """Return the tensors that the converter makes from one weight in our model.
 
-    For Qwen3.5, it changes three kinds of weights: patch embedding, A_log and norms.
+    For Qwen3.5, it changes three weight kinds: patch embedding, A_log and norms.
     """
     weight = weight.detach()
     if ".attn.qkv." in name and family.startswith("qwen2"):

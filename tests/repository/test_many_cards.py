@@ -31,11 +31,11 @@ import many_cards
 from many_cards import CollectiveCounter, recipe
 
 MODES = many_cards.MODES
-many_cards.PROMPTS = 3  # of eight micro-batches, the middle six call the same operations
+many_cards.PROMPTS = 3  # enough, because every micro-batch between the first and the last calls the same operations
 
 
 def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter, Counter]:
-    """Run one optimizer step and gather the weights of a rollout on a real rank, and return the operations by kind."""
+    """Run one optimizer step and gather the weights for a rollout on a real rank, and return the operations by kind."""
     run = recipe(world.size, mode)
     config = tiny.config()
     model = FAMILIES[config.model_type].model(config)
@@ -57,7 +57,7 @@ def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter
     )  # fmt: skip
     step = Step([SimpleNamespace(weight=1.0, group=batch)] * many_cards.PROMPTS)
     optimizer = torch.optim.SGD(trained_parameters(model), 1e-3)
-    for number in range(2):  # the first step of a run gathers some weights once more
+    for number in range(2):  # a run's first step gathers some weights once more
         with CollectiveCounter() as counter:
             optimizer_step(trainer, step, optimizer, number)
     reshard(model)
@@ -69,7 +69,7 @@ def operations_of_a_step(folder, mode: list[str], world: World) -> tuple[Counter
 
 @pytest.fixture(scope="module")
 def real_operations(tmp_path_factory):
-    """Return the operations of each mode on four ranks; a host has only two of them."""
+    """Return the operations for each mode on four ranks; a host has only two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(many_cards, "CARDS_PER_HOST", 2)
         return launch(4, tmp_path_factory.mktemp("ranks"), MODES, operations_of_a_step)
@@ -77,12 +77,12 @@ def real_operations(tmp_path_factory):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_predicted_operations_are_those_of_real_ranks(real_operations, monkeypatch, mode):
-    """The gradients of all micro-batches and the weights of a rollout have the same bytes and numbers of calls."""
+    """Gradients from all micro-batches and weights for a rollout have the predicted bytes and call counts."""
     monkeypatch.setattr(many_cards, "CARDS_PER_HOST", 2)
     estimator = MemoryEstimator(tiny.config())
     predicted = many_cards.count_step(recipe(4, MODES[mode]), estimator, 4)
     run = recipe(4, MODES[mode])
-    # gradients of trained parameters are reduced in float32, and padded so that all ranks have equally many
+    # trained parameters have gradients that are reduced in float32 and padded, so that all ranks have equally many
     once = run.sharding.once_per_step or not run.sharding.enabled
     numbers = [parameter.numel() for parameter in trained_parameters(estimator.build(run, "grpo"))]
     gradient_bytes = (1 if once else many_cards.PROMPTS) * 4 * sum(numbers)
@@ -107,7 +107,7 @@ def test_the_script_prints_and_writes_its_rows(monkeypatch, tmp_path, capsys):
 
 
 def test_seconds_by_hand(monkeypatch):
-    """8 cards of 350 GB/s gather 350 GB in 7/8 s. Two hosts with 8 network cards of 45 GB/s reach 350 GB/s, too."""
+    """8 cards with 350 GB/s gather 350 GB in 7/8 s. Two hosts with 8 network cards at 45 GB/s reach 350 GB/s, too."""
     one_call = many_cards.Communication(Counter(gathered=1), Counter())
     assert many_cards.seconds(one_call, 8, 8, 0) == pytest.approx(20e-6 + 7 * 5e-6)
     monkeypatch.setattr(many_cards, "START", 0.0)
@@ -116,10 +116,10 @@ def test_seconds_by_hand(monkeypatch):
     assert many_cards.seconds(flat, 8, 8, 0) == pytest.approx(7 / 8)
     assert many_cards.seconds(flat, 16, 16, 8) == pytest.approx(15 / 16)
     assert many_cards.seconds(flat, 16, 16, 1) == pytest.approx(15 / 16 * 350 / 45)
-    # each of 8 cards sends its 45 GB of gradients to one other host, and a host has one network card
+    # 8 cards each send 45 GB of gradients to one other host, and a host has one network card
     hybrid = many_cards.Communication(Counter({"all-reduced": 1}), Counter({"all-reduced": 45e9}))
     assert many_cards.seconds(hybrid, 16, 8, 1) == pytest.approx(8)
-    # without shards, one ring of all cards has the network card of each host for itself
+    # without shards, one ring through all cards has each host's network card for itself
     assert many_cards.seconds(hybrid, 16, 1, 1) == pytest.approx(2 * 15 / 16)
     assert many_cards.seconds(hybrid, 8, 1, 0) == pytest.approx(2 * 7 / 8 * 45 / 350)
     assert many_cards.efficiency(4.0, 4.0) == (0.5, pytest.approx(4 / 5.6))

@@ -1,4 +1,4 @@
-"""Check minimal.py and minimal_dpo.py: the weights equal those of train.py bit for bit, and no trainer is imported."""
+"""Check minimal.py and minimal_dpo.py: the weights equal train.py's weights bit for bit, and no trainer is imported."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ def assert_equal(one, other):
 )
 def test_a_few_steps_end_with_the_weights_of_train(page, algorithm, printed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    model, _ = runpy.run_path(page)["main"](3, 2, 2)  # seed, SFT steps, steps of GRPO or DPO
+    model, _ = runpy.run_path(page)["main"](3, 2, 2)  # seed, SFT steps, GRPO or DPO steps
     assert capsys.readouterr().out.count(printed) == 2  # the first step and the last
     options = ["--seed=3", "--sft.max_steps=2", f"--{algorithm}.max_steps=2", "--data.eval_rows=1", "--num_threads=1"]
     train_recipe([PAGES[page], *options, f"--output_dir={tmp_path}"])
@@ -42,7 +42,7 @@ def test_a_few_steps_end_with_the_weights_of_train(page, algorithm, printed, tmp
 
 @pytest.mark.parametrize("page", PAGES)
 def test_it_trains_on_a_gpu(page, monkeypatch):
-    """On the simulated GPU no operation mixes devices, and the weights are those of the CPU up to rounding."""
+    """On the simulated GPU no operation mixes devices, and the weights equal the CPU run's weights up to rounding."""
     monkeypatch.chdir(ROOT)
     main = runpy.run_path(page)["main"]
     expected = dict(main(3, 1, 1)[0].state_dict())
@@ -54,7 +54,7 @@ def test_it_trains_on_a_gpu(page, monkeypatch):
 
 
 def lines_of_code(page: str) -> list[str]:
-    """Return the lines of a file without docstrings, comments and empty lines."""
+    """Return a file's lines without docstrings, comments and empty lines."""
     tree = ast.parse((ROOT / page).read_text())
     text = {
         line
@@ -67,7 +67,7 @@ def lines_of_code(page: str) -> list[str]:
 
 
 def test_the_readme_quotes_the_page():
-    """README shows statements of the GRPO step in their order, `...` for left-out text, and the number of lines."""
+    """README shows the GRPO step's statements in order, with `...` for left-out text, and the number of lines."""
     readme = (ROOT / "README.md").read_text()
     assert f"one file of {len(lines_of_code('minimal.py'))} lines of code" in readme
     excerpt = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1].replace(" ", "")

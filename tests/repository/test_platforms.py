@@ -1,4 +1,4 @@
-"""Check differences of macOS and Windows: a run in which Python lacks what Windows lacks, and memory units of macOS."""
+"""Check differences on macOS and Windows: a run without the functions that Windows lacks, and macOS memory units."""
 
 import builtins
 import errno
@@ -51,11 +51,11 @@ def refuse(number: int):
 
 
 def pretend():
-    """Make Python behave as on Windows, except for the names of paths.
+    """Make Python behave as on Windows, except for path names.
 
     The modules fcntl and resource, timers and two signals are missing. A folder cannot be opened, a file that was
     opened for reading cannot be flushed, and a file cannot be renamed to an existing one. Each folder seems to be on
-    its own drive, and lines of text end with two characters.
+    its own drive, and text lines end with two characters.
     """
     opened, synced, renamed, text = os.open, os.fsync, os.rename, io.open
 

@@ -1,4 +1,4 @@
-"""Check that a GRPO step runs the code of the reading list, so that a reader of the list has read what is trained."""
+"""Check that a GRPO step runs the code in the reading list, so that its readers have read the training code."""
 
 import contextlib
 import shutil
@@ -17,7 +17,7 @@ import stages
 
 @contextlib.contextmanager
 def functions_that_run():
-    """Record which functions of the reading list run inside the block; yield {file: names of called functions}."""
+    """Record which functions from the reading list run inside the block; yield {file: names of called functions}."""
     ran = {name: set() for name in begin_with()}
     files = {str(ROOT / "minivlmrl" / f"{name}.py"): found for name, found in ran.items()}
 

@@ -1,4 +1,4 @@
-"""Check that wheels built from both sdists do what README says, without the clone, and that the pins are complete."""
+"""Check that wheels built from both sdists work as README says, without the clone, and that the pins are complete."""
 
 import contextlib
 import itertools
@@ -97,7 +97,7 @@ print(parity.check(grpo), parity.check(dpo, kind="dpo"))
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of all files that git tracks, without ignored files and files that were not added."""
+    """A folder with a copy of every file that git tracks, without ignored files and files that were not added."""
     if not (ROOT / ".git").exists():
         pytest.skip("no clone: git does not say what belongs to it")
     folder = tmp_path_factory.mktemp("clone")
@@ -120,7 +120,7 @@ def sdist(folder, output):
 
 @pytest.fixture(scope="module")
 def wheels(clone, tmp_path_factory):
-    """The wheels of the library and of the audit, each built from its sdist."""
+    """The wheels for the library and the audit, each built from its sdist."""
     made, pip = [], [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     for folder in (clone, clone / "audit"):
         dist = tmp_path_factory.mktemp("dist")
@@ -131,7 +131,7 @@ def wheels(clone, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheels, tmp_path_factory):
-    """The Python of an environment with only the library. It uses the installed dependencies, but not the clone."""
+    """The Python in an environment with only the library. It uses the installed dependencies, but not the clone."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -155,14 +155,14 @@ def run(python, folder, *arguments):
 
 @pytest.mark.slow
 def test_what_is_installed_trains_asks_and_audits(wheels, python, tmp_path):
-    """Train the default recipe, rows and a reward of the user; run the commands; audit a step with a mistake."""
+    """Train the default recipe, then the user's own rows and reward; run the commands; audit a step with a mistake."""
     short = "--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=4"
     status, out = run(python, tmp_path, "-m", "minivlmrl", "train", *short)
     assert status == 0 and "held-out" in out, out
     lines = (tmp_path / "runs" / "shapes" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "report.html").is_file()
-    # rows and a reward of the user, as in README
+    # the user's own rows and reward, as in README
     (tmp_path / "my_rewards.py").write_text(BREVITY)
     images = sorted((tmp_path / "runs" / "shapes").glob("images/*.webp"))[:2]
     rows = [{"image": str(image), "problem": "How many cats are there?", "solution": "2"} for image in images]
@@ -193,7 +193,7 @@ CI_PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
 
 @pytest.mark.slow
 def test_pytest_finds_a_wrong_loss(wheels, python, tmp_path):
-    """With only the wheels, the command of docs/numerical_parity.md names the mistake, also in two processes."""
+    """With only the wheels, the command in docs/numerical_parity.md names the mistake, also in two processes."""
     code, command, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)[1:]
     (tmp_path / "my_file.py").write_text(code)
     arguments = command.replace("\\\n", "").split()[1:]
@@ -222,7 +222,7 @@ def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_sc
 
 @pytest.mark.slow
 def test_the_wheels_pass_the_checks_of_an_index(wheels):
-    """The wheels pass the checks of twine and of the index: fields, a README that can be shown, license, versions."""
+    """The wheels pass the checks of twine and the index: fields, a README that can be shown, license, versions."""
     versions = []
     for path in wheels:
         with zipfile.ZipFile(path) as archive:
@@ -247,7 +247,7 @@ def test_an_sdist_has_the_tests_and_what_they_and_the_readme_need(clone, tmp_pat
 
 
 def test_all_files_name_the_same_version():
-    """The package, the audit, the citation and the newest section of the changelog agree, also about the date."""
+    """The package, the audit, the citation and the changelog's newest section agree, also about the date."""
     audit = tomllib.loads((ROOT / "audit" / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.search(r"(?m)^## (.*)$", (ROOT / "docs" / "changelog.md").read_text())[1]
@@ -257,7 +257,7 @@ def test_all_files_name_the_same_version():
 
 
 def test_what_is_installed_is_pinned():
-    """Dependencies of dependencies are pinned, too, except the packages of CUDA, which PyTorch pins itself."""
+    """Indirect dependencies are pinned, too, except the CUDA packages, which PyTorch pins itself."""
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pins = {name.replace("_", "-"): version for name, version in pins.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
