@@ -1,4 +1,4 @@
-"""Test `merge`, whose output has the logits of base plus adapter, here and in transformers."""
+"""Test `merge`, whose output has the same logits as base plus adapter, here and in transformers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test mixtures of row files: selected rows, weights, and each file's rewards."""
+"""Test row file mixtures: selected rows, weights, and each file's rewards."""
 
 import PIL.Image
 import pytest

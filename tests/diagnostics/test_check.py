@@ -82,7 +82,7 @@ def constant_sentences(all_rows, names, drawn):
 def test_balanced_rows_give_no_finding(tmp_path):
     """The fractions are counted over the whole dataset, not only over the 16 sampled rows.
 
-    First all sampled rows are yes, but only half of all rows. Then 9 of 10 rows are yes, and one sampled row is no.
+    First all sampled rows are yes, but only half the dataset. Then nine rows in ten are yes, and one sampled row is no.
     """
     assert not constant_sentences(yes_or_no(20, 40, tmp_path), ["accuracy", "format"], range(16))
     [said] = constant_sentences(yes_or_no(36, 40, tmp_path), ["accuracy", "format"], range(21, 37))

@@ -1,4 +1,4 @@
-"""Test World's collectives, and equal results for any number of ranks.
+"""Test World's collectives, and equal results on any number of ranks.
 
 Metrics, gradient norms, completions and weights after 3 steps must be equal. The rows are very uneven, see
 on_ranks.Uneven: in a step only some ranks have images. Weights are replicated or sharded, gathered fully or by layer in
@@ -245,7 +245,7 @@ def test_two_ranks_equal_one(quick_results, way):
 
 
 def test_the_cases_have_tool_results_several_turns_and_trained_adapters(quick_results):
-    """Completions have images and texts of a tool, trajectories have several turns, and adapters and critics move."""
+    """Completions have images and texts from a tool, trajectories have several turns, and adapters and critics move."""
     alone, _ = quick_results
     texts = [text for _, group in alone["tools"].texts for text in group]
     assert {text.count("<|vision_start|>") for text in texts} >= {0, 1, 2} and any("dark" in text for text in texts)

@@ -149,7 +149,7 @@ def count_communication(folder: Path, overrides: list[str], world):
 
 
 def test_communication_of_a_step(tmp_path):
-    """With once_per_step, each unit is gathered and reduced once, in spite of four micro-batches.
+    """With once_per_step, each unit is gathered and reduced once, despite four micro-batches.
 
     Without the option, units with gradients in every micro-batch are summed over replicas once.
     """

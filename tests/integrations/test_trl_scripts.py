@@ -16,7 +16,7 @@ TASK_PAGE, LIBRARY_PAGE = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for
 
 
 def script_of(page: str, text: str) -> str:
-    """Return a page's first block of Python code that contains a text."""
+    """Return a page's first Python code block that contains a text."""
     return next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text in code)
 
 

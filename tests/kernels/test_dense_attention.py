@@ -1,4 +1,4 @@
-"""Compare all forms of dense attention with the formula; test_attention.py and test_decoder.py test gathered rows."""
+"""Compare all dense attention forms with the formula; test_attention.py and test_decoder.py test gathered rows."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def rotation(R, D, dtype):
 
 
 def heads(R, H, K, D, dtype, joined):
-    """Return q, k and v (R, heads, D) as views of one product, or as separate tensors."""
+    """Return q, k and v (R, heads, D) as views into one product, or as separate tensors."""
     sizes = [H * D, K * D, K * D]
     parts = numbers(R, sum(sizes), dtype=dtype).to(DEVICE).split(sizes, -1)
     return [(x if joined else x.clone()).unflatten(-1, (-1, D)) for x in parts]
@@ -106,7 +106,7 @@ def test_on_a_gpu_or_interpreted_a_rollout_samples_the_same_tokens(monkeypatch, 
     for choice, decode in (("triton", CapturedDecode()), ("torch", Decode())):
         monkeypatch.setenv("MINIVLMRL_KERNELS", choice)
         sampled.append(sample(*arguments, decode=decode))
-    assert len(calls) == len(model.model.layers) * (4 if INTERPRETED else 2)  # a GPU replays two of four steps
+    assert len(calls) == len(model.model.layers) * (4 if INTERPRETED else 2)  # a GPU replays two steps out of four
     for group, expected_group in zip(*sampled, strict=True):
         for a, b in zip(group, expected_group, strict=True):
             assert a.ids.tolist() == b.ids.tolist()

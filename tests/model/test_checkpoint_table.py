@@ -63,7 +63,7 @@ def source(request, tmp_path_factory):
 
 
 def write(folder: Path, source: Source, shards: bool, keys: str, form: str):
-    """Write a model folder in one of the layouts."""
+    """Write a model folder in a given layout."""
     (folder / "config.json").write_text(json.dumps(source.configs[form]))
     weights = {module_name(name) if keys == "new" else name: tensor for name, tensor in source.weights.items()}
     if not shards:

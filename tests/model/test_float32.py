@@ -1,4 +1,4 @@
-"""Compare the float32 operations in the table of docs/notes/float32.md with a step of GRPO in bfloat16."""
+"""Compare the float32 operations listed in docs/notes/float32.md with a GRPO step in bfloat16."""
 
 import re
 from collections import defaultdict
@@ -28,7 +28,7 @@ class Results(TorchDispatchMode):
 
 
 def rows():
-    """Return (dtype, operations) for each row of the table that names operations."""
+    """Return (dtype, operations) for each table row that names operations."""
     cells = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     return [(row[1].strip(), re.findall(r"`(\w+)`", row[2])) for row in cells if "`" in row[2]]
 

@@ -1,4 +1,4 @@
-"""Define cells, compare their two results, and summarise each family of cells. This file does not use TRL."""
+"""Define cells, compare their two results, and summarise each cell family. This file does not use TRL."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from minivlmrl.losses.parity import distance
 
 FAMILIES = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
 METRIC_TOLERANCE = 1e-6  # TRL logs float32 means
-Result = dict[str, Tensor]  # names of metrics begin with "metric "
+Result = dict[str, Tensor]  # metric names begin with "metric "
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Question:
 
 
 def questions(kind: str) -> Iterator[Question]:
-    """Yield the cells in a section of families.yaml."""
+    """Yield the cells in a families.yaml section."""
     for row in FAMILIES[kind]:
         for options, (batch, seeds) in product(grid(**row["options"]), row.get("batches", {"plain": 2}).items()):
             for seed in range(seeds) if isinstance(seeds, int) else seeds:
@@ -61,7 +61,7 @@ def grid(**choices) -> list[dict]:
 
 @dataclass
 class Outcome:
-    """The result of comparing one cell."""
+    """The result from comparing one cell."""
 
     name: str
     agrees: bool
@@ -111,7 +111,7 @@ def ask(cell: Cell) -> Outcome:
 
 
 def judge(family: str, outcomes: list[Outcome]) -> Row:
-    """Create a table row from the outcomes of a family's cells."""
+    """Create a table row from the outcomes for a family's cells."""
     wrong, total = [outcome for outcome in outcomes if not outcome.agrees], len(outcomes)
     worst = max(wrong or outcomes, key=lambda o: o.error)
     if not wrong:

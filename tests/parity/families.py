@@ -4,7 +4,7 @@ from tests.parity import policy_cells as policy
 from tests.parity import preference_cells as preference
 from tests.parity.compare import Cell, questions
 
-CELLS = {  # section of families.yaml: function that creates a cell from an entry
+CELLS = {  # section in families.yaml: function that creates a cell from an entry
     "policy": policy.grpo_cell, "together": policy.together_cell, "advantages": policy.advantages_cell,
     "rloo": policy.rloo_advantages_cell, "correction": policy.correction_cell, "overlong": policy.overlong_cell,
     "dpo": preference.dpo_cell, "kto": preference.kto_cell, "sft": preference.sft_cell,
@@ -13,7 +13,7 @@ CELLS = {  # section of families.yaml: function that creates a cell from an entr
 
 
 def families() -> dict[str, list[Cell]]:
-    """Return the cells by family, in the order of the table rows."""
+    """Return the cells by family, in the same order as the table rows."""
     table: dict[str, list[Cell]] = {}
     for kind, cell in CELLS.items():
         for question in questions(kind):

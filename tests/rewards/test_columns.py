@@ -9,7 +9,7 @@ from minivlmrl.rewards.columns import call_rewards, reward_columns
 
 
 def test_values_of_a_row_are_repeated_for_each_completion():
-    """Two rows have two completions each; a column of only one row is None for the other row."""
+    """Two rows have two completions each; a column in only one row is None for the other row."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
     completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
     processor = SimpleNamespace(

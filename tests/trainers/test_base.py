@@ -1,4 +1,4 @@
-"""Test the base class Trainer: selection of trained weights, and options that all stages share."""
+"""Test the base class Trainer: which weights are trained, and options that all stages share."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Test the lookup of trainer classes by stage name."""
+"""Test that trainer classes are found by stage name."""
 
 import pytest
 

@@ -25,7 +25,7 @@ class Second(World):
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
-    """Token t gets the log-probability -(t % 7 + 1) / 4; one of four rows has no completion."""
+    """Token t gets the log-probability -(t % 7 + 1) / 4; one row in four has no completion."""
     run = stage("sft", "--sft.micro_batch_size=2", f"--sft.loss_type={loss_type}")
     rows = Rows(Shapes(4, "x")[i] for i in range(4))
     rows[1].completion = None

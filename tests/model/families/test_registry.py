@@ -1,4 +1,4 @@
-"""Test the registry of model families."""
+"""Test the model family registry."""
 
 import os
 import subprocess

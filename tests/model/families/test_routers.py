@@ -35,13 +35,13 @@ def test_the_balance_loss_matches_transformers(model_type, monkeypatch):
         both = [torch.autograd.grad(loss, logits) for loss in (found, expected)]
         for ours, other in zip(*both, strict=True):
             assert (ours - other).abs().max() <= 1e-12 * other.abs().max() or k == num_experts
-    alike = torch.eye(4, dtype=torch.float64)  # each of four experts has one token
+    alike = torch.eye(4, dtype=torch.float64)  # four experts get one token each
     assert load_balancing_loss([choose_experts(alike, 1)]).item() == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "reward_model"])
 def test_the_mean_balance_loss_of_micro_batches_is_added(stage, name):
-    """The loss and all gradients include the balance loss. A coefficient of 0 disables it.
+    """The loss and all gradients include the balance loss. Coefficient 0 disables it.
 
     The stage reward_model trains a copy of the policy.
     """
