@@ -14,6 +14,7 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
+BADGE = re.compile(r"!\[([^]]*)\]\(https?://[^)]+\)")  # a picture on another server: the site shows its text
 LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)', re.DOTALL)
 START, INDEX = "README.md", "docs/README.md"
@@ -37,6 +38,7 @@ def site_path(path: str) -> str:
         return {START: "index.md", INDEX: "pages.md"}[path]
     if path.startswith("docs/") and not path.startswith(("docs/scripts/", "docs/exercises/")):
         return path.removeprefix("docs/").replace(".ipynb", ".md")
+    path = path.removeprefix(".")  # MkDocs leaves out .github/
     return f"code/{path}" if path.endswith(".md") else f"code/{path}.md"
 
 
@@ -66,7 +68,7 @@ def written(path: str) -> str:
         return "\n".join([f"# {path}/\n", *(f"- [{name}]({source.name}/{name})" for name in names if name[0] != "_")])
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".md":
-        return text
+        return BADGE.sub(r"\1", text)
     if source.suffix == ".ipynb":
         return notebook(text)
     fence, about = "`" * 4, ""
@@ -84,6 +86,7 @@ def notebook(text: str) -> str:
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
+        source = BADGE.sub(r"\1", source)
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", ()):
             data = output.get("data", {"text/plain": output.get("text")})
@@ -120,7 +123,8 @@ def on_config(config):
         {title: [{menu_words(name): site_path(f"docs/{file}")} for name, file in PAGE.findall(text)]}
         for title, text in sections
     ]
-    config.nav += [{"The reading list": [{Path(path).name: site_path(path)} for path in reading_list()]}]
+    files = {path.removeprefix("minivlmrl/"): site_path(path) for path in reading_list()}
+    config.nav += [{"The reading list": [{name: path} for name, path in files.items()]}]
     return config
 
 

@@ -1,4 +1,4 @@
-"""Answer a file's rows, compute rewards, and write a line for each row and a summary.
+"""Answer a file's rows, and write a line for each row and a summary; `evaluate` adds rewards.
 
 python -m minivlmrl evaluate --model RUN/checkpoint --data eval.jsonl  # one greedy answer per row
 python -m minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_generations 8
@@ -9,7 +9,7 @@ The recipe sets the prompt template, the image size, the stopping rules, data.an
 the rewards of evaluations; --section.name=value changes any of its options. By default the recipe is
 config.yaml from the run that trained the model. If there is none, it is minivlmrl.yaml beside the
 weights, or else recipes/own_data.yaml with {problem} as the prompt template. The recipe's adapter
-is not loaded, because a run's checkpoint already contains its adapter. --model may also be the
+is not loaded, because a run's checkpoint already contains its adapter. --model may also be
 an adapter's folder, which is loaded together with the base model that the folder names.
 """
 

@@ -131,7 +131,7 @@ def test_options_exist():
 def test_functions_of_trl_are_trls(trl):
     """The functions in the TRL column exist in the installed TRL, except in the row for an older release."""
     source = "\n".join(path.read_text() for path in Path(trl.__file__).parent.rglob("*.py"))
-    table = PAGE.split("## Functions of their source\n")[1].split("\n\n")[0]
+    table = PAGE.split("## Functions in the source of VLM-R1 and TRL\n")[1].split("\n\n")[0]
     cells = [line.split("|")[3] for line in table.splitlines() if line.startswith("| ") and "of 1.12" not in line]
     names = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert len(names) > 12 and {name for name in names if name not in source} == set()

@@ -432,6 +432,7 @@ def test_the_site_is_built_and_no_link_of_it_is_dead(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
+    assert "excluded from the built site" not in built.stderr, built.stderr
     # the search works in a folder, without a server
     assert 'src="site/worker.js"' in (menu := (tmp_path / "index.html").read_text()) and "unpkg" not in menu
     formulas = (tmp_path / "policy_gradients.html").read_text()
