@@ -104,8 +104,9 @@ def find_folder(name: str | Path) -> Path:
     if not repository or (isdir(folder.parent) and not repository["revision"]):
         raise ValueError(
             f"{name}: this folder does not exist. A model must be a folder in the Hugging Face "
-            "format or the id of a repository. If the first part of the id is also the name of a "
-            f"local folder, write {name}@main."
+            "format or the id of a repository, with its owner, such as "
+            "Qwen/Qwen2.5-VL-3B-Instruct."
+            + (f" If {name} is a repository, write {name}@main." if "/" in str(name) else "")
         )
     with hub_errors(f"{name}: there is no such folder, no complete copy in the Hugging Face cache"):
         return _snapshot(repository["id"], repository["revision"])

@@ -46,12 +46,15 @@ def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
     """A mistyped path is not sent to the hub, because its first part is an existing folder."""
     monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name)
     Path("runs").mkdir()
-    with pytest.raises(
-        ValueError,
-        match=r"runs/chekpoint: this folder does not exist\. .* If the first part of the id is also the name of a",
-    ):
+    missing = (
+        r"runs/chekpoint: this folder does not exist\. .* If runs/chekpoint is a repository, write runs/chekpoint@main"
+    )
+    with pytest.raises(ValueError, match=missing):
         find_folder("runs/chekpoint")
     assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
+    # a repository id has an owner, so `NAME@main` would not help
+    with pytest.raises(ValueError, match=r"with its owner, such as Qwen/Qwen2\.5-VL-3B-Instruct\.$"):
+        find_folder("Qwen2.5-VL-3B-Instruct")
 
 
 def test_a_cached_repository_needs_no_network(cache):
