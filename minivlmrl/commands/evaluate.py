@@ -221,5 +221,5 @@ def write_summary(summary: dict, out: Path):
     write_json(path, summary)
     for name, value in summary.items():
         text = f"{value:.3f}" if isinstance(value, float) else value
-        print(f"{name.replace('_', ' '):<28}{text}")
+        print(f"{name:<27} {text}")
     print(f"wrote {out} and {path}")

@@ -43,7 +43,14 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
     assert summary["accuracy"] == approx(sum(again) / 16)
     assert summary["cut"] == sum(not one["stopped"] for line in lines for one in line["answers"]) / 16
     assert "format" in summary and pass_at_k.summarise(lines)["pass@1"] == approx(summary["accuracy"])
-    assert f"accuracy                    {summary['accuracy']:.3f}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"accuracy                    {summary['accuracy']:.3f}" in printed
+
+
+def test_printed_names_are_those_of_the_summary(tmp_path, capsys):
+    """A reward in a file keeps its name, because a user searches for it."""
+    command.write_summary({"my_rewards.py:half": 0.5}, tmp_path / "out.jsonl")
+    assert "my_rewards.py:half          0.500" in capsys.readouterr().out
 
 
 def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
