@@ -33,11 +33,11 @@ from minivlmrl.commands.train import main
 
 calls, original = [], torch.Tensor.backward
 
-def backward(loss):
+def backward(loss, **options):
     calls.append(1)
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], len(calls)) == ("1", "0", 4):
         ACTION
-    original(loss)
+    original(loss, **options)
 
 torch.Tensor.backward = backward
 main(sys.argv[1:])
