@@ -122,7 +122,9 @@ class Row:
     images: Sequence[PIL.Image.Image]  # one for each image part in the prompt, in order
     # {column: value}, the reward arguments, such as problem and solution
     columns: dict = field(default_factory=dict)
-    completion: str | list[dict] | None = None  # a demonstrated answer, for SFT
+    # A demonstrated answer, for SFT. In an answer that is a list of turns, an image part's key
+    # "image" is an image, or a function that decodes the image (see processor.images_in).
+    completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # the better answer in a pair, for preference training
     rejected: str | list[dict] | None = None  # the worse answer
     # one video for each video part in the prompt, in order

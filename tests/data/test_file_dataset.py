@@ -9,7 +9,7 @@ from talk import IMAGE_PART, assistant, system, text, user
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
-from minivlmrl.data.processor import Processor, encode_completion
+from minivlmrl.data.processor import Processor, encode_completion, images_in
 from minivlmrl.tasks import shapes
 
 
@@ -134,7 +134,8 @@ def test_each_answer_of_a_pair_has_its_own_images(write_rows):
     row = FileDataset(write_rows(pair | shown))[0]
     assert len(row.images) == 1
     for answer in (row.chosen, row.rejected):
-        assert answer[1]["content"][0]["image"].getpixel((0, 0)) == (0, 0, 255)
+        [image] = images_in(answer)
+        assert image.getpixel((0, 0)) == (0, 0, 255)
 
 
 def test_prompt_template_and_system_prompt(write_rows):
@@ -173,7 +174,7 @@ def test_tool_calls_and_images_in_tool_results_are_read(write_rows):
     [row] = FileDataset(write_rows({"messages": turns, "images": ["red.png", "green.png"]}))
     asked, answer, _ = row.completion
     assert asked["tool_calls"] == call["tool_calls"] and row.images[0].getpixel((0, 0)) == (255, 0, 0)
-    assert [part["image"].getpixel((0, 0)) for part in answer["content"] if part.get("image")] == [(0, 255, 0)]
+    assert [image.getpixel((0, 0)) for image in images_in([answer])] == [(0, 255, 0)]
 
 
 @pytest.mark.parametrize("own", [[], [system([text("Own.")])]])

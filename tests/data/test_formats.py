@@ -12,6 +12,7 @@ from talk import assistant, system, user
 
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import content_parts, part_kind
+from minivlmrl.data.processor import images_in
 
 PAGE = (ROOT / "docs" / "rows.md").read_text()
 SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())
@@ -148,7 +149,7 @@ def test_tool_calls_and_tool_results_are_read(read, name, calls, answers):
     call, answer, last = row.completion
     assert [call["role"], answer["role"], words([last])] == ["assistant", "tool", "There."]
     assert words([call]) == f"<tool_call>\n{asked}\n</tool_call>"
-    [image] = [part["image"] for part in answer["content"] if "image" in part]
+    [image] = images_in([answer])
     assert image.getpixel((0, 0))[2] > 250
 
 
