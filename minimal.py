@@ -1,193 +1,733 @@
-"""GRPO on a vision-language model in one file, with the same steps as the default run of train.py.
+"""Reinforcement learning for Qwen2.5-VL in one file, from an image file to an optimizer step.
 
-    python minimal.py                # 40 SFT steps, then 160 GRPO steps; a minute on 2 cores
-    python minimal.py --seed=1       # other initial weights, images and samples
-    python minimal.py --device=cpu   # without the GPU, which is used by default if there is one
+    python minimal.py                          # a tiny model learns shapes on a CPU: SFT, then GRPO
+    python minimal.py FOLDER rows.jsonl        # GRPO on your images, with a Hugging Face folder
+    python minimal.py FOLDER rows.jsonl --sft  # rows need "completion"; --dpo: "chosen", "rejected"
 
-A randomly initialised model learns to name the shape in a small image. First, SFT on 96
-demonstrations, half of them mislabelled, teaches the answer format and a rough idea of the task.
-Then GRPO rewards answers that are well formed and correct, and the reward rises. On a CPU, the
-final weights equal those of `python train.py`, bit for bit. The script calls the library's
-functions, and only the optimizer has state. For your own data, several GPUs, checkpoints and logs,
-use train.py.
-
-Three parts of other GRPO scripts are missing here, because they are not needed:
-- clipping, because the ratio is 1 with a single update per rollout (`grpo_loss` can clip)
-- padding in the model, because all prompts and completions are packed into one sequence
-- the state of a random generator, because each row's key seeds its samples
-
-Run it in a clone of the repository, because it reads the model config recipes/shapes_model.json.
+A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. Read from top
+to bottom; a line above each part says what goes in and what comes out. What is missing here:
+- all prompts in one packed sequence, and Triton kernels: minivlmrl/model/packing.py, kernels/
+- log-probabilities without storing all logits: kernels/selective_log_softmax.py
+- several GPUs: minivlmrl/distributed/fsdp.py
+- LoRA and 4-bit weights for small cards: minivlmrl/model/lora.py, minivlmrl/model/nf4.py
+- resume, logs, evaluation: minivlmrl/run/
+- several updates per rollout, DAPO, GSPO, PPO: minivlmrl/trainers/, minivlmrl/losses/
+- videos, conversations, other files of rows: minivlmrl/data/
+- Qwen2-VL, Qwen3-VL, Qwen3.5: minivlmrl/model/families/
+- tools: minivlmrl/agents/
 """
 
 import argparse
 import copy
+import json
 import math
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+import numpy as np
+import PIL.Image
+import PIL.ImageDraw
+import PIL.ImageOps
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
-from minivlmrl.data.processor import Processor, encode_completion
-from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
-from minivlmrl.generation.generate import generate, make_token_sampler, sample_by_uniforms
-from minivlmrl.losses.advantages import combine, group_advantages
-from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
-from minivlmrl.losses.sft import sft_loss
-from minivlmrl.model.build import random_model
-from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.packing import pack
-from minivlmrl.rewards.columns import call_rewards, reward_columns
-from minivlmrl.rewards.text import accuracy, tag_format
-from minivlmrl.tasks.registry import FRESH_ROWS
-from minivlmrl.tasks.shapes import Shapes, tokenizer
+# Letters in shapes: P patches of an image, L tokens of a prompt, G completions of the prompt,
+# T tokens of the longest one, E width of the model, H heads, D width of a head, V vocabulary.
 
-GROUP = 8  # G, completions per prompt
-TEMPERATURE = 1.0
-MAX_NEW_TOKENS = 20
-REWARDS = {tag_format: 0.5, accuracy: 1.0}  # reward function -> weight
+# ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
+
+MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # red, green and blue in CLIP's images
+STD = np.float32([0.26862954, 0.26130258, 0.27577711])
+
+
+def load_image(file) -> PIL.Image.Image:
+    """Open an image upright and in RGB, on white where it is transparent."""
+    image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
+    image = PIL.ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        white = PIL.Image.new("RGBA", image.size, "white")
+        image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, int]:
+    """Round both sides to multiples of factor, with an area from min_pixels to max_pixels."""
+    sides = np.array([height, width])
+    rounded = np.round(sides / factor) * factor
+    if rounded.prod() > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        rounded = np.maximum(factor, np.floor(sides / shrink / factor) * factor)
+    elif rounded.prod() < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rounded = np.ceil(sides * grow / factor) * factor
+    return int(rounded[0]), int(rounded[1])
+
+
+def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
+    """Return an image's patches (P, 3 * 2 * patch * patch), and their rows h and columns w.
+
+    Each merge x merge patches, which the vision tower merges to one token, are neighbours in P.
+    """
+    height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
+    image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
+    pixels = (np.asarray(image) / 255).astype(np.float32)  # (height, width, 3), from 0 to 1
+    pixels = (pixels - MEAN) / STD
+    frames = np.stack([pixels, pixels])  # a patch covers two frames of a video; here both are equal
+    h, w = height // patch, width // patch
+    x = frames.reshape(2, h // merge, merge, patch, w // merge, merge, patch, 3)
+    # -> block row, block column, row in the block, column in the block; channel, frame, y, x
+    patches = x.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(h * w, -1)
+    return torch.from_numpy(patches), h, w
+
+
+# ---- Row -> prompt: token ids (L,), M-RoPE positions (3, L), and the patches of its images
 
 
 @dataclass
-class Schedule:
-    """Learning-rate schedule: linear warmup, then decay to min_lr_ratio times the maximum."""
-
-    learning_rate: float
-    warmup_steps: int
-    max_steps: int
-    min_lr_ratio: float
-    cosine: bool = False
-
-    def at(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
-        remaining = 0.5 * (1 + math.cos(math.pi * progress)) if self.cosine else 1 - progress
-        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
+class Prompt:
+    ids: Tensor  # (L,)
+    positions: Tensor  # (3, L), the time, row and column of each token
+    images: list[tuple[Tensor, int, int]]  # patches (P, 1176), rows and columns of each image
 
 
-def shuffled(rows: Shapes, per_step: int, seed: int, stage: str) -> Iterator[list[Row]]:
-    """Yield the rows for each step, reshuffled in every epoch.
+def to_ids(tokenizer, text) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
-    Each row gets a key that seeds its samples. The samples do not depend on a random generator's
-    state, so that they are the same on any number of GPUs and after a restart.
+
+def render(tokenizer, problem, image_lengths) -> list[int]:
+    r"""Return the ids of a question in Qwen2.5-VL's chat template: (L,).
+
+    An image takes the place of each <image> in the question; without any, images come first. An
+    image of 3 tokens and "What?" give the ids of
+        <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
+        <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>What?<|im_end|>\n
+        <|im_start|>assistant\n
     """
-    generator = torch.Generator().manual_seed(seed)
-    numbers = []
-    step = 0
-    while True:
-        while len(numbers) < per_step:
-            numbers += torch.randperm(len(rows), generator=generator).tolist()
-        chosen, numbers = numbers[:per_step], numbers[per_step:]
-        yield [replace(rows[n], key=f"{seed}/{stage}/{step}/{i}") for i, n in enumerate(chosen)]
-        step += 1
+    if "<image>" not in problem:
+        problem = "<image>" * len(image_lengths) + problem
+    first, *texts = problem.split("<image>")
+    if len(texts) != len(image_lengths):
+        raise ValueError(f"{len(texts)} <image> for {len(image_lengths)} images in {problem!r}")
+    names = "im_start", "im_end", "vision_start", "image_pad", "vision_end"
+    start, end, *vision = ([tokenizer.token_to_id(f"<|{name}|>")] for name in names)
+    pieces = [start, "system\nYou are a helpful assistant.", end, "\n", start, f"user\n{first}"]
+    for length, text in zip(image_lengths, texts, strict=True):
+        pieces += [vision[0], vision[1] * length, vision[2], text]
+    pieces += [end, "\n", start, "assistant\n"]
+    ids = []
+    for piece in pieces:
+        ids += to_ids(tokenizer, piece) if isinstance(piece, str) else piece
+    return ids
 
 
-def sample(
-    model: VisionLanguageModel, processor: Processor, prompts: list[Prompt], keys: list[str]
-) -> list[list[Completion]]:
-    """Sample G completions per prompt. Each prompt is processed once for all its completions."""
+def mrope_positions(ids, grids, image_token) -> Tensor:
+    """Return each token's position in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
+
+    Two text tokens, an image of 2 x 3 tokens and one more text token have the positions
+        time   0 1 | 2 2 2 2 2 2 | 5
+        row    0 1 | 2 2 2 3 3 3 | 5
+        column 0 1 | 2 3 4 2 3 4 | 5
+    """
+    pieces = []
+    grids = iter(grids)
+    position = done = 0
+    while done < len(ids):
+        rows, columns = next(grids) if ids[done] == image_token else (1, 1)
+        axes = torch.zeros(1).long(), torch.arange(rows), torch.arange(columns)
+        pieces.append(position + torch.cartesian_prod(*axes).T)
+        position += max(rows, columns)
+        done += rows * columns
+    return torch.cat(pieces, 1)
+
+
+def make_prompt(model, row) -> Prompt:
+    """Convert the images and the question of a row to the inputs of a model."""
+    vision = model.config["vision_config"]
+    merge = vision["spatial_merge_size"]
     device = model.lm_head.weight.device
-    draw = sample_by_uniforms(uniform_numbers(keys, GROUP, MAX_NEW_TOKENS), device)
-    sample_token = make_token_sampler(TEMPERATURE, processor.stop_token_ids, draw, device=device)
-    return generate(model, prompts, GROUP, MAX_NEW_TOKENS, sample_token)
+    images = []
+    for file in row["images"]:
+        patches, h, w = patchify(load_image(file), vision["patch_size"], merge, *model.pixels)
+        images.append((patches.to(device), h, w))
+    grids = [(h // merge, w // merge) for _, h, w in images]  # rows and columns of tokens
+    ids = render(model.tokenizer, row["problem"], [h * w for h, w in grids])
+    positions = mrope_positions(ids, grids, model.config["image_token_id"])
+    return Prompt(torch.tensor(ids, device=device), positions.to(device), images)
 
 
-def adamw(model: VisionLanguageModel, learning_rate: float, beta2: float) -> torch.optim.AdamW:
-    """Create an AdamW optimizer for all parameters."""
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(parameters, learning_rate, (0.9, beta2), weight_decay=0, fused=True)
+# ---- What the vision tower and the language model share; modules have the names of the checkpoints
 
 
-def update(model: VisionLanguageModel, optimizer: torch.optim.Optimizer, loss: Tensor, learning_rate: float):
-    """Backpropagate the loss, clip the gradient norm to 1, and update the weights."""
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.param_groups[0]["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad()
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, width, inner, bias):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias)
+        self.up_proj = nn.Linear(width, inner, bias)
+        self.down_proj = nn.Linear(inner, width, bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def sft(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Run supervised fine-tuning, which raises the demonstrations' log-probability."""
-    schedule = Schedule(3e-3, 10, max_steps, min_lr_ratio=0.3, cosine=True)
-    optimizer = adamw(model, schedule.learning_rate, beta2=0.95)
-    batches = shuffled(rows, 32, seed, "sft")
+def frequencies(count, theta, device) -> Tensor:
+    """Return the frequencies of rotary embeddings, from 1 to about 1 / theta: (count,)."""
+    return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
+
+
+def rotate(x, angles) -> Tensor:
+    """Rotate each pair (x_i, x_{i+D/2}) of x (..., L, D) by angles (L, D/2) (arXiv 2104.09864)."""
+    a, b = x.chunk(2, -1)
+    cos = angles.cos().to(x.dtype)
+    sin = angles.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+# ---- Vision tower: patches of an image (P, 1176) -> its tokens (P / 4, E) (arXiv 2502.13923)
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        width = config["hidden_size"]
+        self.heads = config["num_heads"]
+        self.norm1 = nn.RMSNorm(width, 1e-6)
+        qkv, proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attn = nn.ModuleDict({"qkv": qkv, "proj": proj})
+        self.norm2 = nn.RMSNorm(width, 1e-6)
+        self.mlp = MLP(width, config["intermediate_size"], bias=True)
+
+    def forward(self, x, angles, mask):
+        qkv = self.attn["qkv"](self.norm1(x))  # (P, 3 * width)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)  # (H, P, D)
+        q = rotate(q, angles)
+        k = rotate(k, angles)
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0]
+        x = x + self.attn["proj"](out.transpose(0, 1).flatten(1))
+        return x + self.mlp(self.norm2(x))
+
+
+class Vision(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        width = config["hidden_size"]
+        size = (2, config["patch_size"], config["patch_size"])
+        merged = width * config["spatial_merge_size"] ** 2
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv3d(3, width, size, size, bias=False)})
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
+        mlp = [nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])]
+        self.merger = nn.ModuleDict({"ln_q": nn.RMSNorm(width, 1e-6), "mlp": nn.Sequential(*mlp)})
+
+    def forward(self, patches, h, w):
+        merge = self.config["spatial_merge_size"]
+        # A convolution with kernels as large as a patch is a matrix product.
+        kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
+        x = F.linear(patches.to(kernels.dtype), kernels).to(kernels.dtype)  # (P, width)
+        # The row and the column of each patch, in the order of `patchify`: (P, 2)
+        places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
+        places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
+        places = places.reshape(h * w, 2)
+        # Half of the angles come from the row, half from the column: (P, D / 2)
+        count = self.config["hidden_size"] // self.config["num_heads"] // 4
+        angles = (places[..., None] * frequencies(count, 10000.0, x.device)).flatten(1)
+        # A patch attends to the patches of its window, and in a few blocks to the whole image.
+        side = self.config["window_size"] // self.config["patch_size"] // merge * merge
+        windows = places // side
+        same_window = (windows[:, None] == windows).all(-1)  # (P, P)
+        for i, block in enumerate(self.blocks):
+            sees_all = i in self.config["fullatt_block_indexes"]
+            x = block(x, angles, None if sees_all else same_window)
+        x = self.merger["ln_q"](x).view(h * w // merge**2, -1)  # (P / 4, 4 * width)
+        return self.merger["mlp"](x)
+
+
+# ---- Language model: token ids (n, L) -> states (n, L, E), and the cache of keys and values
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        width = config["hidden_size"]
+        self.D = width // config["num_attention_heads"]
+        self.queries_per_key = config["num_attention_heads"] // config["num_key_value_heads"]
+        self.input_layernorm = nn.RMSNorm(width, config["rms_norm_eps"])
+        self.self_attn = nn.ModuleDict()
+        self.self_attn["q_proj"] = nn.Linear(width, width)
+        self.self_attn["k_proj"] = nn.Linear(width, width // self.queries_per_key)
+        self.self_attn["v_proj"] = nn.Linear(width, width // self.queries_per_key)
+        self.self_attn["o_proj"] = nn.Linear(width, width, bias=False)
+        self.post_attention_layernorm = nn.RMSNorm(width, config["rms_norm_eps"])
+        self.mlp = MLP(width, config["intermediate_size"], bias=False)
+
+    def project(self, name, x) -> Tensor:
+        """(n, L, E) -> (n, heads, L, D)"""
+        return self.self_attn[name](x).unflatten(-1, (-1, self.D)).transpose(1, 2)
+
+    def forward(self, x, angles, mask, past):
+        normed = self.input_layernorm(x)
+        q = rotate(self.project("q_proj", normed), angles)
+        k = rotate(self.project("k_proj", normed), angles)
+        v = self.project("v_proj", normed)
+        if past is not None:  # the prompt's keys and values are stored once for n completions
+            k = torch.cat([past[0].expand(len(x), -1, -1, -1), k], 2)
+            v = torch.cat([past[1].expand(len(x), -1, -1, -1), v], 2)
+        # Several query heads share one head of keys and values (arXiv 2305.13245).
+        shared_k, shared_v = (heads.repeat_interleave(self.queries_per_key, 1) for heads in (k, v))
+        out = F.scaled_dot_product_attention(q, shared_k, shared_v, mask)
+        x = x + self.self_attn["o_proj"](out.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x)), (k, v)
+
+
+class QwenVL(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        width = config["hidden_size"]
+        layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
+        self.visual = Vision(config["vision_config"])
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.model["embed_tokens"] = nn.Embedding(config["vocab_size"], width)
+        self.model["norm"] = nn.RMSNorm(width, config["rms_norm_eps"])
+        self.lm_head = nn.Linear(width, config["vocab_size"], bias=False)
+
+    def forward(self, ids, positions, cache=None, images=()):
+        """Return the states of tokens ids (n, L) at positions (3, L), and all keys and values.
+
+        The tokens follow those in the cache. If there are images, n must be 1.
+        """
+        x = self.model["embed_tokens"](ids)
+        if images:
+            tokens = torch.cat([self.visual(*image) for image in images])
+            is_image = (ids == self.config["image_token_id"])[..., None]
+            x = x.masked_scatter(is_image, tokens.to(x.dtype))
+        # M-RoPE: the first of the D / 2 frequencies turn with time, then row, then column.
+        sections = torch.tensor(self.config["mrope_section"], device=x.device)
+        axis = torch.arange(3, device=x.device).repeat_interleave(sections)
+        theta = self.config["rope_theta"]
+        angles = positions[axis].T * frequencies(len(axis), theta, x.device)  # (L, D/2)
+        # A token attends to itself and to all tokens before it.
+        before, L = cache[0][0].shape[2] if cache else 0, ids.shape[1]
+        mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
+        new_cache = []
+        for i, layer in enumerate(self.model["layers"]):
+            x, keys_and_values = layer(x, angles, mask, cache[i] if cache else None)
+            new_cache.append(keys_and_values)
+        return self.model["norm"](x), new_cache
+
+
+# ---- Folder in Hugging Face's format -> model with tokenizer, and back
+
+# Values that transformers leaves out of a saved vision_config, because they are its defaults
+VISION_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
+VISION_DEFAULTS |= {"out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
+VISION_DEFAULTS |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+
+
+def write(file, values):
+    Path(file).write_text(json.dumps(values, indent=2))
+
+
+def read_config(folder) -> dict:
+    """Read config.json, in which transformers 5 has the decoder's values in text_config."""
+    config = json.loads(Path(folder, "config.json").read_text())
+    if config["model_type"] != "qwen2_5_vl":
+        raise ValueError(f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
+    known = {key: value for key, value in config.items() if value is not None}
+    config = config.get("text_config", {}) | known
+    config["vision_config"] = VISION_DEFAULTS | config["vision_config"]
+    rope = config.get("rope_parameters") or config["rope_scaling"]
+    config["mrope_section"] = rope["mrope_section"]
+    config["rope_theta"] = rope.get("rope_theta") or config["rope_theta"]
+    return config
+
+
+def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
+    """Load a model; its images are resized to at most max_pixels, or to what the folder says."""
+    folder = Path(folder)
+    config = read_config(folder)
+    with torch.device("meta"):  # without memory, because the files have the weights
+        model = QwenVL(config)
+    weights = {}
+    for file in folder.glob("model*.safetensors"):
+        for name, weight in load_file(file, str(device)).items():
+            name = name.replace("model.visual.", "visual.").replace("language_model.", "")
+            weights[name] = weight.to(dtype)
+    if config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    if config["tie_word_embeddings"]:
+        model.lm_head.weight = model.model["embed_tokens"].weight
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    size = settings.get("size", {})
+    smallest = settings.get("min_pixels") or size["shortest_edge"]
+    largest = settings.get("max_pixels") or size["longest_edge"]
+    model.pixels = (smallest, max_pixels or largest)
+    model.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.tokenizer.encode_special_tokens = True  # a user's text "<|im_end|>" stays text
+    model.folder = folder
+    return model
+
+
+def save(model, folder):
+    """Write a folder that transformers, vLLM and train.py read. The weights keep their dtype."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.folder.iterdir():  # settings and files of the tokenizer
+        if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name:
+            shutil.copy(file, folder)
+    weights = model.state_dict()
+    if model.config["tie_word_embeddings"]:
+        del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((model.folder / "config.json").read_text())
+    config.pop("dtype", None)  # the name of torch_dtype in transformers 5, which reads both
+    config["torch_dtype"] = str(model.lm_head.weight.dtype).removeprefix("torch.")
+    write(folder / "config.json", config)
+
+
+# ---- Prompt -> completions (G, T), and their log-probabilities (G, T)
+
+# On a GPU, products are computed in bfloat16. Weights and norms stay float32, because bfloat16 has
+# 8 significant bits and rounds most updates at a learning rate of 1e-6 to nothing.
+in_bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available())
+
+
+@in_bfloat16
+@torch.no_grad()
+def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
+    """Sample G completions of a prompt, which runs once. Return ids and mask, both (G, T).
+
+    The mask is True up to and including the token that ends a completion.
+    """
+    ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
+    ends = torch.tensor(ends, device=prompt.ids.device)
+    states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
+    states = states.expand(G, -1, -1)
+    goes_on = torch.ones(G, dtype=torch.bool, device=ends.device)
+    ids = []
+    mask = []
+    for t in range(max_new_tokens):
+        probabilities = model.lm_head(states[:, -1]).float().softmax(-1)  # (G, V)
+        token = torch.multinomial(probabilities, 1)  # (G, 1)
+        ids.append(token)
+        mask.append(goes_on)
+        goes_on = goes_on & (token != ends).all(1)
+        if not goes_on.any():
+            break
+        position = prompt.positions.max() + 1 + t
+        states, cache = model(token, position.expand(3, 1), cache)
+    return torch.cat(ids, 1), torch.stack(mask, 1)
+
+
+@in_bfloat16
+def log_probabilities(model, prompt, completions) -> Tensor:
+    """Return log pi(o_t | prompt, o_<t) of each token of completions (G, T), in nats.
+
+    The prompt and its images run once. Their gradient is the sum over the G completions.
+    """
+    G, T = completions.shape
+    states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
+    positions = prompt.positions.max() + 1 + torch.arange(T, device=completions.device)
+    after, _ = model(completions, positions.expand(3, T), cache)
+    # The state of a token predicts the next one, so the prompt's last state predicts the first.
+    states = torch.cat([states[:, -1:].expand(G, -1, -1), after[:, :-1]], 1)  # (G, T, E)
+    logits = model.lm_head(states)  # (G, T, V)
+    return logits.log_softmax(-1).gather(-1, completions[..., None]).squeeze(-1)
+
+
+def decode(model, completions, mask) -> list[str]:
+    """Return the texts of completions, without the tokens that end them."""
+    ids = [row[kept].tolist() for row, kept in zip(completions, mask, strict=True)]
+    texts = model.tokenizer.decode_batch(ids, skip_special_tokens=False)
+    return [text.removesuffix("<|im_end|>").removesuffix("<|endoftext|>") for text in texts]
+
+
+def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
+    """Return written answers as `sample` returns sampled ones: ids and mask, both (G, T)."""
+    end = model.tokenizer.token_to_id("<|im_end|>")
     device = model.lm_head.weight.device
-    for step in range(max_steps):
-        batch = next(batches)
-        # All prompts and answers are concatenated to one packed sequence without padding.
-        answers = [[encode_completion(processor, r.messages, r.completion)] for r in batch]
-        group = pack([row.prompt(processor) for row in batch], answers, model.config, device)
-        logps, _ = per_token_logps(model, group)  # (M,), for all answer tokens
-        mask = group.completion_mask  # (R, T)
-        normalizer = LossNormalizer(len(mask), mask.sum().item())
-        loss = sft_loss(group.pad(logps), mask, normalizer=normalizer)
-        update(model, optimizer, loss, schedule.at(step))
+    ids = [torch.tensor([*to_ids(model.tokenizer, text), end], device=device) for text in texts]
+    mask = [torch.ones_like(answer, dtype=torch.bool) for answer in ids]
+    return pad_sequence(ids, batch_first=True), pad_sequence(mask, batch_first=True)
 
 
-def grpo(model: VisionLanguageModel, processor: Processor, rows: Shapes, seed: int, max_steps: int):
-    """Run group relative policy optimization (GRPO; DeepSeekMath, arXiv 2402.03300)."""
-    reference = copy.deepcopy(model).requires_grad_(False)
-    schedule = Schedule(3e-4, 5, max_steps, min_lr_ratio=0.1)
-    optimizer = adamw(model, schedule.learning_rate, beta2=0.99)
-    batches = shuffled(rows, 16, seed, "grpo")
-    device = model.lm_head.weight.device
-    for step in range(max_steps):
-        batch = next(batches)
-        # 1. Convert images to patches and messages to tokens, and sample G completions per prompt.
-        prompts = [row.prompt(processor) for row in batch]
-        completions = sample(model, processor, prompts, [row.key for row in batch])
-        # 2. Compute K rewards for all n completions, (n, K), and their weighted sums, (n,).
-        columns = reward_columns(batch, completions, processor)
-        rewards = combine(call_rewards(list(REWARDS), columns), torch.tensor([*REWARDS.values()]))
-        # 3. Compute advantages (n,): compare each completion with the rest of its group.
-        advantages = group_advantages(rewards, GROUP).to(device)
-        # 4. Pack everything into one sequence, in which each prompt occurs once for its whole group.
-        #    The gradients are exactly as if every completion were processed separately.
-        group = pack(prompts, completions, model.config, device)
-        # 5. Compute log-probabilities (n, T) in nats under reference and policy, without storing all
-        #    logits.
+# ---- Completions -> rewards and advantages (G,); log-probabilities (G, T) -> loss
+
+ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
+
+
+def reward(text, solution) -> float:
+    """Return 0.5 if the form of a completion is right, and 1.5 if its answer is right, too."""
+    match = ANSWER.fullmatch(text.strip())
+    if match is None:
+        return 0.0
+    is_right = match[1].strip().lower() == str(solution).strip().lower()
+    return 1.5 if is_right else 0.5
+
+
+def group_advantages(rewards) -> Tensor:
+    """Compare each reward with its group (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
+
+def grpo_loss(logps, old_logps, advantages, mask, epsilon=0.2, beta=0.0, ref_logps=None) -> Tensor:
+    """Compute GRPO's loss, the mean over completions of the mean over tokens of
+
+        -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta KL,  r = pi / pi_old
+
+    Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
+    """
+    ratio = (logps - old_logps).exp()
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+    loss = -torch.min(ratio * advantages[:, None], clipped * advantages[:, None])
+    if beta:
+        # k3, an unbiased estimate of KL(pi || pi_ref): pi_ref/pi - log(pi_ref/pi) - 1
+        log_ratio = ref_logps - logps
+        loss = loss + beta * (log_ratio.expm1() - log_ratio)
+    return ((loss * mask).sum(1) / mask.sum(1)).mean()
+
+
+def dpo_loss(logps, ref_logps, mask, beta=0.1) -> Tensor:
+    """Compute DPO's loss (arXiv 2305.18290, eq. 7) of two answers (2, T), the chosen one first."""
+    chosen, rejected = ((logps - ref_logps) * mask).sum(1)  # log pi / pi_ref of the whole answers
+    return -F.logsigmoid(beta * (chosen - rejected))
+
+
+def sft_loss(logps, mask, num_tokens) -> Tensor:
+    """Compute an answer's part of the mean negative log-likelihood over num_tokens tokens."""
+    return -(logps * mask).sum() / num_tokens
+
+
+# ---- Rows -> losses: each of the three stages yields a loss and a metric for each row of a step
+
+
+def grpo(model, reference, rows, options):
+    """Sample G completions of each prompt, and reinforce those that are better than their group."""
+    for row in rows:
+        prompt = make_prompt(model, row)
+        completions, mask = sample(model, prompt, options.group, options.max_new_tokens)
+        texts = decode(model, completions, mask)
+        rewards = torch.tensor([reward(text, row["solution"]) for text in texts])
+        advantages = group_advantages(rewards).to(mask.device)
+        logps = log_probabilities(model, prompt, completions)  # (G, T)
+        ref_logps = None
+        if options.beta:
+            with torch.no_grad():
+                ref_logps = log_probabilities(reference, prompt, completions)
+        # The ratio is 1, because a rollout is used for one update. Its gradient is not 0.
+        old_logps = logps.detach()
+        loss = grpo_loss(logps, old_logps, advantages, mask, 0.2, options.beta, ref_logps)
+        yield loss / len(rows), rewards.mean()
+
+
+def dpo(model, reference, rows, options):
+    """Prefer the chosen answer to the rejected one, more than the reference does."""
+    for row in rows:
+        prompt = make_prompt(model, row)
+        answers, mask = tokenize_answers(model, [row["chosen"], row["rejected"]])
         with torch.no_grad():
-            ref_logps = group.pad(per_token_logps(reference, group)[0])
-        logps = group.pad(per_token_logps(model, group)[0])
-        # 6. Compute the loss. The ratio to the policy that sampled is 1, because each rollout is
-        #    used for only one update.
-        mask = group.completion_mask
-        normalizer = LossNormalizer(len(mask), int(mask.sum()), MAX_NEW_TOKENS)
-        loss, _ = grpo_loss(
-            logps, advantages, mask, loss_type="grpo", beta=0.02, ref_per_token_logps=ref_logps, normalizer=normalizer
-        )
-        # 7. Update the weights.
-        update(model, optimizer, loss, schedule.at(step))
-        if step % 10 == 0 or step == max_steps - 1:
-            print(f"step {step:3}  reward {rewards.mean():.3f}  of 1.5", flush=True)
+            ref_logps = log_probabilities(reference, prompt, answers)
+        logps = log_probabilities(model, prompt, answers)
+        loss = dpo_loss(logps, ref_logps, mask, options.beta)
+        yield loss / len(rows), loss.detach()
 
 
-def main(
-    seed: int = 0, sft_steps: int = 40, grpo_steps: int = 160, device: str = "cpu"
-) -> tuple[VisionLanguageModel, Processor]:
-    """Run SFT and GRPO; return the model and its processor."""
-    model, processor = random_model("recipes/shapes_model.json", tokenizer(), seed)
-    model.to(device)
-    sft(model, processor, Shapes(96, f"{seed}/sft", wrong_labels=0.5), seed, sft_steps)
-    grpo(model, processor, Shapes(FRESH_ROWS, f"{seed}/grpo"), seed, grpo_steps)
-    return model, processor
+def sft(model, reference, rows, options):
+    """Raise the probability of demonstrations."""
+    answers = [tokenize_answers(model, [row["completion"]]) for row in rows]
+    num_tokens = sum(mask.sum() for _, mask in answers)
+    for row, (ids, mask) in zip(rows, answers, strict=True):
+        logps = log_probabilities(model, make_prompt(model, row), ids)
+        loss = sft_loss(logps, mask, num_tokens)
+        yield loss, loss.detach() * len(rows)
+
+
+def train(model, rows, stage, options):
+    """Run optimizer steps. The gradients of the rows of a step add up, one row at a time."""
+    reference = copy.deepcopy(model) if options.beta and stage is not sft else None
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    order = []
+    for step in range(options.steps):
+        while len(order) < options.rows_per_step:
+            order += random.sample(rows, len(rows))  # each row once before any occurs again
+        batch, order = order[: options.rows_per_step], order[options.rows_per_step :]
+        metrics = []
+        for loss, metric in stage(model, reference, batch, options):
+            loss.backward()
+            metrics.append(metric.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        # The learning rate rises over the warmup, and then falls to a tenth.
+        decay = (options.steps - step) / (options.steps - options.warmup)
+        factor = min((step + 1) / options.warmup, 0.1 + 0.9 * decay)
+        optimizer.param_groups[0]["lr"] = options.learning_rate * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        text = f"{stage.__name__} step {step + 1} of {options.steps}: {np.mean(metrics):.3f}"
+        print(text, end="\r" if (step + 1) % 10 else "\n", flush=True)
+
+
+# ---- The built-in task: name the object in a small image. There are 12 answers.
+
+COLORS = {"red": (220, 50, 47), "green": (60, 160, 60), "blue": (50, 90, 210)}
+COLORS |= {"yellow": (225, 190, 20), "purple": (140, 60, 170), "black": (35, 35, 35)}
+LABELS = [f"{color} {shape}" for color in COLORS for shape in ("square", "triangle")]
+CONTROL = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start"
+CONTROL += " quad_end vision_start vision_end vision_pad image_pad video_pad"
+DECODER = {"model_type": "qwen2_5_vl", "hidden_size": 128, "intermediate_size": 256}
+DECODER |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+DECODER |= {"rope_theta": 20.0, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+DECODER |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 4096}
+TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+TOWER |= {"out_hidden_size": 128, "patch_size": 7, "window_size": 28, "fullatt_block_indexes": [1]}
+
+
+def tagged(label) -> str:
+    return f"<think>I see {label.split()[0]}</think><answer>{label}</answer>"
+
+
+def draw_row(wrong=0.0) -> dict:
+    """Draw an object of random size and place. A share `wrong` of the completions is random."""
+    label = random.choice(LABELS)
+    other = random.choice(LABELS)
+    color, shape = label.split()
+    image = PIL.Image.new("RGB", (56, 56), tuple(random.choices(range(200, 256), k=3)))
+    side = random.randint(32, 52)
+    left, top = random.randint(0, 56 - side), random.randint(0, 56 - side)
+    right, bottom = left + side - 1, top + side - 1
+    upper = [((left + right) / 2, top)] if shape == "triangle" else [(right, top), (left, top)]
+    corners = [(left, bottom), (right, bottom), *upper]
+    PIL.ImageDraw.Draw(image).polygon(corners, COLORS[color])
+    completion = tagged(other if random.random() < wrong else label)
+    answers = {"completion": completion, "chosen": tagged(label), "rejected": tagged(other)}
+    return {"images": [image], "problem": "What is it?", "solution": label, **answers}
+
+
+def make_folder(folder):
+    """Write a folder with 0.74 million random weights, and a tokenizer for the task's words."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = ["system\nYou are a helpful assistant.", "user\nWhat is it?", *map(tagged, LABELS)]
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in CONTROL.split()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {name: tokenizer.token_to_id(f"<|{name}|>") for name in CONTROL.split()}
+    config = DECODER | {"vocab_size": tokenizer.get_vocab_size(), "vision_config": TOWER}
+    config |= {f"{kind}_token_id": ids[f"{kind}_pad"] for kind in ("image", "video")}
+    config |= {f"vision_{end}_token_id": ids[f"vision_{end}"] for end in ("start", "end")}
+    images = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 7, "merge_size": 2}
+    images |= {"min_pixels": 196, "max_pixels": 12845056}
+    names = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    write(folder / "config.json", config)
+    write(folder / "preprocessor_config.json", images)
+    write(folder / "tokenizer_config.json", names | {"pad_token": "<|endoftext|>"})
+    ends = {"eos_token_id": [ids["im_end"], ids["endoftext"]], "pad_token_id": ids["endoftext"]}
+    write(folder / "generation_config.json", ends)
+    model = QwenVL(read_config(folder))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            inputs = weight[0].numel()
+            nn.init.normal_(weight, std=0.02 if "embed_tokens" in name else inputs**-0.5)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+
+
+def accuracy(model, rows) -> float:
+    """Sample two completions of each row, and return the share of right ones."""
+    rewards = []
+    for row in rows:
+        completions, mask = sample(model, make_prompt(model, row), 2, 20)
+        rewards += [reward(text, row["solution"]) for text in decode(model, completions, mask)]
+    return sum(value > 1 for value in rewards) / len(rewards)
+
+
+def train_tiny(options) -> QwenVL:
+    """Train random weights: SFT on 96 demonstrations, half of them wrong, and then a stage."""
+    torch.set_num_threads(1)  # the tensors are too small to share the work
+    make_folder(f"{options.output}/random")
+    model = load(f"{options.output}/random")
+    held_out = [draw_row() for _ in range(128)]
+    first = argparse.Namespace(steps=40, rows_per_step=32, learning_rate=3e-3, warmup=10, beta=0.0)
+    train(model, [draw_row(wrong=0.5) for _ in range(96)], sft, first)
+    print(f"accuracy after SFT {accuracy(model, held_out):.3f}")
+    train(model, [draw_row() for _ in range(2560)], options.stage, options)
+    print(f"accuracy after {options.stage.__name__} {accuracy(model, held_out):.3f}")
+    return model
+
+
+# ---- Command line
+
+
+def read_rows(file, fields) -> list[dict]:
+    """Read JSON Lines. Paths of images are relative to the file."""
+    rows = []
+    for number, line in enumerate(Path(file).read_text("utf-8").splitlines(), 1):
+        row = json.loads(line)
+        for field in fields:
+            if field not in row:
+                raise ValueError(f"{file}, line {number}: the row has {[*row]}, but no {field!r}")
+        names = row.get("images") or [row["image"]]
+        rows.append(row | {"images": [Path(file).parent / name for name in names]})
+    return rows
+
+
+def train_folder(options) -> QwenVL:
+    """Train a folder's model on a file of rows, on a GPU if there is one."""
+    needed = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
+    rows = read_rows(options.rows, ["problem", *needed[options.stage]])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(options.folder, device, max_pixels=options.max_pixels)
+    # Keep only the input of each layer, and compute the rest again for the gradients.
+    for layer in [*model.visual.blocks, *model.model["layers"]]:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    train(model, rows, options.stage, options)
+    return model
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("folder", nargs="?", help="folder of a Qwen2.5-VL; none trains a tiny one")
+    parser.add_argument("rows", nargs="?", help="JSON Lines file")
+    parser.add_argument("--sft", action="store_const", dest="stage", const=sft, default=grpo)
+    parser.add_argument("--dpo", action="store_const", dest="stage", const=dpo)
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--rows_per_step", type=int, default=16)
+    parser.add_argument("--learning_rate", type=float, default=1e-6)
+    parser.add_argument("--warmup", type=int, default=10, help="steps in which the rate rises")
+    parser.add_argument("--group", type=int, default=8, help="G, completions of each prompt")
+    parser.add_argument("--beta", type=float, help="weight of GRPO's KL (0), or beta of DPO (0.1)")
+    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--max_pixels", type=int, default=401408, help="largest area of an image")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", default="runs/minimal", help="folder for the trained model")
+    if not parser.parse_args().folder:
+        parser.set_defaults(steps=160, learning_rate=3e-4, warmup=5, beta=0.02, max_new_tokens=20)
+    options = parser.parse_args()
+    if options.beta is None:
+        options.beta = 0.1 if options.stage is dpo else 0.0
+    random.seed(options.seed)
+    torch.manual_seed(options.seed)
+    model = train_folder(options) if options.folder else train_tiny(options)
+    save(model, options.output)
+    print(f"saved {options.output}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    num_threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
-    parser.add_argument("--num_threads", type=int, default=num_threads)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output_dir", default="runs/minimal")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.num_threads)
-    trained_model, trained_processor = main(arguments.seed, device=arguments.device)
-    from minivlmrl.model.checkpoint import save_model  # writes a folder that transformers can load
-
-    save_model(f"{arguments.output_dir}/checkpoint", trained_model, trained_processor)
-    print(f"saved {arguments.output_dir}/checkpoint")
+    main()
