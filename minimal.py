@@ -188,9 +188,8 @@ def frequencies(count, theta, device) -> Tensor:
 def rotate(x, angles) -> Tensor:
     """Rotate each pair (x_i, x_{i+D/2}) of x (..., L, D) by angles (L, D/2) (arXiv 2104.09864)."""
     a, b = x.chunk(2, -1)
-    cos = angles.cos().to(x.dtype)
-    sin = angles.sin().to(x.dtype)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 # ---- Vision tower: patches of an image (P, 1176) -> its tokens (P / 4, E) (arXiv 2502.13923)
@@ -210,8 +209,7 @@ class VisionBlock(nn.Module):
     def forward(self, x, angles, mask):
         qkv = self.attn["qkv"](self.norm1(x))  # (P, 3 * width)
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)  # (H, P, D)
-        q = rotate(q, angles)
-        k = rotate(k, angles)
+        q, k = rotate(q, angles), rotate(k, angles)
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0]
         x = x + self.attn["proj"](out.transpose(0, 1).flatten(1))
         return x + self.mlp(self.norm2(x))
@@ -233,7 +231,8 @@ class Vision(nn.Module):
         merge = self.config["spatial_merge_size"]
         # A convolution with kernels as large as a patch is a matrix product.
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
-        x = F.linear(patches.to(kernels.dtype), kernels).to(kernels.dtype)  # (P, width)
+        x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
+        x = x.to(kernels.dtype)  # the sum over all blocks is float32, also on a GPU
         # The row and the column of each patch, in the order of `patchify`: (P, 2)
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
         places = places.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
