@@ -258,7 +258,7 @@ def load_processor(
     Raises:
         ValueError: a file is invalid, or two files contradict each other.
     """
-    # imported here, because a model with random weights, as in minimal.py, does not need Jinja
+    # imported here, because a model with random weights does not need Jinja
     from minivlmrl.data.folder_template import ChatTemplate
 
     folder = find_folder(folder)

@@ -43,7 +43,7 @@ def get_task(name: str) -> Task:
     Raises:
         ValueError: there is no such task, or the task has no such option.
     """
-    # imported here, because minimal.py does not look up tasks by name
+    # imported here, because most callers do not look up tasks by name
     from minivlmrl.config.import_utils import resolve_object, with_options
 
     task, options = resolve_object("data.task", name, TASKS)

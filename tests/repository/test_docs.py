@@ -408,6 +408,28 @@ def test_the_chinese_readme_agrees_with_the_english_one(pattern, written_differe
     assert english ^ chinese == written_differently and len(english) > 3
 
 
+def test_the_readme_begins_with_a_quotation_of_minimal():
+    assert blocks(README, "python")[0] in (ROOT / "minimal.py").read_text()
+
+
+def test_the_sizes_in_the_readme():
+    def lines(*patterns):
+        return sum(len(file.read_text().splitlines()) for pattern in patterns for file in ROOT.glob(pattern))
+
+    package = lines("minivlmrl/**/*.py", "kernels/*.py")
+    sizes = f"minimal.py has {lines('minimal.py'):.2g} lines. The package and its kernels have {round(package, -2):,}."
+    assert sizes in README
+
+
+@pytest.mark.parametrize("text", [README, CHINESE], ids=["English", "Chinese"])
+def test_the_two_commands_of_the_readme(text):
+    """The first command trains, the second runs the tests; .ci/run takes the second one from README."""
+    found = commands(text)
+    assert "python train.py" in found and "pip install -c constraints.txt -e '.[test]' && pytest" in found
+    [pattern] = re.findall(r'grep -E "(.+)" README.md', (ROOT / ".ci" / "run").read_text())
+    assert [line for line in found if re.match(pattern, line)] == [found[-2]]
+
+
 def test_the_readme_installs_the_pinned_torch():
     [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
     assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()

@@ -1,0 +1,86 @@
+"""Compare minimal.py with the package: seconds of a GRPO step, and memory for the log-probabilities of a real vocabulary.
+
+    python benchmarks/one_file.py    # half a minute
+
+Both sides train the same tiny model on the same rows, in turn, with one thread. The memory is the peak of a process of
+its own, minus that of a process that only makes the inputs. README's table of what the package adds has both ratios.
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from common import about, seconds_of
+from grpo_step import make_rows, our_side
+
+import minimal
+from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
+from minivlmrl.model.checkpoint import load_model, load_processor
+
+NEW_TOKENS, PROMPTS, STEPS = 14, 16, 8
+TOKENS, WIDTH, VOCABULARY = 2048, 256, 151936  # eight completions of 256 tokens; the vocabulary of Qwen2.5-VL
+
+
+def step_ratio() -> float:
+    """Return how many times as long minimal.py takes for a step: 16 prompts, 8 completions of 14 tokens."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        minimal.make_folder(folder)
+        model = minimal.load(folder)
+        rows = make_rows(56, PROMPTS)
+        theirs = our_side(load_model(folder), load_processor(folder), rows, NEW_TOKENS)
+        minimal.decode = lambda model, ids, mask: ["".join(map(chr, row)) for row in ids.tolist()]
+        minimal.reward = lambda text, solution: float(len(set(text)))
+        questions = [{"images": row.images, "problem": "What is it? Name it.", "solution": ""} for row in rows]
+        options = argparse.Namespace(
+            steps=1, rows_per_step=PROMPTS, group=8, max_new_tokens=NEW_TOKENS, beta=0.02, learning_rate=3e-4, warmup=1
+        )
+        ours, package = [], []
+        for _ in range(STEPS):
+            ours.append(seconds_of(lambda: minimal.train(model, questions, minimal.grpo, options)))
+            package.append(seconds_of(theirs.step))
+    return statistics.median(ours[1:]) / statistics.median(package[1:])
+
+
+def log_probabilities(way: str):
+    """Compute log-probabilities and their gradients, with all logits or in blocks of the vocabulary."""
+    torch.manual_seed(0)
+    states = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    weight = (torch.randn(VOCABULARY, WIDTH) / WIDTH**0.5).requires_grad_()
+    ids = torch.randint(VOCABULARY, (TOKENS,))
+    weight.grad = torch.zeros_like(weight)
+    if way == "all":
+        logps = (states @ weight.T).log_softmax(-1).gather(-1, ids[:, None])
+        logps.sum().backward()
+    elif way == "blocks":
+        linear_log_softmax(states, weight, ids)[0].sum().backward()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--memory", choices=["inputs", "all", "blocks"], help="print the peak of one way in GiB")
+    options = parser.parse_args()
+    if options.memory:
+        log_probabilities(options.memory)
+        return
+    print(about())
+    print(f"minimal.py's step takes {step_ratio():.1f} times as long as the package's")
+    peaks = {}
+    for way in ("inputs", "all", "blocks"):
+        command = [sys.executable, __file__, f"--memory={way}"]
+        peaks[way] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    logits, blocks = peaks["all"] - peaks["inputs"], peaks["blocks"] - peaks["inputs"]
+    print(f"{TOKENS} log-probabilities with gradients: {logits:.2f} GiB with all logits, {blocks:.2f} GiB in blocks")
+
+
+if __name__ == "__main__":
+    main()
