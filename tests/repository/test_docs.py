@@ -417,7 +417,7 @@ def test_the_sizes_in_the_readme():
         return sum(len(file.read_text().splitlines()) for pattern in patterns for file in ROOT.glob(pattern))
 
     package = lines("minivlmrl/**/*.py", "kernels/*.py")
-    sizes = f"minimal.py has {lines('minimal.py'):.2g} lines. The package and its kernels have {round(package, -2):,}."
+    sizes = f"minimal.py has {round(lines('minimal.py'), -1)} lines. The package and its kernels have {round(package, -2):,}."
     assert sizes in README
 
 
@@ -427,7 +427,7 @@ def test_the_two_commands_of_the_readme(text):
     found = commands(text)
     assert "python train.py" in found and "pip install -c constraints.txt -e '.[test]' && pytest" in found
     [pattern] = re.findall(r'grep -E "(.+)" README.md', (ROOT / ".ci" / "run").read_text())
-    assert [line for line in found if re.match(pattern, line)] == [found[-2]]
+    assert len([line for line in found if re.match(pattern, line)]) == 1
 
 
 def test_the_readme_installs_the_pinned_torch():
