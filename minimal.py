@@ -331,6 +331,9 @@ class QwenVL(nn.Module):
 VISION_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
 VISION_DEFAULTS |= {"out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
 VISION_DEFAULTS |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+# Tokens that only `render` may write
+STRUCTURE = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+STRUCTURE += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 
 
 def write(file, values):
@@ -372,8 +375,12 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     smallest = settings.get("min_pixels") or size["shortest_edge"]
     largest = settings.get("max_pixels") or size["longest_edge"]
     model.pixels = (smallest, max_pixels or largest)
-    model.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model.tokenizer.encode_special_tokens = True  # a user's text "<|im_end|>" stays text
+    # A user's text "<|im_end|>" stays text, while "<|box_start|>" is a token, as in transformers.
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    for token in tokenizer["added_tokens"]:
+        token["special"] = token["content"] in STRUCTURE
+    model.tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
+    model.tokenizer.encode_special_tokens = True
     model.folder = folder
     return model
 
