@@ -575,7 +575,7 @@ def train(model, rows, stage, options):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         # The learning rate rises over the warmup, and then falls to a tenth.
         decay = (options.steps - step) / max(1, options.steps - options.warmup)
-        factor = min((step + 1) / options.warmup, 0.1 + 0.9 * decay)
+        factor = min((step + 1) / max(1, options.warmup), 0.1 + 0.9 * decay)
         optimizer.param_groups[0]["lr"] = options.learning_rate * factor
         optimizer.step()
         optimizer.zero_grad()
