@@ -579,8 +579,9 @@ def train(model, rows, stage, options):
         optimizer.param_groups[0]["lr"] = options.learning_rate * factor
         optimizer.step()
         optimizer.zero_grad()
-        text = f"{stage.__name__} step {step + 1} of {options.steps}: {np.mean(metrics):.3f}"
-        print(text, end="\r" if (step + 1) % 10 else "\n", flush=True)
+        done = step + 1
+        text = f"{stage.__name__} step {done} of {options.steps}: {np.mean(metrics):.3f}"
+        print(text, end="\n" if done % 10 == 0 or done == options.steps else "\r", flush=True)
 
 
 # ---- The built-in task: name the object in a small image. There are 12 answers.
