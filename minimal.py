@@ -684,13 +684,17 @@ def train_tiny(options) -> QwenVL:
 def read_rows(file, fields) -> list[dict]:
     """Read JSON Lines. Paths of images are relative to the file."""
     rows = []
-    for number, line in enumerate(Path(file).read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(file).read_text("utf-8").split("\n"), 1):
+        if not line:
+            continue
         row = json.loads(line)
-        for field in fields:
+        for field in fields if "images" in row else ["image", *fields]:
             if field not in row:
                 raise ValueError(f"{file}, line {number}: the row has {[*row]}, but no {field!r}")
-        names = row.get("images") or [row["image"]]
+        names = row["images"] if "images" in row else [row["image"]]
         rows.append(row | {"images": [Path(file).parent / name for name in names]})
+    if not rows:
+        raise ValueError(f"{file} has no rows")
     return rows
 
 
