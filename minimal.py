@@ -731,6 +731,8 @@ def main():
     if not parser.parse_args().folder:
         parser.set_defaults(steps=160, learning_rate=3e-4, warmup=5, beta=0.02, max_new_tokens=20)
     options = parser.parse_args()
+    if options.folder and Path(options.folder).resolve() == Path(options.output).resolve():
+        parser.error("--output must not be the folder of the model")
     if options.beta is None:
         options.beta = 0.1 if options.stage is dpo else 0.0
     random.seed(options.seed)
