@@ -370,7 +370,10 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     model.load_state_dict(weights, assign=True)
     if config["tie_word_embeddings"]:
         model.lm_head.weight = model.model["embed_tokens"].weight
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    if (folder / "preprocessor_config.json").exists():
+        settings = json.loads((folder / "preprocessor_config.json").read_text())
+    else:  # transformers 5
+        settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
     size = settings.get("size", {})
     smallest = settings.get("min_pixels") or size["shortest_edge"]
     largest = settings.get("max_pixels") or size["longest_edge"]
