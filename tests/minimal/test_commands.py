@@ -1,0 +1,149 @@
+"""Run the commands of minimal.py on tiny folders and rows."""
+
+import json
+import random
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+from runs import write_lines
+from safetensors.torch import load_file
+
+import minimal
+from minivlmrl.config.options import TrainingOptions
+from minivlmrl.run.optimizer import learning_rate
+from tests.minimal.pairs import main
+
+OPTIONS = ("--steps=2", "--warmup=1", "--rows_per_step=3", "--learning_rate=1e-3", "--group=3", "--max_new_tokens=5")
+NAMES = {"grpo": [], "sft": ["--sft"], "dpo": ["--dpo"]}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder of the built-in task's random model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    minimal.make_folder(folder)
+    return folder
+
+
+@pytest.mark.parametrize("stage", NAMES)
+def test_rows_are_trained_with_less_memory_and_equal_weights(tiny, rows, tmp_path, stage, monkeypatch, capsys):
+    """A command computes each layer twice and keeps its input only; the weights equal those of plain layers."""
+    computed = []
+    checkpoint = minimal.checkpoint
+    monkeypatch.setattr(minimal, "checkpoint", lambda *a, **options: computed.append(1) or checkpoint(*a, **options))
+    monkeypatch.setattr(minimal, "reward", lambda text, solution: len(text) % 3 / 2)  # no random answer is right
+    main(tiny, rows, *NAMES[stage], *OPTIONS, "--beta=0.3", f"--output={tmp_path}")
+    printed = capsys.readouterr().out
+    assert f"{stage} step 2 of 2: " in printed and printed.endswith(f"\nsaved {tmp_path}\n")
+    assert len(computed) > 20
+    torch.manual_seed(0)
+    random.seed(0)
+    needed = {"grpo": ["solution"], "sft": ["completion"], "dpo": ["chosen", "rejected"]}[stage]
+    model = minimal.load(tiny, max_pixels=401408)
+    options = Namespace(steps=2, rows_per_step=3, learning_rate=1e-3, warmup=1, beta=0.3, group=3, max_new_tokens=5)
+    minimal.train(model, minimal.read_rows(rows, needed), getattr(minimal, stage), options)
+    trained = load_file(tmp_path / "model.safetensors")
+    before = load_file(tiny / "model.safetensors")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(trained[name], weight), name
+    assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_sft_learns_a_handful_of_rows(tiny, rows, tmp_path, capsys):
+    main(tiny, rows, "--sft", "--steps=20", "--rows_per_step=4", "--learning_rate=3e-3", f"--output={tmp_path}")
+    losses = [float(loss) for loss in re.findall(r"sft step \d+ of 20: (\S+)", capsys.readouterr().out)]
+    assert len(losses) == 20 and losses[0] > 4 and losses[-1] < losses[0] / 4
+
+
+@pytest.mark.parametrize(("stage", "field"), [
+    ("grpo", "solution"), ("sft", "completion"), ("dpo", "chosen"), ("dpo", "rejected"), ("grpo", "problem"),
+    ("sft", "image"),
+])  # fmt: skip
+def test_a_row_without_a_field_is_named(tiny, tmp_path, stage, field):
+    row = {"image": "a.png", "problem": "?", "solution": "a", "completion": "a", "chosen": "a", "rejected": "b"}
+    write_lines(tmp_path / "rows.jsonl", [row, {name: value for name, value in row.items() if name != field}])
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: the row has \[.*\], but no '{field}'"):
+        main(tiny, tmp_path / "rows.jsonl", *NAMES[stage])
+
+
+def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
+    """A row's text may contain characters at which str.splitlines splits."""
+    row = {"image": "a.png", "problem": "one\u2028two\x85three", "images": ["a/b.png", "/c.png"]}
+    text = json.dumps(row, ensure_ascii=False)
+    (tmp_path / "rows.jsonl").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
+    first, second = minimal.read_rows(tmp_path / "rows.jsonl", ["problem"])
+    assert first == second == row | {"images": [tmp_path / "a/b.png", tmp_path / "/c.png"]}
+
+
+def test_a_file_without_rows_is_refused(tiny, tmp_path):
+    """Otherwise the first step waits for a row forever."""
+    (tmp_path / "rows.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl has no rows"):
+        main(tiny, tmp_path / "rows.jsonl")
+
+
+def test_the_folder_is_not_overwritten(tiny, rows, capsys):
+    """Otherwise the end of the run would fail."""
+    with pytest.raises(SystemExit):
+        main(tiny, rows, "--sft", "--steps=1", f"--output={tiny / 'x' / '..'}")
+    assert "--output" in capsys.readouterr().err
+
+
+class Spy(torch.optim.AdamW):
+    def step(self):
+        self.rates.append(self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 10), (2, 10), (10, 10), (5, 0), (6, 2), (40, 10)])
+def test_the_learning_rate_is_that_of_the_package(steps, warmup, monkeypatch):
+    monkeypatch.setattr(torch.optim, "AdamW", Spy)
+    monkeypatch.setattr(Spy, "rates", [], raising=False)
+
+    def stage(model, reference, rows, options):
+        yield model.weight.sum(), torch.tensor(0.0)
+
+    options = Namespace(steps=steps, rows_per_step=1, learning_rate=0.5, warmup=warmup, beta=0.0)
+    minimal.train(torch.nn.Linear(1, 1), [{}], stage, options)
+    config = TrainingOptions(max_steps=steps, warmup_steps=warmup, learning_rate=0.5, min_lr_ratio=0.1)
+    assert Spy.rates == pytest.approx([learning_rate(step, config) for step in range(steps)], rel=1e-12)
+
+
+def test_each_row_comes_once_before_any_comes_again(capsys):
+    seen = []
+
+    def stage(model, reference, rows, options):
+        seen.extend(rows)
+        yield model.weight.sum(), torch.tensor(0.0)
+
+    options = Namespace(steps=7, rows_per_step=3, learning_rate=1e-3, warmup=1, beta=0.0)
+    minimal.train(torch.nn.Linear(1, 1), list(range(7)), stage, options)
+    assert [sorted(seen[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
+    assert capsys.readouterr().out.endswith("stage step 7 of 7: 0.000\n")
+
+
+@pytest.mark.parametrize("stage", NAMES)
+def test_the_built_in_task_trains_with_each_stage(stage, tmp_path, monkeypatch, capsys):
+    """Each of its two stages takes one step on three rows here."""
+    train, draw_row = minimal.train, minimal.draw_row
+    monkeypatch.setattr(minimal, "draw_row", lambda **options: draws.append(options) or draw_row(**options))
+    monkeypatch.setattr(minimal, "accuracy", lambda model, rows: 0.5)
+    draws = []
+
+    def one_step(model, rows, stage, options):
+        train(model, rows, stage, Namespace(**vars(options) | {"steps": 1, "rows_per_step": 3}))
+
+    monkeypatch.setattr(minimal, "train", one_step)
+    main(*NAMES[stage], f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert printed.startswith("sft step 1 of 1: ") and "accuracy after SFT 0.500\n" in printed
+    assert printed.endswith(f"\naccuracy after {stage} 0.500\nsaved {tmp_path / 'out'}\n")
+    assert draws.count({"wrong": 0.5}) == 96 and draws.count({}) == 128 + 2560
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme_learns(tmp_path, capsys):
+    main(f"--output={tmp_path}")
+    before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
+    assert before < 0.6 and after > 0.75

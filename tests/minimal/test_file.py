@@ -1,0 +1,79 @@
+"""Check that minimal.py is one file: it imports no file of the repository, and runs where it lies alone."""
+
+import ast
+import shutil
+import subprocess
+import sys
+
+import pytest
+from links import ROOT
+
+import minimal
+
+TEXT = (ROOT / "minimal.py").read_text()
+TREE = ast.parse(TEXT)
+LIBRARIES = {"torch", "numpy", "PIL", "safetensors", "tokenizers"}
+# Importing the repository fails in this process, although it is installed. Then minimal.py trains four rows.
+ALONE = """
+import json, runpy, sys
+
+class Missing:
+    @staticmethod
+    def find_spec(name, *_):
+        if name.partition(".")[0] in ("minivlmrl", "kernels"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing)
+for name in ("minivlmrl", "kernels"):
+    try:
+        __import__(name)
+        sys.exit(f"{name} can be imported")
+    except ModuleNotFoundError:
+        pass
+names = runpy.run_path("minimal.py")
+names["make_folder"]("tiny")
+lines = []
+for i in range(4):
+    row = names["draw_row"]()
+    row.pop("images")[0].save(f"{i}.png")
+    lines.append(json.dumps(row | {"image": f"{i}.png"}))
+open("rows.jsonl", "w").write("\\n".join(lines) + "\\n")
+sys.argv = "minimal.py tiny rows.jsonl --steps=1 --rows_per_step=2 --group=2 --max_new_tokens=3".split()
+runpy.run_path("minimal.py", run_name="__main__")
+"""
+
+
+def test_it_imports_the_standard_library_and_five_libraries():
+    modules = []
+    for node in ast.walk(TREE):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append("." * node.level + (node.module or ""))
+    imported = {module.partition(".")[0] for module in modules}
+    assert imported - sys.stdlib_module_names == LIBRARIES
+    assert "importlib" not in imported and "__import__" not in TEXT
+
+
+def test_a_line_has_at_most_100_columns_and_one_statement():
+    assert [line for line in TEXT.splitlines() if len(line) > 100] == []
+    lines = [node.lineno for node in ast.walk(TREE) if isinstance(node, ast.stmt)]
+    assert sorted(line for line in set(lines) if lines.count(line) > 1) == []
+
+
+def test_it_runs_where_it_lies_alone(tmp_path):
+    shutil.copy(ROOT / "minimal.py", tmp_path)
+    command = [sys.executable, "-I", "-c", ALONE]
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\nsaved runs/minimal\n")
+    assert (tmp_path / "runs" / "minimal" / "model.safetensors").stat().st_size > 10**6
+
+
+def test_help_shows_the_page_and_its_options(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["minimal.py", "--help"])
+    with pytest.raises(SystemExit) as exit:
+        minimal.main()
+    printed = capsys.readouterr().out
+    assert exit.value.code == 0
+    assert minimal.__doc__.strip() in printed and "--max_new_tokens MAX_NEW_TOKENS" in printed

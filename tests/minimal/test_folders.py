@@ -1,0 +1,160 @@
+"""Write folders with minimal.py, and read them with transformers, the package and train.py, and the other way round."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import minimal
+from minivlmrl.data.messages import conversation
+from minivlmrl.model.checkpoint import load_model, load_processor
+from tests.minimal.pairs import ROWS, completions, in_float64, largest_difference, main, row_of, write_folder
+
+SFT = ("--sft", "--steps=2", "--warmup=1", "--rows_per_step=2", "--learning_rate=1e-3")
+PROBLEM, SIZES = ROWS["text around images"]
+TEXT = "Is <|box_start|> caf\u00e9 12\n\n left of it?"
+
+
+def is_tied(name: str) -> bool:
+    return name.startswith("tied")
+
+
+def write_theirs(folder, name: str):
+    """Write a folder with transformers: tied or not, with several files of weights, or in bfloat16."""
+    model = write_folder(folder, tied=is_tied(name))
+    if "shards" in name:
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder, max_shard_size=200_000)
+        assert (folder / "model.safetensors.index.json").exists()
+    if "bfloat16" in name:
+        model.to(torch.bfloat16).save_pretrained(folder)
+
+
+@pytest.fixture(
+    scope="module", params=["train.py", "built-in", "untied", "tied", "tied shards", "untied shards", "tied bfloat16"]
+)
+def trained(request, checkpoint, rows, tmp_path_factory, transformers):
+    """A folder by train.py, minimal.py or transformers, and a folder in which minimal.py wrote the trained model."""
+    base = tmp_path_factory.mktemp("base")
+    if request.param == "train.py":
+        shutil.copytree(checkpoint, base, dirs_exist_ok=True)
+    elif request.param == "built-in":
+        minimal.make_folder(base)
+    else:
+        write_theirs(base, request.param)
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    main(base, rows, *SFT, f"--output={folder}")
+    return SimpleNamespace(name=request.param, base=base, folder=folder)
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: weight.float() for name, weight in model.state_dict().items()}
+
+
+def differing(one: dict, other: dict) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, weight in one.items() if not torch.equal(weight, other[name])]
+
+
+def test_the_package_reads_the_base_and_the_trained_folder(trained):
+    """Weights and prompts are equal, and training changed all weights."""
+    for folder in (trained.base, trained.folder):
+        ours, package, processor = minimal.load(folder), load_model(folder), load_processor(folder)
+        assert differing(state(ours), state(package)) == []
+        row = row_of(PROBLEM, SIZES)
+        prompt = minimal.make_prompt(ours, row)
+        expected = processor(conversation(row["problem"], {"image": 2}), row["images"])
+        assert torch.equal(prompt.ids, expected.input_ids)
+        assert torch.equal(torch.cat([patches for patches, _, _ in prompt.images]), expected.pixel_values)
+        assert minimal.to_ids(ours.tokenizer, TEXT) == processor.tokenizer.encode(TEXT)
+    changed = differing(state(minimal.load(trained.base)), state(ours))
+    assert len(changed) == len(state(ours))
+
+
+def test_transformers_reads_the_trained_folder(trained, transformers, oracle, monkeypatch):
+    """Log-probabilities, token ids and patches are those of minimal.py."""
+    oracle.in_float64(monkeypatch, "qwen2_5_vl")
+    names = transformers.AutoModelForImageTextToText
+    theirs, info = names.from_pretrained(
+        trained.folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    ours = in_float64(trained.folder)
+    prompt = minimal.make_prompt(ours, row_of(PROBLEM, SIZES))
+    answer = completions()[-1]
+    images = transformers.AutoImageProcessor.from_pretrained(trained.folder)(
+        images=[minimal.load_image(image) for image in row_of(PROBLEM, SIZES)["images"]], return_tensors="pt"
+    )
+    ids = torch.cat([prompt.ids, answer])[None]
+    kinds = (ids == ours.config["image_token_id"]).long()
+    with torch.no_grad():
+        logits = theirs.eval()(input_ids=ids, mm_token_type_ids=kinds, **images).logits[0, -len(answer) - 1 : -1]
+        [logps] = minimal.log_probabilities(ours, prompt, answer[None])
+    expected = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+    assert largest_difference(logps, expected) <= 1e-12
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder)
+    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == minimal.to_ids(ours.tokenizer, TEXT)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_the_weights_are_one_file_with_their_dtype(trained, transformers):
+    """A tied head is stored once and stays tied; no index of the base's files is left."""
+    weights = load_file(trained.folder / "model.safetensors")
+    assert [file.name for file in trained.folder.glob("model*")] == ["model.safetensors"]
+    config = json.loads((trained.folder / "config.json").read_text())
+    assert {weight.dtype for weight in weights.values()} == {torch.float32} and config["torch_dtype"] == "float32"
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(trained.folder, dtype="auto")
+    assert theirs.dtype == torch.float32
+    assert ("lm_head.weight" in weights) != is_tied(trained.name)
+    if is_tied(trained.name):
+        ours = minimal.load(trained.folder)
+        assert ours.lm_head.weight is ours.model["embed_tokens"].weight
+        assert theirs.lm_head.weight is theirs.model.language_model.embed_tokens.weight
+
+
+def test_train_goes_on_with_the_trained_folder(trained, run, plain, rows):
+    """One step of train.py; minimal.py reads its folder."""
+    own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
+    small = ["--stages=[sft]", "--sft.max_steps=1", "--sft.prompts_per_step=2"]
+    folder = run(*own, *small, f"--model.path={trained.folder}") / "checkpoint"
+    ours, package = minimal.load(folder), load_model(folder)
+    assert differing(state(ours), state(package)) == []
+    assert len(differing(state(minimal.load(trained.folder)), state(ours))) > 10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_a_loaded_model_is_saved_in_its_dtype(tmp_path, dtype, transformers):
+    (tmp_path / "base").mkdir()
+    write_folder(tmp_path / "base", tied=True)
+    model = minimal.load(tmp_path / "base", dtype=getattr(torch, dtype))
+    minimal.save(model, tmp_path / "saved")
+    weights = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert theirs.dtype == getattr(torch, dtype)
+    assert load_model(tmp_path / "saved").lm_head.weight.dtype == getattr(torch, dtype)
+
+
+def test_image_settings_are_read_from_the_file_of_transformers_5(tmp_path, transformers):
+    write_folder(tmp_path, tied=False)
+    settings = tmp_path / "preprocessor_config.json"
+    content = json.loads(settings.read_text())
+    bounds = minimal.load(tmp_path).pixels
+    assert bounds == (content["size"]["shortest_edge"], content["size"]["longest_edge"])
+    settings.write_text(json.dumps(content | {"size": None, "min_pixels": 3136, "max_pixels": 9408}))
+    assert minimal.load(tmp_path).pixels == (3136, 9408)
+    assert minimal.load(tmp_path, max_pixels=5000).pixels == (3136, 5000)
+    settings.unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": content}))
+    assert minimal.load(tmp_path).pixels == bounds
+    minimal.save(minimal.load(tmp_path), tmp_path / "saved")
+    assert load_processor(tmp_path / "saved").image_processor.max_pixels == bounds[1]
+
+
+def test_other_families_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    with pytest.raises(ValueError, match=r"is not a Qwen2\.5-VL folder; train\.py reads other families"):
+        minimal.load(tmp_path)

@@ -1,0 +1,331 @@
+"""Compare minimal.py with the package in float64: inputs, log-probabilities, losses, gradients, steps and samples."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from record_vision import noise, resize_cases
+
+import minimal
+from minivlmrl.config.options import OptimizerOptions, TrainingOptions
+from minivlmrl.data.image import ImageProcessor, load_image, smart_resize
+from minivlmrl.data.messages import conversation
+from minivlmrl.data.rows import Completion
+from minivlmrl.distributed.process_group import World
+from minivlmrl.generation.generate import generate, make_token_sampler
+from minivlmrl.losses.advantages import group_advantages
+from minivlmrl.losses.grpo import grpo_loss
+from minivlmrl.losses.preference import dpo_loss
+from minivlmrl.losses.sft import sft_loss
+from minivlmrl.model.checkpoint import load_model, load_processor
+from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.packing import pack
+from minivlmrl.model.rope import get_rope_index
+from minivlmrl.rewards.text import accuracy, last_answer, tag_format
+from minivlmrl.run.optimizer import finish_gradients, learning_rate, make_optimizer
+from tests.minimal.pairs import (
+    IDS,
+    IMAGE,
+    ROWS,
+    completions,
+    in_float64,
+    largest_difference,
+    padded,
+    row_of,
+    write_folder,
+)
+
+from by_hand import tensor
+from draws import seeded
+
+TOLERANCE = 1e-12  # for log-probabilities and losses
+OF_GRADIENTS = 1e-10  # relative to the largest gradient of the parameter
+# the names of tokens that structure a conversation stay text, unlike in transformers
+STRUCTURE = "<|im_end|>\n<image><|image_pad|><|im_start|> <|vision_end|><|video_pad|><|endoftext|>"
+PROMPTS = ROWS | {"structure in a text": (STRUCTURE, [(90, 30)])}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def both(request, tmp_path_factory, transformers):
+    """One folder as minimal.py and as the package read it."""
+    folder = tmp_path_factory.mktemp("folder")
+    write_folder(folder, request.param)
+    package = load_model(folder, torch.float64)
+    return SimpleNamespace(ours=in_float64(folder), package=package, processor=load_processor(folder), folder=folder)
+
+
+def prompts(both, name: str):
+    """Return a row's prompt by minimal.py and by the package."""
+    row = row_of(*PROMPTS[name])
+    messages = conversation(row["problem"], {"image": len(row["images"])})
+    return minimal.make_prompt(both.ours, row), both.processor(messages, row["images"])
+
+
+# ---- inputs
+
+
+def test_sizes_of_2000_images_are_equal():
+    """Other images, such as those with an aspect ratio over 200, are refused by the package only."""
+    compared = 0
+    for case in resize_cases():
+        try:
+            expected = smart_resize(*case)
+        except ValueError:
+            continue
+        assert minimal.smart_resize(*case) == expected, case
+        compared += 1
+    assert compared > 1000
+
+
+IMAGES = {
+    "small": noise("RGB", (5, 3)), "odd": noise("RGB", (113, 61)), "large": noise("RGB", (1201, 907)),
+    "wide": noise("RGB", (900, 11)), "grey": noise("L", (60, 45)), "transparent": noise("RGBA", (97, 30)),
+    "palette": noise("P", (50, 50)), "grey with alpha": noise("LA", (30, 77)), "black and white": noise("1", (64, 33)),
+    "CMYK": noise("CMYK", (31, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize(("patch", "merge"), [(14, 2), (7, 2), (8, 3)])
+def test_patches_are_equal_bit_for_bit(name, patch, merge):
+    for bounds in ((784, 12845056), (3136, 200704)):
+        package = ImageProcessor(patch_size=patch, merge_size=merge, min_pixels=bounds[0], max_pixels=bounds[1])
+        expected, grid = package(IMAGES[name])
+        patches, h, w = minimal.patchify(minimal.load_image(IMAGES[name]), patch, merge, *bounds)
+        assert (1, h, w) == grid and torch.equal(patches, expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+def test_files_are_read_equally(tmp_path, mode, orientation):
+    image = noise(mode, (7, 4))
+    image.getexif()[0x0112] = orientation
+    image.save(tmp_path / "image.png", exif=image.getexif())
+    expected = load_image(tmp_path / "image.png")
+    loaded = minimal.load_image(tmp_path / "image.png")
+    assert loaded.mode == "RGB" and loaded.size == ((7, 4) if orientation < 5 else (4, 7))
+    assert loaded.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_are_equal(both, name):
+    """Ids, patches and positions are equal."""
+    ours, package = prompts(both, name)
+    assert torch.equal(ours.ids, package.input_ids)
+    patches = [torch.zeros(0, 1176), *(patches for patches, _, _ in ours.images)]
+    assert torch.equal(torch.cat(patches), package.pixel_values)
+    grids = [(1, h, w) for _, h, w in ours.images]
+    assert grids == list(map(tuple, package.image_grid_thw.tolist()))
+    positions = get_rope_index(package.input_ids, package.image_grid_thw, both.package.config)
+    assert torch.equal(ours.positions, positions)
+    assert ours.ids.tolist().count(IMAGE) == sum(h * w // 4 for _, h, w in grids)
+
+
+# ---- log-probabilities, losses and gradients
+
+
+def sampled() -> list[torch.Tensor]:
+    """Return completions of which one consists of one token, and two contain a sampled <|image_pad|>."""
+    answers = completions()
+    answers[1][0] = answers[2][3] = answers[3][-1] = IMAGE
+    return answers
+
+
+def logps_of(both, name: str, answers: list[torch.Tensor]):
+    """Return log-probabilities of a row's completions (G, T) by minimal.py and by the package, with mask."""
+    ours, package = prompts(both, name)
+    ids, mask = padded(answers)
+    batch = pack([package], [[Completion(answer) for answer in answers]], both.package.config)
+    logps, _ = per_token_logps(both.package, batch)
+    assert torch.equal(batch.completion_mask, mask.float())
+    return minimal.log_probabilities(both.ours, ours, ids), batch.pad(logps), mask
+
+
+def check_gradients(both, ours, package):
+    """Compare two losses, and all their gradients."""
+    assert (ours - package).abs() <= TOLERANCE * package.abs().clamp(min=1)
+    for model, loss in ((both.ours, ours), (both.package, package)):
+        model.zero_grad()
+        loss.backward()
+    expected = {parameter: p.grad for parameter, p in both.package.named_parameters()}
+    for parameter, p in both.ours.named_parameters():
+        assert largest_difference(p.grad, expected.pop(parameter)) <= OF_GRADIENTS, parameter
+    assert not expected
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_log_probabilities_are_equal(both, name):
+    with torch.no_grad():
+        ours, package, mask = logps_of(both, name, sampled())
+    assert largest_difference(ours[mask], package[mask]) <= TOLERANCE
+
+
+def noisy(logps, scale: float, seed: int):
+    """Return log-probabilities as of another policy."""
+    generator = torch.Generator().manual_seed(seed)
+    return logps.detach() + scale * torch.randn(logps.shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3], ids=["no KL", "KL"])
+@pytest.mark.parametrize("far", [0.0, 0.5], ids=["on-policy", "clipped"])
+def test_grpo_is_equal(both, far, beta):
+    ours, package, mask = logps_of(both, "images come first", sampled())
+    old, ref = noisy(package, far, 1), noisy(package, 0.4, 2)
+    advantages = tensor(1.5, -0.5, 1.0, -2.0)
+    loss, metrics = grpo_loss(
+        package, advantages, mask.double(), loss_type="grpo", beta=beta, use_bias_correction_kl=False,
+        old_per_token_logps=old, ref_per_token_logps=ref,
+    )  # fmt: skip
+    assert [metrics[f"clip_ratio/{side}_mean"] > 0.05 for side in ("low", "high")] == [far > 0] * 2
+    check_gradients(both, minimal.grpo_loss(ours, old, advantages, mask, 0.2, beta, ref), loss)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_dpo_is_equal(both, beta):
+    ours, package, mask = logps_of(both, "text around images", sampled()[2:])
+    ref = noisy(package, 0.4, 3)
+    loss, _ = dpo_loss(package[None], mask[None].double(), beta=beta, ref_per_token_logps=ref[None])
+    check_gradients(both, minimal.dpo_loss(ours, ref, mask, beta), loss)
+
+
+def test_sft_is_equal(both):
+    """The loss is a mean over all tokens of a step, not a mean over rows."""
+    names, answers = ["an image", "no image", "no text around images"], sampled()[:3]
+    num_tokens = sum(len(answer) for answer in answers)
+    packed = [prompts(both, name) for name in names]
+    batch = pack([package for _, package in packed], [[Completion(a)] for a in answers], both.package.config)
+    logps, _ = per_token_logps(both.package, batch)
+    losses = []
+    for (prompt, _), answer in zip(packed, answers, strict=True):
+        logp = minimal.log_probabilities(both.ours, prompt, answer[None])
+        losses.append(minimal.sft_loss(logp, torch.ones_like(logp), num_tokens))
+    check_gradients(both, sum(losses), sft_loss(batch.pad(logps), batch.completion_mask))
+
+
+@pytest.mark.parametrize("rewards", [(1.5, 0.5, 0.0, 0.0), (1.0, 1.0), (0.5, 0.0, 1.5), (0.0,) * 5], ids=str)
+def test_advantages_are_equal(rewards):
+    rewards = tensor(*rewards)
+    expected = group_advantages(rewards, len(rewards))
+    torch.testing.assert_close(minimal.group_advantages(rewards), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("text", [
+    "<think>I see red</think><answer>red square</answer>", "<think>a</think>\n <answer> Red Square\n</answer>\n",
+    "<think>a</think><answer>red circle</answer>", "<think></think><answer>red square</answer>",
+    "<think>a</think><answer></answer>", "<answer>red square</answer>", "red square", "",
+    "<think>a</think>no<answer>red square</answer>", "<think>a</think><answer>red square</answer> or so",
+])  # fmt: skip
+def test_rewards_are_equal(text):
+    """The package's rewards with the weights of recipes/shapes.yaml, if the form is right."""
+    [form] = tag_format([text])
+    [right] = accuracy([last_answer(text)], ["red square"])
+    assert minimal.reward(text, "red square") == (0.5 + right if form else 0.0)
+
+
+# ---- optimizer steps
+
+
+TEXTS = ["<think>a</think><answer>red</answer>", "<think>b</think><answer>no</answer>", "red", "<think>", "a long one"]
+ANSWERS = {"problem": "Which?", "solution": "red", "completion": TEXTS[0], "chosen": TEXTS[0], "rejected": TEXTS[1]}
+
+
+def package_loss(both, stage, rows, reference, beta):
+    """Compute the loss of a step with the package's functions, as its trainers do."""
+    config, encode = both.package.config, both.processor.tokenizer.encode
+    packed = [both.processor(conversation(row["problem"], {"image": 1}), row["images"]) for row in rows]
+    texts = {minimal.sft: TEXTS[:1], minimal.dpo: TEXTS[:2], minimal.grpo: TEXTS}[stage]
+    group = [Completion(torch.tensor([*encode(text), IDS["<|im_end|>"]])) for text in texts]
+    batch = pack(packed, [group] * len(packed), config)
+    (logps, _), mask = per_token_logps(both.package, batch), batch.completion_mask
+    with torch.no_grad():
+        ref = batch.pad(per_token_logps(reference, batch)[0])
+    if stage is minimal.sft:
+        return sft_loss(batch.pad(logps), mask)
+    if stage is minimal.dpo:
+        shape = (len(rows), 2, -1)
+        given = {"beta": beta, "ref_per_token_logps": ref.view(shape)}
+        return dpo_loss(batch.pad(logps).view(shape), mask.view(shape), **given)[0]
+    forms, right = tag_format(TEXTS), accuracy([last_answer(text) for text in TEXTS], ["red"] * len(TEXTS))
+    rewards = tensor(*(0.5 * form + (form and truth) for form, truth in zip(forms, right, strict=True)))
+    advantages = group_advantages(rewards.repeat(len(rows)), len(TEXTS))
+    given = {"loss_type": "grpo", "beta": beta, "use_bias_correction_kl": False, "ref_per_token_logps": ref}
+    return grpo_loss(batch.pad(logps), advantages, mask, **given)[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "beta"), [(minimal.sft, 0.0), (minimal.dpo, 0.3), (minimal.grpo, 0.0), (minimal.grpo, 0.5)]
+)
+def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
+    """Three steps with warmup, clipped gradients and a reference from before the first step."""
+    rows = [ANSWERS | {"images": row_of(*ROWS[name])["images"][:1]} for name in ("an image", "images come first")]
+    ours, package, reference = in_float64(both.folder), *(load_model(both.folder, torch.float64) for _ in range(2))
+    advantages = minimal.group_advantages  # of float32 rewards, which round differently
+    monkeypatch.setattr(minimal, "group_advantages", lambda rewards: advantages(rewards.double()))
+    monkeypatch.setattr(minimal, "sample", lambda model, *_: minimal.tokenize_answers(model, TEXTS))
+    options = Namespace(steps=3, rows_per_step=2, learning_rate=1e-3, warmup=2, beta=beta, group=5, max_new_tokens=9)
+    minimal.train(ours, rows, stage, options)
+    assert f"{stage.__name__} step 3 of 3" in capsys.readouterr().out
+    config = TrainingOptions(max_steps=3, learning_rate=1e-3, warmup_steps=2, min_lr_ratio=0.1, adam_beta2=0.99)
+    optimizer = make_optimizer([*package.parameters()], config, OptimizerOptions())
+    pair = SimpleNamespace(package=package, processor=both.processor)
+    norms = []
+    for step in range(3):
+        package_loss(pair, stage, rows, reference, beta).backward()
+        norms.append(finish_gradients(package, World(), 1.0))
+        optimizer.param_groups[0]["lr"] = learning_rate(step, config)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = package.state_dict()
+    for name, weight in ours.state_dict().items():
+        assert largest_difference(weight, expected[name]) <= OF_GRADIENTS, name
+    assert norms[0] > 1  # so its gradients were clipped
+
+
+# ---- sampling
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_cached_decoding_equals_the_full_forward(both, name):
+    """A completion's states are equal if its tokens are read one by one, and in one pass with the prompt."""
+    model, prompt = both.ours, prompts(both, name)[0]
+    answers = torch.stack([answer[:3] for answer in completions()[1:]])
+    n, T = answers.shape
+    positions = prompt.positions.max() + 1 + torch.arange(T).expand(3, T)
+    with torch.no_grad():
+        states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
+        one_by_one = []
+        for t in range(T):
+            step, cache = model(answers[:, t : t + 1], positions[:, t : t + 1], cache)
+            one_by_one.append(step)
+        one_by_one = torch.cat([states.expand(n, -1, -1), *one_by_one], 1)
+        for answer, expected in zip(answers, one_by_one, strict=True):
+            ids = torch.cat([prompt.ids, answer])[None]
+            whole, _ = model(ids, torch.cat([prompt.positions, positions], 1), images=prompt.images)
+            assert largest_difference(whole[0], expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("G", [2, 3])
+def test_the_same_seed_samples_the_tokens_of_the_package(both, name, G, monkeypatch):
+    """minimal.py continues ended completions until all have ended, so the package samples without stop tokens."""
+    prompt, package = prompts(both, name)
+    [group] = generate(both.package, [package], G, 12, make_token_sampler(1.0, (), seeded(3)))
+    expected = torch.stack([completion.ids for completion in group])
+    ends = {"<|im_end|>": expected[0, 4].item(), "<|endoftext|>": expected[1, 2].item()}
+    monkeypatch.setattr(both.ours, "tokenizer", SimpleNamespace(token_to_id=ends.get))
+    torch.manual_seed(3)
+    ids, mask = minimal.sample(both.ours, prompt, G, 12)
+    assert torch.equal(ids, expected[:, : ids.shape[1]])
+    lengths = [next((t for t, x in enumerate(row, 1) if x in ends.values()), 12) for row in expected.tolist()]
+    assert mask.tolist() == [[t < length for t in range(ids.shape[1])] for length in lengths]
+    assert ids.shape[1] == max(lengths) and (G > 2 or max(lengths) <= 5)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
+@pytest.mark.parametrize("text", ["red", "", " caf\u00e9 \n", "<|im_start|>red", "<|image_pad|>"])
+def test_decoded_texts_are_equal(both, text, end):
+    encode = minimal.Tokenizer.from_file(str(both.folder / "tokenizer.json")).encode  # reads names as control tokens
+    ids = torch.tensor(encode(text + end, add_special_tokens=False).ids).long()
+    [decoded] = minimal.decode(both.ours, ids[None], torch.ones(1, len(ids), dtype=torch.bool))
+    assert decoded == both.processor.decode(ids) == text

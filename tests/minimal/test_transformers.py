@@ -1,0 +1,148 @@
+"""Compare minimal.py with transformers in float64, from the image file to the log-probabilities."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hub_configs import real_config
+
+import minimal
+from tests.minimal.pairs import (
+    ROWS,
+    TOKENIZER,
+    completions,
+    hub_config,
+    in_float64,
+    largest_difference,
+    padded,
+    row_of,
+    write_folder,
+)
+
+transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
+
+import oracle  # noqa: E402 (asks for transformers too)
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig  # noqa: E402
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+TOLERANCE = 1e-12  # for log-probabilities, relative to the largest
+
+
+def parts_of(name: str) -> list[dict]:
+    """Return the content of a row's message as transformers' chat template takes it."""
+    problem, sizes = ROWS[name]
+    if "<image>" not in problem:
+        problem = "<image>" * len(sizes) + problem
+    first, *texts = problem.split("<image>")
+    parts = [{"type": "text", "text": first}]
+    for text in texts:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def theirs(request, tmp_path_factory, published):
+    """A folder that transformers wrote, and for each row transformers' inputs and log-probabilities of completions."""
+    from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
+
+    folder = tmp_path_factory.mktemp("theirs")
+    model = write_folder(folder, request.param)
+    images = transformers.AutoImageProcessor.from_pretrained(folder)
+    processor = oracle.their_processor(
+        Qwen2_5_VLProcessor, tmp_path_factory.mktemp("p"), TOKENIZER, published("qwen2_5_vl"), images
+    )
+    rows = {}
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        oracle.in_float64(patch, "qwen2_5_vl")
+        for name in ROWS:
+            messages = [{"role": "user", "content": parts_of(name)}]
+            text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            inputs = processor(text=[text], images=row_of(*ROWS[name])["images"] or None, return_tensors="pt")
+            logps = []
+            for answer in completions():
+                ids = torch.cat([inputs["input_ids"], answer[None]], 1)
+                kinds = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, len(answer)))
+                whole = inputs | {"input_ids": ids, "mm_token_type_ids": kinds}
+                whole["attention_mask"] = torch.ones_like(ids)
+                logits = model(**whole).logits[0, -len(answer) - 1 : -1]
+                logps.append(logits.log_softmax(-1).gather(1, answer[:, None])[:, 0])
+            rows[name] = SimpleNamespace(inputs=inputs, logps=torch.cat(logps))
+    return SimpleNamespace(folder=folder, model=model, rows=rows, tied=request.param)
+
+
+def without_defaults(config: dict) -> dict:
+    """Leave out of vision_config each value that is the default of its class, as transformers 4.49 does."""
+    defaults = Qwen2_5_VLVisionConfig().to_dict()
+    vision = {name: value for name, value in config["vision_config"].items() if value != defaults.get(name)}
+    assert "window_size" not in vision and "patch_size" not in vision
+    return config | {"vision_config": vision}
+
+
+def with_nulls(config: dict) -> dict:
+    """Repeat the values of the decoder in text_config, some of them null, as transformers 4.52 to 4.56 do."""
+    text = {name: value for name, value in config.items() if name not in ("vision_config", "architectures")}
+    text |= {"model_type": "qwen2_5_vl_text", "image_token_id": None, "video_token_id": None}
+    top = dict(config)
+    if config["tie_word_embeddings"]:
+        top.pop("tie_word_embeddings")
+    else:
+        text.pop("tie_word_embeddings")
+    return top | {"text_config": text}
+
+
+FORMS = {"hub": dict, "4.49": without_defaults, "4.52": with_nulls, "5": None}
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+@pytest.mark.parametrize("form", FORMS)
+def test_log_probabilities_equal_transformers(theirs, tmp_path, form, shards):
+    """All versions' forms of a folder give transformers' log-probabilities, from image files on."""
+    folder = shutil.copytree(theirs.folder, tmp_path / "copy")
+    if shards:
+        (folder / "model.safetensors").unlink()
+        theirs.model.save_pretrained(folder, max_shard_size=200_000)
+        assert len(list(folder.glob("*.safetensors"))) > 3
+    if FORMS[form]:
+        (folder / "config.json").write_text(json.dumps(FORMS[form](hub_config(theirs.tied))))
+    model = in_float64(folder)
+    ids, mask = padded(completions())
+    for name, row in theirs.rows.items():
+        with torch.no_grad():
+            logps = minimal.log_probabilities(model, minimal.make_prompt(model, row_of(*ROWS[name])), ids)
+        assert largest_difference(logps[mask], row.logps) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_ids_patches_and_positions_equal_transformers(theirs, name):
+    model, inputs = in_float64(theirs.folder), theirs.rows[name].inputs
+    prompt = minimal.make_prompt(model, row_of(*ROWS[name]))
+    assert torch.equal(prompt.ids, inputs["input_ids"][0])
+    if prompt.images:
+        assert torch.equal(torch.cat([patches for patches, _, _ in prompt.images]), inputs["pixel_values"])
+        assert [[1, h, w] for _, h, w in prompt.images] == inputs["image_grid_thw"].tolist()
+    kinds = inputs["mm_token_type_ids"]
+    positions, _ = theirs.model.model.get_rope_index(inputs["input_ids"], kinds, inputs.get("image_grid_thw"))
+    assert torch.equal(prompt.positions, positions[:, 0])
+
+
+VERSIONS = ("4.49.0", "4.51.3", "4.52.4", "4.57.6")
+TEXT = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+TEXT += ("vocab_size", "rms_norm_eps", "rope_theta", "image_token_id", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_configs_that_transformers_saved_have_the_values_of_the_hub(tmp_path, version):
+    """The tied 3B and the untied 7B, of which version 4.52.4 was recorded with the 3B only."""
+    record = json.loads((RECORDED / f"checkpoints_transformers_{version}.json").read_text())
+    for size in {"Qwen2.5-VL-3B", "Qwen2.5-VL-7B"} & record["configs"].keys():
+        (tmp_path / "config.json").write_text(json.dumps(record["configs"][size]))
+        config, hub = minimal.read_config(tmp_path), real_config(size)
+        assert {name: config[name] for name in TEXT} == {name: hub[name] for name in TEXT}
+        assert config["mrope_section"] == hub["rope_scaling"]["mrope_section"]
+        vision = config["vision_config"]
+        assert {name: vision[name] for name in minimal.VISION_DEFAULTS} == {
+            name: hub["vision_config"][name] for name in minimal.VISION_DEFAULTS
+        }
