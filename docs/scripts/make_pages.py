@@ -1,11 +1,11 @@
 """Write every generated page and image in docs/: python -m docs.scripts.make_pages
 
-tests/repository/test_docs.py compares the pages with the files, test_exercises.py compares exercises.md.
+tests/repository/test_docs.py compares the pages with the files.
 """
 
 from pathlib import Path
 
-from docs.scripts import draw, exercises, first_hour, first_run, photographs, tested_versions, walkthrough
+from docs.scripts import draw, first_hour, first_run, photographs, tested_versions, walkthrough
 
 DOCS = Path(__file__).parents[1]
 PAGES = {"walkthrough.md": walkthrough.page, "faq.md": tested_versions.page, **walkthrough.PICTURES}
@@ -17,7 +17,7 @@ def main():
     """Generate all pages and images, and write them into docs/."""
     walkthrough.write_picture()
     walkthrough.write_step_page()
-    for name, page in {**PAGES, "exercises.md": exercises.page}.items():
+    for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
     write_notebooks()
 

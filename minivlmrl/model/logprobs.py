@@ -12,7 +12,7 @@ def plain_per_token_logps(
 ) -> tuple[Tensor, Tensor]:
     """Compute per_token_logps' results by their definition, with all logits in memory.
 
-    Only tests and exercise 7 use this function.
+    Only tests use this function.
     """
     logits = model.lm_head(completion_states(model, batch)) / temperature  # (M, vocab_size)
     log_probs = logits.log_softmax(-1)

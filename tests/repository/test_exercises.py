@@ -1,90 +1,98 @@
-"""Check the exercises: each known mistake is named, the solution passes, and other variable names also pass."""
+"""Check the exercises: minimal.py's functions pass, and empty bodies and each common mistake are refused."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
+from links import ROOT
 
-from docs.exercises.__main__ import PACKAGE, check, load, main, markers
-from docs.scripts import exercises
+from docs.exercises.__main__ import check, empty_body, file_text, main, solution
+from docs.exercises.cases import EXERCISES
 
-EXERCISES = {number: load(number) for number in range(1, len(markers()) + 1)}
-MISTAKES = [(number, *wrong) for number, exercise in EXERCISES.items() for wrong in exercise.wrong_answers()]
-ANSWERS = yaml.safe_load((Path(__file__).parents[1] / "recorded" / "exercise_answers.yaml").read_text(encoding="utf-8"))
+PAGE = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
+ADVANTAGES, GRPO = EXERCISES[9], EXERCISES[10]
 
 
-@pytest.mark.parametrize("number", EXERCISES)
-def test_the_original_passes_and_the_hole_does_not(number):
-    exercise = EXERCISES[number]
-    passed, says = check(exercise, exercise.text(exercise.solution), "mine.py")
-    assert passed and says.endswith(f" equal those of minivlmrl/{exercise.name}")
-    hole = exercise.text()
-    passed, says = check(exercise, hole, "mine.py")
-    assert not passed and re.search(rf"mine.py, line \d+: NotImplementedError: exercise {number}: fill this in", says)
-    assert exercise.solution.splitlines()[0] not in hole
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
+def test_the_function_of_minimal_passes_and_an_empty_body_does_not(exercise):
+    body = solution(exercise)
+    says = check(exercise, file_text(exercise, body), "mine.py")
+    assert re.fullmatch(r"pass: \d results equal those of minimal.py", says)
+    empty = file_text(exercise, empty_body(exercise))
+    assert body.splitlines()[0] not in empty
+    line = empty.splitlines().index(empty_body(exercise)) + 1
+    says = check(exercise, empty, "mine.py")
+    assert says == f"mine.py, line {line}: NotImplementedError: write the body of {exercise.name}"
 
 
-@pytest.mark.parametrize("number, mistake, fill", MISTAKES)
-def test_a_mistake_is_recognised_by_its_name(number, mistake, fill):
-    exercise = EXERCISES[number]
-    assert check(exercise, exercise.text(fill), "mine.py") == (False, f"not yet: {mistake}")
+@pytest.mark.parametrize(
+    ("exercise", "mistake"), [(exercise, mistake) for exercise in EXERCISES for mistake in exercise.mistakes]
+)
+def test_a_mistake_is_refused_and_named(exercise, mistake):
+    old, new = exercise.mistakes[mistake]
+    body = solution(exercise)
+    assert old in body, "minimal.py has other lines now: write the mistake as an edit of these"
+    says = check(exercise, file_text(exercise, body.replace(old, new)), "mine.py")
+    assert says.startswith("not yet: ") and f"\n    perhaps {mistake}" in says
 
 
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: f"{answer['exercise']}-{answer.get('named')}")
-def test_a_wrong_answer_of_a_reader_is_refused_and_named(answer):
-    exercise = EXERCISES[answer["exercise"]]
-    torch.manual_seed(0)  # the code in one answer samples random numbers
-    passed, says = check(exercise, exercise.text(answer["code"].rstrip()), "mine.py")
-    assert not passed and answer.get("named", "expected") in says
-
-
-def test_two_mistakes_in_two_results_are_both_named():
-    wrong = EXERCISES[7].solution.replace("log_softmax(-1)", "log_softmax(0)").replace("-(log", "(log")
-    wrong = wrong.replace("return", "log_probs = logits.log_softmax(-1)\nreturn")
-    says = check(EXERCISES[7], EXERCISES[7].text(wrong), "mine.py")[1]
-    assert re.match("not yet: the softmax runs over the tokens.*\nand: the entropy has the wrong sign", says)
-
-
-def test_a_lost_function_is_named(tmp_path):
-    shutil.copy(PACKAGE / "data" / "image.py", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"docs/exercises/holes.yaml: no function of minivlmrl is named group_advantages; correct"
-    ):
-        load(9, tmp_path)
-    with pytest.raises(ValueError, match="exercise 11 does not exist; choose a number from 1 to 10"):
-        load(11)
-
-
-@pytest.mark.parametrize("filled, says", [
-    ("return math.sqrt(2)", "mine.py, line 37: NameError: name 'math' is not defined"),
-    ("return (", "mine.py, line 37: SyntaxError: '(' was never closed"),
-    ("return rewards", "input: 1, 1, 0, 0; scale_rewards group\nexpected: tensor([ 0.8659,  0.8659,"),
-    # three mistakes at once
-    ("return (rewards - rewards.mean()) / (rewards.std() + EPSILON)",
-     'perhaps: with "none", you divide by a standard deviation; do not divide'),
+@pytest.mark.parametrize("body, says", [
+    ("return (", "mine.py, line 14: SyntaxError: '(' was never closed"),
+    ("return rewards.average()", "mine.py, line 14: AttributeError: 'Tensor' object has no attribute 'average'"),
+    ("rewards - rewards.mean()", "advantages is None, but Tensor is right"),
+    ("return rewards[:2]", "the shape of advantages is (2,), but (4,) is right"),
+    ("return rewards.float()", "the dtype of advantages is torch.float32, but torch.float64 is right"),
+    ("return 3 * (rewards - rewards.mean()) / (rewards.std() + 1e-4)",
+     "4 of 4 values of advantages differ, most at [0]: yours is 2.59763, but 0.865875 is right; each value is 3 times"),
+    ("rewards = torch.cat([rewards[1:], rewards[:1]])\n    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)",
+     "2 of 4 values of advantages differ, most at [1]: yours is -0.865875, but 0.865875 is right; the values are right"),
 ])  # fmt: skip
-def test_unknown_mistakes_are_shown(filled, says):
-    passed, said = check(EXERCISES[9], EXERCISES[9].text(filled), "mine.py")
-    assert not passed and says in said
+def test_other_mistakes_are_described(body, says):
+    said = check(ADVANTAGES, file_text(ADVANTAGES, f"    {body}"), "mine.py")
+    assert says in said and "perhaps" not in said
 
 
-def test_the_page_shows_what_is_printed_today():
-    """If this fails after you changed an exercise, run: python -m docs.scripts.exercises."""
-    assert exercises.PAGE.read_text(encoding="utf-8") == exercises.page()
+def test_a_renamed_function_and_one_without_a_gradient_are_refused():
+    text = file_text(ADVANTAGES, solution(ADVANTAGES)).replace("def group_advantages", "def advantages")
+    assert "there is no group_advantages; did you give it another name?" in check(ADVANTAGES, text, "mine.py")
+    text = file_text(GRPO, solution(GRPO)).replace(" def", "def").replace("(logps - old", "(logps.detach() - old")
+    assert "the gradient is None, but Tensor is right" in check(GRPO, text, "mine.py")
+
+
+def test_the_page_shows_what_is_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for kind, text in re.findall(r"```(bash|python|text)\n(.*?)```", PAGE, re.DOTALL):
+        if kind == "bash":
+            main(text.split()[3:])
+        elif kind == "python":
+            Path("exercise_10.py").write_text(file_text(ADVANTAGES, text), encoding="utf-8")
+        else:
+            assert text == capsys.readouterr().out
+    rows = re.findall(r"^\| (\d+) \| `(.*?)` \|", PAGE, re.MULTILINE)
+    assert rows == [(str(exercise.number), exercise.name) for exercise in EXERCISES]
 
 
 def test_the_commands_that_a_reader_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "exercise_9.py"
-    exercise = EXERCISES[9]
-    assert main(["9", "--check"]) == 2 and "exercise_9.py does not exist" in capsys.readouterr().err
-    assert main(["9"]) == 0 and file.read_text() == exercise.text()
-    assert main(["9"]) == 2 and "exercise_9.py already exists" in capsys.readouterr().err
-    assert main(["9", "--check"]) == 1 and capsys.readouterr().out == ""
-    assert main(["9", "--solution"]) == 0 and capsys.readouterr().out == exercise.solution + "\n"
-    file.rename("mine.py")
-    Path("mine.py").write_text(exercise.text(exercise.solution))
-    assert main(["9", "--check", "mine.py"]) == 0 and capsys.readouterr().out.startswith("pass: ")
+    assert main([]) == 0 and capsys.readouterr().out.startswith("  1  smart_resize ")
+    assert main(["10"]) == 0 and Path("exercise_10.py").read_text() == file_text(ADVANTAGES, empty_body(ADVANTAGES))
+    assert main(["10", "--check"]) == 1
+    Path("exercise_10.py").write_text(file_text(ADVANTAGES, solution(ADVANTAGES)))
+    assert main(["10", "--check"]) == 0
+    capsys.readouterr()
+    assert main(["10", "--solution"]) == 0
+    assert capsys.readouterr().out == "return (rewards - rewards.mean()) / (rewards.std() + 1e-4)\n"
+    for arguments, says in (
+        (["10"], "File exists: exercise_10.py"),
+        (["9", "--check"], "No such file or directory: exercise_9.py"),
+        (["13"], "exercise 13 does not exist; choose a number from 1 to 12"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert says in capsys.readouterr().err
+
+
+def test_the_package_is_not_needed():
+    """The exercises import minimal.py, which imports nothing of ours."""
+    for file in (ROOT / "docs" / "exercises").glob("*.py"):
+        assert "minivlmrl" not in file.read_text(encoding="utf-8")

@@ -1,0 +1,465 @@
+"""The exercises: a task, a hint, common mistakes, and calls that test the reader's function.
+
+Each decorated generator below gets a function (or, for a method, its class), and yields descriptions and results of
+calls. Its docstring is the task. A mistake is an edit of minimal.py's lines: {description: (lines, wrong lines)}. The
+check names a mistake that explains a wrong result.
+"""
+
+import functools
+import inspect
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import PIL.Image
+import torch
+
+import minimal
+
+EXERCISES = []
+
+
+@dataclass(eq=False)  # hashable
+class Exercise:
+    number: int
+    name: str  # of a function or method of minimal.py, such as Vision.forward
+    task: str
+    hint: str
+    mistakes: dict[str, tuple[str, str]]
+    calls: Callable
+
+
+def exercise(name: str, hint: str, mistakes: dict[str, tuple[str, str]]):
+    """Add an exercise whose calls are those of the decorated generator."""
+
+    def add(calls):
+        task, number = inspect.getdoc(calls), len(EXERCISES) + 1
+        EXERCISES.append(Exercise(number, name, task, inspect.cleandoc(hint), mistakes, calls))
+
+    return add
+
+
+@functools.cache
+def tiny_model() -> minimal.QwenVL:
+    """Return the built-in task's model with random weights."""
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
+        torch.manual_seed(0)
+        minimal.make_folder(folder)
+        return minimal.load(folder)
+
+
+def noise(height: int, width: int) -> PIL.Image.Image:
+    """Return an image with random pixels."""
+    return PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def gradient(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor | None:
+    return torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+
+
+@exercise(
+    "smart_resize",
+    """
+    Scale both sides by the square root of an area ratio, which comes from the size of the file and not from the rounded
+    size. Rounding to the nearest multiple could cross the bound again, so which way must you round when you shrink the
+    image, and which way when you enlarge it? And what if a side of a very thin image shrinks to less than one factor?
+    """,
+    {
+        "you round a half up; Python's round takes the even multiple": ("np.round(", "np.floor(0.5 + "),
+        "you scale the sides by the ratio of areas; the square root is missing": ("math.sqrt(height", "(height"),
+        "you round down when you enlarge the image, so its area stays below min_pixels": ("np.ceil", "np.floor"),
+        "you round to the nearest multiple when you shrink the image, so its area can exceed max_pixels again":
+            ("np.floor", "np.round"),
+        "a very thin image gets a side of 0; each side must be at least `factor`": ("maximum(factor", "maximum(0"),
+    },
+)  # fmt: skip
+def _(smart_resize):
+    """
+    The vision tower needs images whose sides are multiples of `factor`. Take the nearest multiples, by the rule of
+    Python's `round`. If their area is above max_pixels or below min_pixels, scale both sides of the file by the same
+    number so that the area fits, and round so that it cannot cross the bound again.
+    """
+    sizes = [(1092, 1568), (100, 130), (30, 40), (70, 126), (5000, 29), (1001, 1001), (1015, 1008), (20, 300)]
+    for height, width in sizes:
+        description = f"height {height}, width {width}, factor 28, area from 3136 to 1003520"
+        yield description, smart_resize(height, width, 28, 3136, 1003520)
+    yield "height 5600, width 28, factor 28, area from 784 to 50000", smart_resize(5600, 28, 28, 784, 50000)
+
+
+@exercise(
+    "patchify",
+    """
+    Reshape the two frames to (2, h // merge, merge, patch, w // merge, merge, patch, 3). One transpose brings these
+    eight axes into the order of the task, and one reshape joins them. PIL's sizes are (width, height), numpy's arrays
+    are (height, width).
+    """,
+    {
+        "your patches are in raster order; the merge x merge patches of a block are neighbours":
+            ("(1, 4, 2, 5, 7,", "(1, 2, 4, 5, 7,"),
+        "the numbers of a patch begin with the frame; the color comes first": ("7, 0, 3, 6)", "0, 7, 3, 6)"),
+        "the three colors of a pixel are neighbours; the color comes first": ("7, 0, 3, 6)", "0, 3, 6, 7)"),
+        "you did not subtract MEAN": ("pixels - MEAN", "pixels"),
+        "you did not resize with BICUBIC": ("BICUBIC", "BILINEAR"),
+    },
+)  # fmt: skip
+def _(patchify):
+    """
+    Resize the image to the size of smart_resize (bicubic), divide its pixels by 255, subtract MEAN and divide by STD.
+    Cut it into patches of patch x patch pixels. The merge x merge patches of a block are neighbours; blocks, and
+    patches inside a block, go along the rows as in text. The numbers of a patch go by color, frame, row, column, and
+    both of its frames are the same image. Return the patches, and their rows h and columns w.
+    """
+    for height, width, patch in ((8, 8, 4), (16, 24, 4), (50, 90, 14)):
+        patches, h, w = patchify(noise(height, width), patch, 2, 16, 12544)
+        description = f"an image of {height} x {width} pixels in patches of {patch} x {patch}"
+        yield description, {"h": h, "w": w, "patches": patches}
+
+
+@exercise(
+    "render",
+    """
+    A control token such as <|im_start|> is one id, from tokenizer.token_to_id; the text between two of them is encoded
+    in one piece by to_ids. In a user's question, the text "<|im_end|>" stays text, so that nobody can inject a turn.
+    """,
+    {
+        "the line feeds after <|im_end|> are missing": ("in pieces:", 'in [x for x in pieces if x != "\\n"]:'),
+        "your control tokens are text, which is split into several tokens; use tokenizer.token_to_id":
+            ('([tokenizer.token_to_id(f"<|{name}|>")] for', '(to_ids(tokenizer, f"<|{name}|>") for'),
+        "each image needs as many <|image_pad|> as it has tokens": ("vision[1] * length", "vision[1]"),
+        "without <image> in the question, the images come before it":
+            ('"<image>" * len(image_lengths) + problem', 'problem + "<image>" * len(image_lengths)'),
+    },
+)  # fmt: skip
+def _(render):
+    """
+    Return the ids of one question, whose images have the given numbers of tokens. In the docstring's example, only the
+    line feeds that are written out belong to the text.
+    """
+    tokenizer = tiny_model().tokenizer
+    questions = [("What?", []), ("What is it?", [3]), ("Is <image> the same as <image> or <|im_end|>?", [2, 1])]
+    for problem, lengths in questions:
+        ids = render(tokenizer, problem, lengths)
+        answer = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if isinstance(ids, list) else ids
+        yield f"the question {problem!r} with images of {lengths} tokens", {"tokens": answer}
+
+
+@exercise(
+    "mrope_positions",
+    """
+    The docstring has an example: an image of 2 x 3 tokens begins at position 2, where the text before it ended, and
+    text resumes at 5, not at 8. A text token is like an image of 1 x 1. torch.cartesian_prod lists rows and columns.
+    """,
+    {
+        "you count the tokens of an image one by one, like text; that is not M-RoPE":
+            ("torch.cartesian_prod(*axes).T", "torch.arange(rows * columns).expand(3, -1)"),
+        "text resumes after as many positions as the image has tokens; it must resume after its longer side":
+            ("max(rows, columns)", "rows * columns"),
+        "text resumes at the largest position of the image; it must resume one past it":
+            ("max(rows, columns)", "max(rows, columns, 2) - 1"),
+        "you exchanged rows and columns": ("rows, columns = next", "columns, rows = next"),
+        "an image begins at position 0; it must begin where the text before it ended":
+            ("(position + torch", "(position * (rows * columns == 1) + torch"),
+    },
+)  # fmt: skip
+def _(mrope_positions):
+    """
+    Number the tokens ids, a list, on three axes. Where an id equals image_token, an image begins, and takes rows x
+    columns tokens; `grids` has the (rows, columns) of each image. Return a tensor of integers (3, L).
+    """
+    one = "2 tokens of text, an image of 2 x 3, 1 of text"
+    two = "an image of 3 x 2, 1 token of text, an image of 1 x 3, 2 of text"
+    yield "4 tokens of text", {"positions": mrope_positions([0] * 4, [], 1)}
+    yield one, {"positions": mrope_positions([0, 0, *[1] * 6, 0], [(2, 3)], 1)}
+    yield two, {"positions": mrope_positions([*[1] * 6, 0, *[1] * 3, 0, 0], [(3, 2), (1, 3)], 1)}
+
+
+@exercise(
+    "rotate",
+    """
+    A pair (a, b) rotated by t is (a cos t - b sin t, b cos t + a sin t). x.chunk(2, -1) gives all a and all b. An angle
+    of 100 has no digits behind the point in bfloat16, so cos and sin come before the conversion.
+    """,
+    {
+        "your pairs are neighbours, as in the paper; here, x_i belongs to x_{i + D/2}":
+            ("x.chunk(2, -1)", "x.unflatten(-1, (-1, 2)).unbind(-1)"),
+        "you rotate in the other direction": ("b * sin, b * cos + a", "b * -sin, b * cos - a"),
+        "you convert the angles to the dtype of x before cos and sin": ("angles.cos", "angles.to(x.dtype).cos"),
+    },
+)  # fmt: skip
+def _(rotate):
+    """Rotate pairs of x. The angles are float32, and the result has the dtype of x."""
+    angles = torch.tensor([[0.0, 0.0], [1.0, 0.1], [100.3, 10.03]])
+    yield "x = 1, 2, 3, 4 at angles of 1 and 0.1", rotate(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), angles[1:2])
+    yield "random x (2, 3, 4)", rotate(torch.randn(2, 3, 4), angles)
+    yield "random x (2, 3, 4) in bfloat16", rotate(torch.randn(2, 3, 4).bfloat16(), angles)
+
+
+@exercise(
+    "Vision.forward",
+    """
+    The rows and columns of all patches come from torch.cartesian_prod, in raster order; view, transpose and reshape
+    bring them into the order of patchify. `places // side` is the window of each patch. An angle is a place times
+    frequencies(count, 10000.0, device). `None` as a mask lets each patch see all others.
+    """,
+    {
+        "your rows and columns are in raster order, but patchify puts the patches of a block together":
+            (".transpose(1, 2)", ""),
+        "all your blocks see the whole image": ("None if sees_all else same_window", "None"),
+        "all your blocks see one window only": ("None if sees_all else same_window", "same_window"),
+        "the side of your windows is in merged tokens; here it is in patches": ("// merge * merge", "// merge"),
+        "your angles begin with the column; the row comes first": ("(places[..., N", "(places.flip(1)[..., N"),
+        "the norm of the merger is missing": ('self.merger["ln_q"](x)', "x"),
+    },
+)  # fmt: skip
+def _(Vision):
+    """
+    Run the tower on the patches (P, 1176) of an image with h rows and w columns of patches:
+    1. The convolution's kernels are as large as a patch, so it is one matrix product: x (P, width).
+    2. Half of the angles (P, D / 2) come from the row of a patch, half from its column, in the order of patchify. Both
+       halves use the same D / 4 frequencies.
+    3. A block in config["fullatt_block_indexes"] sees the whole image. In the others, a patch sees its window of side x
+       side patches; side is config["window_size"] pixels in patches, rounded down to a multiple of merge.
+    4. Apply self.merger's norm, join merge * merge neighbours to one vector, and apply its mlp: (P / 4, E).
+    """
+    config = minimal.VISION_DEFAULTS | minimal.TOWER | {"depth": 3, "window_size": 34}  # a window has 4 x 4 patches
+    tower = Vision(config)
+    for name, h, w in (("one window", 4, 4), ("2 x 2 windows", 8, 8), ("windows cut off at the edges", 6, 10)):
+        tokens = tower(torch.randn(h * w, 3 * 2 * 7 * 7), h, w)
+        yield f"{h} x {w} patches, {name}", {"tokens": tokens.detach()}
+
+
+@exercise(
+    "Layer.forward",
+    """
+    self.project gives (n, heads, L, D). torch.cat along the axis of tokens puts the past before the new keys, and
+    past[0].expand(n, -1, -1, -1) repeats the prompt's keys without a copy. repeat_interleave gives each query head its
+    head of keys. Both the attention and the MLP have a norm before them and add their result to x.
+    """,
+    {
+        "the keys are not rotated": ('"k_proj", normed), angles)', '"k_proj", normed), 0 * angles)'),
+        "you rotate the values; only queries and keys are rotated":
+            ('self.project("v_proj", normed)', 'rotate(self.project("v_proj", normed), angles)'),
+        "neighbouring query heads share a head of keys; use repeat_interleave":
+            ("repeat_interleave(self.queries_per_key, 1)", "repeat(1, self.queries_per_key, 1, 1)"),
+        "the mask is missing": ("shared_v, mask)", "shared_v)"),
+        "attention must add its result to x": ("x = x + self.self_attn", "x = self.self_attn"),
+        "the MLP must add its result to x": ("return x + self.mlp", "return self.mlp"),
+        "the norm before attention is missing": ("self.input_layernorm(x)", "x"),
+    },
+)  # fmt: skip
+def _(Layer):
+    """
+    Run attention and the MLP on x (n, L, E). The angles are (L, D / 2), and the mask (L, past + L) is True where a
+    token may look. `past` is None or the keys and values of one prompt, (1, heads, past, D) each, which all n rows
+    share. Return the new states (n, L, E), and a tuple with all keys and values, those of the past included, before
+    they are repeated for the query heads.
+    """
+    layer = Layer(minimal.DECODER)
+    angles = torch.randn(5, 16)
+    past = torch.randn(2, 1, 2, 5, 32).unbind()
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    calls = {
+        "a prompt of 5 tokens": (torch.randn(1, 5, 128), angles, mask[:5, :5], None),
+        "3 completions of 2 tokens after a prompt of 5": (torch.randn(3, 2, 128), angles[:2], mask[5:], past),
+    }
+    for description, arguments in calls.items():
+        states, (keys, values) = layer(*arguments)
+        yield description, {"keys": keys.detach(), "values": values.detach(), "states": states.detach()}
+
+
+class Chain:
+    """Stand in for a model with 6 tokens, each of which determines the probabilities of the next one.
+
+    After "?" comes "Yes sir <|im_end|>" (70 %) or "No <|endoftext|>". If nobody stops, it begins again.
+    """
+
+    TOKENS = ("?", "Yes", "sir", "No", "<|im_end|>", "<|endoftext|>")
+    NEXT = torch.zeros(6, 6)
+    NEXT[[0, 0, 1, 2, 3, 4, 5], [1, 3, 2, 4, 5, 1, 3]] = torch.tensor([0.7, 0.3, 1, 1, 1, 1, 1])
+
+    def __init__(self):
+        self.calls = []
+        self.tokenizer = SimpleNamespace(token_to_id=self.TOKENS.index)
+        self.lm_head = torch.nn.Identity()
+
+    def __call__(self, ids, positions, cache=None, images=()):
+        self.calls.append(f"{tuple(ids.shape)} ids at the positions {positions.tolist()}")
+        return self.NEXT[ids].log(), "cache"
+
+
+@exercise(
+    "sample",
+    """
+    The states of the prompt (1, L, E) expand to G rows, and lm_head of the last one predicts the first tokens.
+    torch.multinomial samples. A token belongs to the mask if no end came before it. An image takes fewer positions than
+    tokens, so the first new position is one past the largest position of the prompt.
+    """,
+    {
+        "you take the most likely token, which is greedy decoding and not sampling":
+            ("torch.multinomial(probabilities, 1)", "probabilities.argmax(-1, keepdim=True)"),
+        "your mask leaves out the token that ends a completion":
+            ("mask.append(goes_on)", "mask.append(goes_on & (token != ends).all(1))"),
+        "your mask is True after the end of a completion": ("goes_on = goes_on & (token", "goes_on = (token"),
+        "<|endoftext|> ends a completion, too": ("(token != ends).all(1)", "(token != ends[:1]).all(1)"),
+        "you count positions from the number of tokens; count from the prompt's largest position":
+            ("prompt.positions.max() + 1 + t", "torch.tensor(len(prompt.ids) + t)"),
+        "your first token is at the last position of the prompt; it must be one past it": ("+ 1 + t", "+ t"),
+    },
+)  # fmt: skip
+def _(sample):
+    """
+    Sample G completions. model(ids (n, L), positions (3, L), cache, images) returns the states and a new cache. Call it
+    once for the prompt, with its images, and then once for each token but the last. Stop when all completions have
+    ended or have max_new_tokens. <|im_end|> and <|endoftext|> end a completion. Return ids and mask, both (G, T).
+    """
+    positions = torch.tensor([0, 1, 1, 1, 2]).expand(3, -1)
+    prompt = minimal.Prompt(torch.tensor([1, 1, 1, 1, 0]), positions, [])
+    for most in (5, 2):
+        model = Chain()
+        ids, mask = sample(model, prompt, 2000, most)
+        completions = [" ".join(Chain.TOKENS[i] for i in row[kept]) for row, kept in zip(ids, mask, strict=True)]
+        answer = {
+            "calls": model.calls,
+            "the shape of the mask": tuple(mask.shape),
+            "completions": sorted(set(completions)),
+            "the share of Yes": round((ids[:, 0] == 1).double().mean().item(), 1),
+        }
+        yield f"2000 completions with up to {most} tokens of a prompt with 5 tokens, the last at position 2", answer
+
+
+@exercise(
+    "log_probabilities",
+    """
+    Run the prompt once, and then all tokens of the completions with its cache. A state predicts the token after it: the
+    prompt's last state predicts the first token, and the last token predicts nothing. After log_softmax over the
+    vocabulary, gather takes one number of each row.
+    """,
+    {
+        "a state predicts the next token; you read the probability of the token that went in":
+            ("torch.cat([states[:, -1:].expand(G, -1, -1), after[:, :-1]], 1)", "after"),
+        "you count positions from the number of tokens; an image takes fewer positions than tokens":
+            ("prompt.positions.max() + 1", "len(prompt.ids)"),
+        "your first token is at the last position of the prompt; it must be one past it": (".max() + 1", ".max()"),
+        "the completions do not see the prompt; use its cache": (".expand(3, T), cache)", ".expand(3, T))"),
+        "your values are probabilities; the logarithm is missing": ("log_softmax", "softmax"),
+        "the softmax runs over the tokens; use the last axis, the vocabulary": ("log_softmax(-1)", "log_softmax(1)"),
+    },
+)  # fmt: skip
+def _(log_probabilities):
+    """Score completions (G, T). model(ids (n, L), positions (3, L), cache, images) returns the states and a cache."""
+    model = tiny_model()
+    completions = torch.tensor([[20, 30, 40], [20, 21, 22]])
+    for images in ([], [noise(28, 56)]):
+        prompt = minimal.make_prompt(model, {"images": images, "problem": "What is it?"})
+        logps = log_probabilities(model, prompt, completions)
+        slope = gradient(logps.sum(), model.lm_head.weight)
+        answer = {"log-probabilities": logps.detach(), "gradient of their sum": slope}
+        yield f"2 completions of a prompt with {len(images)} images", answer
+
+
+@exercise(
+    "group_advantages",
+    """
+    The mean and std of a tensor do almost all; std divides by n - 1. The 1e-4 keeps advantages small in a group with
+    tiny differences, and prevents 0 / 0 in a group of equal rewards.
+    """,
+    {
+        "you divide by n in the variance; this standard deviation divides by n - 1": ("std()", "std(correction=0)"),
+        "1e-4 is missing, so groups with tiny differences get advantages as large as other groups": (" + 1e-4", ""),
+        "you divide by the variance; the square root is missing": ("rewards.std()", "rewards.var()"),
+        "your advantages have the wrong sign; subtract the mean from the reward":
+            ("(rewards - rewards.mean())", "(rewards.mean() - rewards)"),
+        "you subtract the mean of the other completions, which is RLOO; the mean includes the completion itself":
+            (" / (", " * len(rewards) / (len(rewards) - 1) / ("),
+    },
+)  # fmt: skip
+def _(group_advantages):
+    """
+    Turn the rewards (G,) of a group into advantages (G,): subtract the mean of the group, and divide by its standard
+    deviation (with n - 1) plus 1e-4.
+    """
+    for rewards in ([1.0, 1.0, 0.0, 0.0], [1.5, 0.5, 0.5, 0.0, 0.0], [0.5, 0.50005, 0.5, 0.50005], [1.0, 1.0, 1.0]):
+        group = torch.tensor(rewards, dtype=torch.float64)
+        yield f"rewards {rewards}", {"advantages": group_advantages(group)}
+
+
+LOGPS = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]], dtype=torch.float64, requires_grad=True)
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+@exercise(
+    "grpo_loss",
+    """
+    The ratio is the exponential of a difference of log-probabilities. advantages[:, None] is one column, which all
+    tokens of a completion share. A loss is minimised, so the objective gets a minus, and the KL, which is a cost, a
+    plus. Multiply by the mask before you add up, and divide by the number of tokens of each completion.
+    """,
+    {
+        "the ratio is inverted; divide the current probability by the old one":
+            ("logps - old_logps", "old_logps - logps"),
+        "the ratio is not clipped": ("ratio.clamp(1 - epsilon, 1 + epsilon)", "ratio"),
+        "you take the larger of the two terms; take the smaller one, which limits the update": ("h.min", "h.max"),
+        "you clip without the minimum, so a token that moved in the wrong direction has no gradient to come back":
+            ("-torch.min(ratio *", "-torch.min(clipped *"),
+        "your loss has the wrong sign; it must be the negative of the objective": ("-torch.min", "torch.min"),
+        "the sum includes tokens after the end of a completion; multiply by the mask": ("(loss * mask)", "loss"),
+        "you divide by the number of columns; divide by the number of tokens of each completion":
+            ("mask.sum(1)", "mask.shape[1]"),
+        "you average over all tokens, as DAPO does; average over each completion, and then over the completions":
+            (".sum(1) / mask.sum(1)).mean()", ".sum() / mask.sum())"),
+        "you exchanged pi and pi_ref in the KL": ("ref_logps - logps", "logps - ref_logps"),
+        "the KL has the wrong sign; it is a cost": ("loss + beta", "loss - beta"),
+        "your KL is k1, the difference of log-probabilities; the paper uses k3": ("log_ratio.expm1()", "0.0"),
+        "the -1 of k3 is missing": ("expm1", "exp"),
+        "the KL is detached, so it has no gradient and no effect": ("ref_logps - logps", "ref_logps - logps.detach()"),
+    },
+)  # fmt: skip
+def _(grpo_loss):
+    """
+    Compute the loss of one group. logps, old_logps, ref_logps and the mask are (G, T), the advantages (G,). ref_logps
+    is None if beta is 0. The KL is estimated by k3: pi_ref / pi - log(pi_ref / pi) - 1.
+    """
+    old = LOGPS.detach() + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])
+    ref = LOGPS.detach() + torch.tensor([[-0.2, 0.5, 0.1], [0.3, -0.4, -1.0]])
+    advantages = torch.tensor([0.8, -0.5], dtype=torch.float64)
+    calls = {
+        "old_logps equal logps": (LOGPS.detach(), advantages, torch.ones_like(MASK)),
+        "old_logps differ": (old, advantages, torch.ones_like(MASK)),
+        "the second completion is shorter": (old, advantages, MASK),
+        "epsilon is 0.35": (old, advantages, MASK, 0.35),
+        "beta is 0.3": (old, advantages, MASK, 0.2, 0.3, ref),
+    }
+    for description, arguments in calls.items():
+        loss = grpo_loss(LOGPS, *arguments)
+        yield description, {"the loss": loss.detach(), "the gradient": gradient(loss, LOGPS)}
+
+
+@exercise(
+    "dpo_loss",
+    """
+    Equation 7 needs log pi / pi_ref of whole answers, which is the sum over the tokens of the mask. F.logsigmoid is
+    exact where the logarithm of a sigmoid is not. The loss is small when the chosen answer has gained more than the
+    rejected one.
+    """,
+    {
+        "you average over tokens; the log-probability of an answer is the sum": (".sum(1)", ".sum(1) / mask.sum(1)"),
+        "the sums include tokens after the end of an answer; multiply by the mask": (" * mask", ""),
+        "the reference is missing": ("(logps - ref_logps)", "logps"),
+        "you exchanged the chosen and the rejected answer": ("(chosen - rejected)", "(rejected - chosen)"),
+        "beta is missing": ("beta * ", ""),
+    },
+)  # fmt: skip
+def _(dpo_loss):
+    """Compute the loss of one pair. logps, ref_logps and the mask are (2, T): the chosen answer, then the rejected."""
+    ref = LOGPS.detach() - torch.tensor([[0.3, 0.6, -0.1], [0.2, -0.8, 1.0]])
+    calls = {
+        "the model equals the reference": (LOGPS.detach(), torch.ones_like(MASK)),
+        "two answers of 3 tokens": (ref, torch.ones_like(MASK)),
+        "the rejected answer is shorter": (ref, MASK),
+        "beta is 0.5": (ref, MASK, 0.5),
+    }
+    for description, arguments in calls.items():
+        loss = dpo_loss(LOGPS, *arguments)
+        yield description, {"the loss": loss.detach(), "the gradient": gradient(loss, LOGPS)}
