@@ -140,8 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status: 1 if the reader's function is wrong."""
     parser = argparse.ArgumentParser(prog="python -m docs.exercises", description=__doc__.split("\n")[0])
     parser.add_argument("number", type=int, nargs="?", help="number of the exercise; without it, all are listed")
-    for mode in ("check", "hint", "solution"):
-        parser.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode)
+    for mode in ("--check", "--hint", "--solution"):
+        parser.add_argument(mode, dest="mode", action="store_const", const=mode)
     options = parser.parse_args(arguments)
     if options.number is None:
         for exercise in EXERCISES:
@@ -154,17 +154,17 @@ def main(arguments: list[str] | None = None) -> int:
     except (FileExistsError, FileNotFoundError) as error:
         parser.error(f"{error.strerror}: {error.filename}")
     print(text)
-    return 1 if options.mode == "check" and not text.startswith("pass") else 0
+    return 1 if options.mode == "--check" and not text.startswith("pass") else 0
 
 
 def run(exercise: Exercise, mode: str | None) -> str:
     """Write or check the reader's file, or look up the hint or the solution. Return the text to print."""
     file = Path(f"exercise_{exercise.number}.py")
-    if mode == "hint":
+    if mode == "--hint":
         return exercise.hint
-    if mode == "solution":
+    if mode == "--solution":
         return textwrap.dedent(solution(exercise))
-    if mode == "check":
+    if mode == "--check":
         return check(exercise, file.read_text(encoding="utf-8"), str(file))
     with file.open("x", encoding="utf-8") as opened:  # "x" does not overwrite the lines of the reader
         opened.write(file_text(exercise, empty_body(exercise)))
