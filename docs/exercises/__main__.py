@@ -20,7 +20,6 @@ import minimal
 from docs.exercises.cases import EXERCISES, Exercise
 
 SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @functools.cache
@@ -114,6 +113,8 @@ def tensor_difference(got: torch.Tensor, right: torch.Tensor, place: str) -> str
         return f"the shape of {place} is {tuple(got.shape)}, but {tuple(right.shape)} is right"
     if got.dtype != right.dtype:
         return f"the dtype of {place} is {got.dtype}, but {right.dtype} is right"
+    tolerance = {"rtol": 1e-4, "atol": 0.03 if right.dtype == torch.bfloat16 else 1e-5}
+    close = functools.partial(torch.allclose, **tolerance)
     got, right = got.double(), right.double()
     if close(got, right):
         return ""
@@ -121,7 +122,7 @@ def tensor_difference(got: torch.Tensor, right: torch.Tensor, place: str) -> str
     values = f"{got[worst].item():.6g}, but {right[worst].item():.6g} is right"
     if got.numel() == 1:
         return f"{place} is {values}"
-    count = int((~torch.isclose(got, right, **TOLERANCE)).sum())
+    count = int((~torch.isclose(got, right, **tolerance)).sum())
     index = [int(i) for i in worst]
     text = f"{count} of {got.numel()} values of {place} differ, most at {index}: yours is {values}"
     factor = ((got * right).sum() / right.square().sum()).item()
@@ -130,10 +131,6 @@ def tensor_difference(got: torch.Tensor, right: torch.Tensor, place: str) -> str
     elif close(got.flatten().sort().values, right.flatten().sort().values):
         text += "; the values are right, but in another order"
     return text
-
-
-def close(got: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.allclose(got, right, **TOLERANCE)
 
 
 def main(arguments: list[str] | None = None) -> int:

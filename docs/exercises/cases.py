@@ -185,7 +185,7 @@ def _(mrope_positions):
         "your pairs are neighbours, as in the paper; here, x_i belongs to x_{i + D/2}":
             ("x.chunk(2, -1)", "x.unflatten(-1, (-1, 2)).unbind(-1)"),
         "you rotate in the other direction": ("b * sin, b * cos + a", "b * -sin, b * cos - a"),
-        "you convert the angles to the dtype of x before cos and sin": ("angles.cos", "angles.to(x.dtype).cos"),
+        "you convert the angles before cos and sin; convert the results": ("a, b", "angles = angles.to(x.dtype)\n    a, b"),
     },
 )  # fmt: skip
 def _(rotate):
@@ -321,7 +321,7 @@ def _(sample):
         ids, mask = sample(model, prompt, 2000, most)
         completions = [" ".join(Chain.TOKENS[i] for i in row[kept]) for row, kept in zip(ids, mask, strict=True)]
         answer = {
-            "calls": model.calls,
+            "calls": model.calls[: ids.shape[1]],  # a call for the state of the last token is useless, but right
             "the shape of the mask": tuple(mask.shape),
             "completions": sorted(set(completions)),
             "the share of Yes": round((ids[:, 0] == 1).double().mean().item(), 1),

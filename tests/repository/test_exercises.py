@@ -10,7 +10,7 @@ from docs.exercises.__main__ import check, empty_body, file_text, main, solution
 from docs.exercises.cases import EXERCISES
 
 PAGE = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
-ADVANTAGES, GRPO = EXERCISES[9], EXERCISES[10]
+ROTATE, ADVANTAGES, GRPO, DPO = (EXERCISES[number - 1] for number in (5, 10, 11, 12))
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
@@ -34,6 +34,16 @@ def test_a_mistake_is_refused_and_named(exercise, mistake):
     assert old in body, "minimal.py has other lines now: write the mistake as an edit of these"
     says = check(exercise, file_text(exercise, body.replace(old, new)), "mine.py")
     assert says.startswith("not yet: ") and f"\n    perhaps {mistake}" in says
+
+
+@pytest.mark.parametrize("exercise, lines", [
+    (ROTATE, ["pairs = torch.complex(*x.float().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)",
+              "return torch.cat([pairs.real, pairs.imag], -1).to(x.dtype)"]),
+    (DPO, ["sums = (logps - ref_logps).masked_fill(~mask, 0.0).sum(1)", "return F.softplus(beta * (sums[1] - sums[0]))"]),
+])  # fmt: skip
+def test_another_right_answer_passes(exercise, lines):
+    body = "\n".join(f"    {line}" for line in lines)
+    assert check(exercise, file_text(exercise, body), "mine.py").startswith("pass")
 
 
 @pytest.mark.parametrize("body, says", [
