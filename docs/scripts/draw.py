@@ -28,15 +28,15 @@ INK, SOFT, PAPER, FAINT = "#1f2933", "#66727f", "#ffffff", "#e8ecf0"
 BLUES, ORANGES = ("#1f4e79", "#5b8db8", "#9cc0de"), ("#9c4a00", "#dd8a3c", "#f3bd87")
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 IMAGE, TEXT = 0, 1  # token ids in the M-RoPE diagram
-STEPS = {  # function -> (its result, the result's shape or description)
-    "Row.prompt": ("token ids, patches", "(P,), (patches, 294)"),
-    "generate": ("completions", "G per prompt, sampled"),
-    "call_rewards": ("rewards", "(n, K), from texts"),
-    "group_advantages": ("advantages", "(n,), within groups"),
-    "pack": ("a packed sequence", "(N,), each prompt once"),
-    "per_token_logps": ("log-probabilities", "(M,) nats, with gradient"),
-    "grpo_loss": ("the loss", "a scalar, over the step"),
-    "optimizer_step": ("new weights", "AdamW"),
+STEPS = {  # function of minimal.py -> (its result, the result's shape or description)
+    "make_prompt": ("token ids, patches", "(L,), (P, 294)"),
+    "sample": ("completions", "(G, T), token ids"),
+    "reward": ("rewards", "(G,), from texts"),
+    "group_advantages": ("advantages", "(G,), in the group"),
+    "log_probabilities": ("log-probabilities", "(G, T) nats, with gradient"),
+    "grpo_loss": ("the loss", "a scalar"),
+    "loss.backward": ("gradients", "a sum over the prompts"),
+    "optimizer.step": ("new weights", "AdamW"),
 }
 
 

@@ -5,7 +5,7 @@ tests/repository/test_docs.py compares the pages with the files.
 
 from pathlib import Path
 
-from docs.scripts import draw, first_hour, first_run, photographs, tested_versions, walkthrough
+from docs.scripts import draw, first_hour, first_run, photographs, step, tested_versions, walkthrough
 
 DOCS = Path(__file__).parents[1]
 PAGES = {"walkthrough.md": walkthrough.page, "faq.md": tested_versions.page, **walkthrough.PICTURES}
@@ -16,7 +16,7 @@ PAGES |= draw.PICTURES | first_run.PICTURES
 def main():
     """Generate all pages and images, and write them into docs/."""
     walkthrough.write_picture()
-    walkthrough.write_step_page()
+    step.main()
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
     write_notebooks()

@@ -7,12 +7,11 @@ completions.jsonl and metrics.jsonl to the last bit.
 """
 
 import argparse
-import os
 import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +25,6 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rows import Completion, Row
-from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.distributed import process_group
 from minivlmrl.json_files import json_text, parse_json, read_lines
 from minivlmrl.model.logprobs import per_token_logps
@@ -54,13 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--stage", help="stage of the step (default: the last stage)")
     p.add_argument("--step", type=int, default=0, help="number of the step in its stage, from 0")
     p.add_argument("--prompt", type=int, default=0, help="number of the prompt to print, from 0")
-    p.add_argument(
-        "--trace",
-        metavar="FILE.html",
-        help="write an interactive page that shows each executed line of the files in the "
-        "README's reading list, and the values that the line assigned; FILE.html,NAME adds a file "
-        "or a folder",
-    )
     return p
 
 
@@ -77,23 +68,9 @@ def main(arguments: list[str]) -> int:
             )
     config = run_config(folder, options.recipe, overrides)
     stage = options.stage or ["none", *config.stage_names][-1]
-    tracer = None
-    if options.trace:
-        page, *extra_files = options.trace.split(",")
-        if not Path(page).absolute().parent.is_dir() or "RANK" in os.environ:
-            raise ValueError(
-                f"--trace={page}: the page cannot be written. Name a file in an existing folder, "
-                "and do not use torchrun."
-            )
-        tracer = StepTracer(extra_files, stage, number)
-    try:
-        trainer, optimizer, step, rows = go_to(config, stage, number, tracer)
-        print_group(trainer, step, rows, options.prompt)
-        with tracer or nullcontext():
-            metrics = loop.optimizer_step(trainer, step, optimizer, number)
-    finally:
-        if tracer and tracer.calls:  # the page is written even if the step fails
-            tracer.write(Path(page), f"{options.run}, {stage} step {number}")
+    trainer, optimizer, step, rows = go_to(config, stage, number)
+    print_group(trainer, step, rows, options.prompt)
+    metrics = loop.optimizer_step(trainer, step, optimizer, number)
     # a run logs all ranks' completions if num_logged_prompts is null
     parts = trainer.world.gather_objects(list(groups(trainer, step)))
     process_group.shutdown(trainer.world)
@@ -136,24 +113,21 @@ class Reached(Exception):
 class StopBefore(Callback):
     """Raises Reached before a given step's optimizer update."""
 
-    def __init__(self, stage: str, number: int, tracer: StepTracer | None = None):
+    def __init__(self, stage: str, number: int):
         self.wanted = stage, number
-        self.tracer = tracer
 
     def on_step_begin(
         self, trainer: Trainer, optimizer: Optimizer, step: Step, number: int, batches: Batches
     ):
         if (trainer.stage, number) != self.wanted:
             return
-        if self.tracer:
-            self.tracer.pause(trainer, step)
         last_batch = Batches(batches.dataset, trainer, batches.draws - 1)
         rows = [group[0].row for group in step.groups] or next(last_batch)
         raise Reached(trainer, optimizer, step, rows)
 
 
 def go_to(
-    config: RunConfig, stage: str, number: int, tracer: StepTracer | None = None
+    config: RunConfig, stage: str, number: int
 ) -> tuple[Trainer, Optimizer, Step, Sequence[Row]]:
     """Train up to a step, and return its trainer, optimizer, Step and rows.
 
@@ -163,7 +137,6 @@ def go_to(
         config: the run's options.
         stage: the step's stage.
         number: step number in its stage, from 0.
-        tracer: tracer that records the step.
 
     Raises:
         ValueError: the run has no such stage or step.
@@ -191,20 +164,12 @@ def go_to(
     print(f"{stage} step {number}, replayed from {state or 'the start of the run'}")
 
     data = replace(config.data, eval_rows=0)
-    if tracer:
-        data.image_workers = 0  # prepares the rows in the traced process, within the step
     with TemporaryDirectory() as scratch:
         try:
-            with tracer or nullcontext():
-                folder = Path(scratch) / "run"
-                stop = StopBefore(stage, number, tracer)
-                other_options = {
-                    "eval_steps": 0,
-                    "save_steps": 0,
-                    "best_metric": None,
-                    "data": data,
-                }
-                exit_code = train_again(config, state, folder, stop, **other_options)
+            folder = Path(scratch) / "run"
+            stop = StopBefore(stage, number)
+            other_options = {"eval_steps": 0, "save_steps": 0, "best_metric": None, "data": data}
+            exit_code = train_again(config, state, folder, stop, **other_options)
         except Reached as reached:
             return reached.args
     if exit_code:

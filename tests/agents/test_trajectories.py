@@ -3,9 +3,7 @@
 The tests also check the content of windows, and compare windows with all rounds with one growing completion.
 """
 
-import html
 import itertools
-import json
 import re
 import runpy
 from dataclasses import replace
@@ -21,28 +19,22 @@ from talk import CHATML, IMAGE_PART, text, user
 from minivlmrl.__main__ import main
 from minivlmrl.agents import tool_sampler
 from minivlmrl.agents.environment import environment_reward
-from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.data.tokenizer import train_tokenizer
-from minivlmrl.diagnostics.replay import go_to
-from minivlmrl.diagnostics.trace import StepTracer
 from minivlmrl.generation import sampler as sampler_file
 from minivlmrl.generation.environments import make_sampler, packed_length, samples_trajectories
 from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
-from minivlmrl.model.attention import visible
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
-from minivlmrl.run.loop import optimizer_step
 from tests.agents.test_tool_sampler import END as EYE_END
 from tests.agents.test_tool_sampler import PROCESSOR as TOOLS
 from tests.agents.test_tool_sampler import TEXTS as EYE_TEXTS
 from tests.agents.test_tool_sampler import row as eye_row
-from tests.diagnostics.test_page import browse
 
 import tiny
 from stages import ONE
@@ -463,45 +455,6 @@ def test_a_last_turn_without_a_call_needs_no_number(monkeypatch):
     assert len(trajectory.turns) == len(texts) == len(site.earned) + 1
     site.earned = [1.0, 0.5]
     assert environment_reward([site], [texts]) == [1.5]
-
-
-SEEN = """<script>
-document.title = JSON.stringify(RUNS.map((run) => ({
-  spans: run.ids.map((_, token) => sees(run, token)), rows: run.rows, places: run.places,
-})));
-</script></body>"""
-
-
-@pytest.mark.slow
-def test_the_page_of_a_step_knows_windows(home, plain, eager, lively, tmp_path):
-    """In a browser: the tokens that each token sees, and which tokens form a row, whose turns lie apart."""
-    options = [
-        "--stages=[grpo]",
-        "--sampling.environment=tests.agents.test_trajectories:Shown",
-        "--rewards={environment: 1}",
-    ]
-    config = load_config(home / "recipe.yaml", [*options, f"--output_dir={tmp_path / 'none'}"])
-    tracer = StepTracer([], "grpo", 1)
-    trainer, optimizer, step, _ = go_to(config, "grpo", 1, tracer)
-    with tracer:
-        optimizer_step(trainer, step, optimizer, 1)
-    path = tmp_path / "step.html"
-    tracer.write(path, "a step")
-    path.write_text(path.read_text("utf-8").replace("</body>", SEEN), "utf-8")
-    shown = browse(path, "", tmp_path, "--virtual-time-budget=60000")
-    runs = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL)[1]))
-    for batch, run in zip(step.micro_batches, runs, strict=True):
-        group = batch.group
-        assert len(group.layout.prompt_lengths) > len(step.rollout.groups)  # later windows, too
-        for seen, says in zip(visible(group.layout), run["spans"], strict=True):
-            spans = re.findall(r"(\d+) to (\d+)", says.partition(" sees ")[2])
-            assert seen.nonzero()[:, 0].tolist() == [i for a, b in spans for i in range(int(a), int(b) + 1)]
-        rows = group.pad(group.completion_ids)
-        assert [len(row) for row in run["rows"]] == group.layout.row_lengths
-        for row, ids in zip(run["rows"], rows.tolist(), strict=True):
-            assert row == ids[: len(row)]
-        T = group.completion_mask.shape[1]
-        assert [row * T + i for row, i in run["places"]] == group.layout.row_index.tolist()
 
 
 def test_a_run_says_its_turns(run, plain, eager, capsys):

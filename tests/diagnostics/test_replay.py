@@ -84,7 +84,7 @@ def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively
 
 
 def test_a_recipe_is_replayed_from_the_start(run, plain, lively, replayed, home):
-    """The command in docs/walkthrough.md replays a recipe after README's first command."""
+    """A run of the recipe, which has checkpoints, does not change the replay."""
     options = ["--stages=[grpo]", "--grpo.max_steps=2", *LOUD]
     folder = run(*options, "--checkpoint_steps=1", "--seed=1")
     code, lines = replayed(home / "recipe.yaml", "grpo", 1, *options, f"--output_dir={folder}")

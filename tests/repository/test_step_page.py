@@ -1,0 +1,96 @@
+"""Check docs/step.html: it shows the code of minimal.py, and the values that its lines made."""
+
+import ast
+import base64
+import json
+import re
+import sys
+
+import pytest
+import torch
+from links import ROOT
+
+import minimal
+from docs.scripts import step, walkthrough
+from tests.diagnostics.test_page import browse
+
+
+def data_of(path):
+    text = path.read_text("utf-8")
+    assert not re.search(r'(src|href)="(?!#|\$|data:)', text), "one file, no network"
+    return json.loads(re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[0])
+
+
+def test_the_page_shows_the_current_lines_of_minimal():
+    """If this fails, run `python -m docs.scripts.step`. A change of a comment needs no new page."""
+    page = data_of(step.PAGE)
+    assert step.PAGE.stat().st_size <= 1_000_000
+    assert ast.dump(ast.parse(page["code"])) == ast.dump(ast.parse((ROOT / "minimal.py").read_text("utf-8")))
+    names = {name for name, _ in page["calls"]}
+    assert names > {"train", "grpo", "patchify", "Vision.forward", "QwenVL.forward", "sample", "reward", "grpo_loss"}
+    lines = page["code"].splitlines()
+    executed = {lines[line - 1].strip() for kind, _, line, *_ in page["events"] if kind == "line"}
+    assert executed >= {"loss.backward()", "optimizer.step()", "log_ratio = ref_logps - logps"}
+    rewards = [
+        page["values"][v]["rows"][0] for *_, made, _ in page["events"] for _, name, v in made if name == "rewards"
+    ]
+    assert len(rewards) == 4 and all({0.5, 1.5} <= {*group} for group in rewards)
+
+
+def filmed(function, *arguments):
+    """Return the film of a call, and {variable: its values in order}."""
+    film = step.Film()
+    sys.settrace(film)
+    function(*arguments)
+    sys.settrace(None)
+    values = [json.loads(text) for text in film.values]
+    found = {}
+    for *_, made, _ in film.events:
+        for _, name, value in made:
+            found.setdefault(name, []).append(values[value])
+    return film, found
+
+
+def test_a_film_has_two_rounds_of_a_loop_and_counts_the_others():
+    film, values = filmed(minimal.mrope_positions, [1, 1, 9, 9, 9, 9, 1, 1], [(2, 2)], 9)
+    assert values["position"][:2] == [0, 1] and values["axes"][0]["size"] == 3
+    lines = [line for kind, _, line, *_ in film.events if kind == "line"]
+    assert {lines.count(line) for line in set(lines)} == {1, 2}
+    assert set(film.more.values()) == {3, 4}, "five rounds, and six tests of the loop's condition"
+    [kind, _, _, _, returned] = film.events[-1]
+    assert kind == "return" and json.loads([*film.values][returned])["rows"][0] == [0, 1, 2, 2, 2, 2, 4, 5]
+
+
+def test_a_film_has_the_calls_of_a_call():
+    film, values = filmed(minimal.patchify, minimal.draw_row()["images"][0], 7, 2, 196, 10**6)
+    assert film.calls == [["patchify", None], ["smart_resize", 0]]
+    assert values["patches"][0]["shape"] == [64, 294] and values["patches"][0]["picture"].startswith("data:image/png")
+
+
+def test_large_matrices_are_heat_maps_of_means():
+    x = torch.arange(12.0).view(3, 4)
+    assert step.describe(x)["rows"] == x.tolist()
+    tall = x.repeat_interleave(32, 0).repeat_interleave(16, 1).expand(2, 96, 64)  # (24, 32) tiles of 4 x 2 numbers
+    described = step.describe(tall)
+    *size, low, high, cells = described["heat"]
+    assert (size, low, high) == ([24, 32], 0, 11) and described["stats"] == [5.5, 0, 11] and "rows" not in described
+    levels = torch.frombuffer(bytearray(base64.b64decode(cells)), dtype=torch.uint8).view(24, 32)
+    assert torch.equal(levels[::8, ::8] / 255 * 11 - x < 0.03, torch.ones(3, 4, dtype=torch.bool))
+
+
+@pytest.mark.slow
+def test_the_page_opens_where_the_loss_is_returned(tmp_path):
+    """A number in the address opens another event."""
+    shown = browse(step.PAGE, "", tmp_path)
+    assert re.search(r'class="on"[^>]*>grpo_loss</button>', shown) and "<b>returns</b> float64 ()" in shown
+    assert re.search(r'class="row ran now" data-n="\d+">.*?<span class="k">return</span> \(\(loss \* mask\)', shown)
+    first = browse(step.PAGE, "0", tmp_path)
+    assert re.search(r'class="on"[^>]*>train</button>', first)
+
+
+@pytest.mark.slow
+def test_the_walkthrough_is_right_about_the_update():
+    """Its text says that right answers become more likely, and completions without the form less likely."""
+    rewards, change = walkthrough.numbers()["grpo"]["rewards"].tolist(), walkthrough.numbers()["train"]["change"]
+    for reward, moved in zip(rewards, change, strict=True):
+        assert reward == 0.5 or (moved > 0) == (reward == 1.5)
