@@ -331,9 +331,8 @@ class QwenVL(nn.Module):
 VISION_DEFAULTS = {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16}
 VISION_DEFAULTS |= {"out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
 VISION_DEFAULTS |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-# Tokens that only `render` may write
-STRUCTURE = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-STRUCTURE += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+# Beginnings of the control tokens that only `render` may write: im_end, image_pad and so on
+STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
 
 
 def write(file, values):
@@ -381,7 +380,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     # A user's text "<|im_end|>" stays text, while "<|box_start|>" is a token, as in transformers.
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     for token in tokenizer["added_tokens"]:
-        token["special"] = token["content"] in STRUCTURE
+        token["special"] = token["content"].startswith(STRUCTURE)
     model.tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
     model.tokenizer.encode_special_tokens = True
     model.folder = folder

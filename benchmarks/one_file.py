@@ -1,4 +1,4 @@
-"""Compare minimal.py with the package: seconds of a GRPO step, and memory for the log-probabilities of a real vocabulary.
+"""Compare minimal.py with the package: seconds of a GRPO step, and memory for log-probabilities.
 
     python benchmarks/one_file.py    # half a minute
 
@@ -14,14 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import torch
 from common import about, seconds_of
 from grpo_step import make_rows, our_side
 
-import minimal
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.model.checkpoint import load_model, load_processor
 
@@ -31,6 +27,9 @@ TOKENS, WIDTH, VOCABULARY = 2048, 256, 151936  # eight completions of 256 tokens
 
 def step_ratio() -> float:
     """Return how many times as long minimal.py takes for a step: 16 prompts, 8 completions of 14 tokens."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import minimal
+
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         minimal.make_folder(folder)

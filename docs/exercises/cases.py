@@ -185,7 +185,9 @@ def _(mrope_positions):
         "your pairs are neighbours, as in the paper; here, x_i belongs to x_{i + D/2}":
             ("x.chunk(2, -1)", "x.unflatten(-1, (-1, 2)).unbind(-1)"),
         "you rotate in the other direction": ("b * sin, b * cos + a", "b * -sin, b * cos - a"),
-        "you convert the angles before cos and sin; convert the results": ("a, b", "angles = angles.to(x.dtype)\n    a, b"),
+        "you convert the angles before cos and sin; convert the results": (
+            "a, b", "angles = angles.to(x.dtype)\n    a, b"
+        ),
     },
 )  # fmt: skip
 def _(rotate):

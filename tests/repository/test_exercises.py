@@ -39,7 +39,8 @@ def test_a_mistake_is_refused_and_named(exercise, mistake):
 @pytest.mark.parametrize("exercise, lines", [
     (ROTATE, ["pairs = torch.complex(*x.float().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)",
               "return torch.cat([pairs.real, pairs.imag], -1).to(x.dtype)"]),
-    (DPO, ["sums = (logps - ref_logps).masked_fill(~mask, 0.0).sum(1)", "return F.softplus(beta * (sums[1] - sums[0]))"]),
+    (DPO, ["sums = (logps - ref_logps).masked_fill(~mask, 0.0).sum(1)",
+           "return F.softplus(beta * (sums[1] - sums[0]))"]),
 ])  # fmt: skip
 def test_another_right_answer_passes(exercise, lines):
     body = "\n".join(f"    {line}" for line in lines)
