@@ -99,7 +99,7 @@ def answer_call(
     called = f"the tool call {name or inside:.80}"
     with unchanged_process(called):
         try:
-            with time_limit(settings.max_tool_seconds, called):
+            with time_limit(settings.max_tool_seconds):
                 result = call(tools, name, inside)
                 results = result if isinstance(result, list) else [result]
                 parts = [part(item) for item in results]
@@ -189,7 +189,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
         ValueError: if the method raised an exception or exceeded max_tool_seconds.
     """
     try:
-        with time_limit(settings_of(environment).max_tool_seconds, name):
+        with time_limit(settings_of(environment).max_tool_seconds):
             return call_user_code(name, getattr(environment, name), *arguments, **columns)
     except Overtime as error:
         raise ValueError(f"{name}: {error}") from error

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import operator
 import os
 import re
 import sys
@@ -26,7 +25,7 @@ from typing import Annotated, Any
 import torch
 
 from minivlmrl.config.parsing import read_value
-from minivlmrl.config.time_limit import end_process, is_interrupt
+from minivlmrl.config.time_limit import is_interrupt
 from minivlmrl.errors import check_field, did_you_mean, error_context
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -303,19 +302,6 @@ def check_call(name: str, function: Callable, /, *arguments, **options):
         ) from error
 
 
-def working_folder() -> str:
-    """Return the working directory, which another process may have deleted."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return "a deleted folder"
-
-
-def backend(attribute: str) -> Callable[[], Any]:
-    """Return a function that reads a torch.backends attribute."""
-    return functools.partial(operator.attrgetter(attribute), torch.backends)
-
-
 # Settings of the process that change a run's results without an error, and functions that read
 # them. Random seeds are not in the table, because a run computes its random numbers from keys.
 PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
@@ -323,36 +309,19 @@ PROCESS_SETTINGS: dict[str, Callable[[], Any]] = {
     "the default dtype": torch.get_default_dtype,
     "the default device": torch.get_default_device,
     "the grad mode": torch.is_grad_enabled,
-    "the inference mode": torch.is_inference_mode_enabled,
     "autocast on the CPU": lambda: torch.is_autocast_enabled("cpu"),
     "autocast on the GPU": lambda: torch.is_autocast_enabled("cuda"),
     # these also change with torch.set_float32_matmul_precision and allow_tf32
-    "the precision of products on the CPU": backend("mkldnn.matmul.fp32_precision"),
-    "the precision of products on the GPU": backend("cuda.matmul.fp32_precision"),
-    "the precision of convolutions on the GPU": backend("cudnn.conv.fp32_precision"),
+    "the precision of products on the CPU": lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    "the precision of products on the GPU": lambda: torch.backends.cuda.matmul.fp32_precision,
     "the deterministic mode": torch.get_deterministic_debug_mode,
-    "cudnn.deterministic": backend("cudnn.deterministic"),
-    "cudnn.benchmark": backend("cudnn.benchmark"),
-    "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled,
-    "the working directory": working_folder,
-    "sys.stdout.closed": lambda: getattr(sys.stdout, "closed", None),
-    "sys.stderr.closed": lambda: getattr(sys.stderr, "closed", None),
-    "the process id": os.getpid,
+    "the working directory": os.getcwd,
 }
 
 
 @contextmanager
 def unchanged_process(name: str) -> Iterator[None]:
-    """Check that the code in a `with` block has not changed the PROCESS_SETTINGS.
-
-    The check runs after the block, unless the block raises an error.
-
-    Args:
-        name: what the block calls, for the error.
-
-    Raises:
-        ValueError: the block changed a setting. The message names all changed settings.
-    """
+    """Raise ValueError if the code in a `with` block has changed one of the PROCESS_SETTINGS."""
     before = {setting: read() for setting, read in PROCESS_SETTINGS.items()}
     yield
     changes = []
@@ -361,16 +330,8 @@ def unchanged_process(name: str) -> Iterator[None]:
         if value != before[setting]:
             changes.append(f"{setting} from {before[setting]} to {value}")
     if changes:
-        message = (
+        os.chdir(before["the working directory"])  # because output_dir may be a relative path
+        raise ValueError(
             f"{name} changed {' and '.join(changes)}, which affects the rest of the run; restore "
             "this before the code returns"
         )
-        if os.getpid() != before["the process id"]:
-            end_process(message)  # a forked child must not train the run a second time
-        # The end of the run needs these settings to save a checkpoint and to report the error.
-        if working_folder() != before["the working directory"]:
-            os.chdir(before["the working directory"])  # because output_dir may be a relative path
-        for number, stream in ((1, "stdout"), (2, "stderr")):
-            if getattr(getattr(sys, stream), "closed", False):  # pythonw has no streams
-                setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))
-        raise ValueError(message)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 from datetime import timedelta
 
@@ -9,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-
-from minivlmrl.config.time_limit import end_process
 
 # seconds within which all ranks must be connected, once all of them have started
 CONNECT_SECONDS = 60.0
@@ -80,6 +79,12 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
         raise ValueError(describe(first_line(error), hosts, rank, has_gpu)) from error
     finally:
         timer.cancel()
+
+
+def end_process(message: str):
+    """Print a message and end the process from a thread, while the main thread waits in C++ code."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list[str]:

@@ -160,7 +160,7 @@ class Reward:
         name = f"{rows_prefix(columns.get('row_names', ()))}reward {self.name}"
         num_completions = len(columns["completions"])
         try:
-            with time_limit(seconds, name):
+            with time_limit(seconds):
                 return self._score(columns)
         except Overtime as error:
             raise ValueError(

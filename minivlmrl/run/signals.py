@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
-from minivlmrl.run.process import report_mistake
 
 # exit code for a run that was stopped by a signal and can be resumed (EX_TEMPFAIL in sysexits.h)
 PREEMPTED = 75
@@ -41,7 +39,6 @@ class StopSignals:
         self.save: Callable[[], object] = lambda: "the last checkpoint, if there is one"
 
     def __enter__(self) -> "StopSignals":
-        time_limit.on_hang = self.end_process
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.handlers = {}  # signal -> previous handler, which __exit__ restores
         # Python only allows the main thread to set signal handlers.
@@ -53,7 +50,6 @@ class StopSignals:
 
     def __exit__(self, _type, error, _traceback) -> bool:
         """Restore the signal handlers, and print Preempted's message instead of raising it."""
-        time_limit.on_hang = time_limit.end_process
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if not isinstance(error, Preempted):
@@ -100,18 +96,3 @@ class StopSignals:
         All ranks must call this method together, so that they stop after the same step.
         """
         return self.world.sum(self.first is not None)[0] > 0
-
-    def end_process(self, message: str):
-        """Save a checkpoint, print a message and end the process, inside a user's code.
-
-        With several ranks no checkpoint is saved, because all ranks must save together.
-        """
-        try:
-            state = self.save() if self.world.size == 1 else "the last checkpoint, if there is one"
-            if state:
-                message += f"; --resume=auto continues from {state}"
-        except Exception as error:
-            message += f"; the checkpoint could not be saved ({type(error).__name__}: {error})"
-        finally:
-            report_mistake(message)
-            os._exit(2)

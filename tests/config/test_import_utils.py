@@ -4,7 +4,6 @@ import inspect
 import json
 import os
 import pickle
-import sys
 from functools import partial
 from typing import Annotated
 
@@ -85,57 +84,36 @@ def set_on(owner, name, value):
     return partial(setattr, owner, name, value)
 
 
-INFERENCE = torch.inference_mode()  # the mode ends when this object is freed
 CHANGES = {  # setting -> (a change, the values in the message)
     "the number of threads": (lambda: torch.set_num_threads(3), "from [12] to 3"),
     "the default dtype": (lambda: torch.set_default_dtype(torch.float64), "from torch.float32 to torch.float64"),
     "the default device": (lambda: torch.set_default_device("meta"), "from cpu to meta"),
     "the grad mode": (lambda: torch.set_grad_enabled(False), "from True to False"),
-    "the inference mode": (INFERENCE.__enter__, "from False to True"),
     "autocast on the CPU": (lambda: torch.autocast("cpu").__enter__(), "from False to True"),
     "autocast on the GPU": (lambda: torch.set_autocast_enabled("cuda", True), "from False to True"),
     "the precision of products on the CPU": (set_on(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
                                              "from none to bf16"),
     "the precision of products on the GPU": (set_on(torch.backends.cuda.matmul, "allow_tf32", True),
                                              "from none to tf32"),
-    "the precision of convolutions on the GPU": (set_on(torch.backends.cudnn, "allow_tf32", False),
-                                                 "from tf32 to (none|ieee)"),
     "the deterministic mode": (lambda: torch.use_deterministic_algorithms(True), "from 0 to 2"),
-    "cudnn.deterministic": (set_on(torch.backends.cudnn, "deterministic", True), "from False to True"),
-    "cudnn.benchmark": (set_on(torch.backends.cudnn, "benchmark", True), "from False to True"),
-    "cuDNN's attention": (lambda: torch.backends.cuda.enable_cudnn_sdp(False), "from True to False"),
     "the working directory": (lambda: os.chdir("/"), "from .+ to /"),
-    "sys.stdout.closed": (lambda: sys.stdout.close(), "from False to True"),
-    "sys.stderr.closed": (lambda: sys.stderr.close(), "from False to True"),
-    "the process id": (lambda: os.fork(), r"from \d+ to \d+"),
 }  # fmt: skip
-
-
-def as_without_pytest():
-    """Undo settings from pytest and earlier tests in a forked process."""
-    for number, stream in ((1, "stdout"), (2, "stderr")):
-        setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))
-    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_every_setting_has_a_change():
     assert CHANGES.keys() == PROCESS_SETTINGS.keys()
 
 
-@pytest.mark.parametrize("setting", sorted(CHANGES.keys() - {"the process id"}))
+@pytest.mark.parametrize("setting", sorted(CHANGES))
 def test_code_that_changes_the_process_is_reported_in_one_sentence(setting):
     change, values = CHANGES[setting]
 
     def work():
-        as_without_pytest()
         folder = os.getcwd()
         sentence = f"^f changed .*{setting} {values}, which affects the rest of the run; restore this before the code"
         with pytest.raises(ValueError, match=sentence):
             call_user_code("f", change)
-        # when it ends, the run needs its folder, stdout and stderr to save a checkpoint and to report the error
-        assert os.getcwd() == folder
-        print("still open", flush=True)
-        print("still open", file=sys.stderr, flush=True)
+        assert os.getcwd() == folder  # because the run saves a checkpoint before it ends
         with unchanged_process("f"):
             pass
 
@@ -153,30 +131,5 @@ def test_matmul_precision_is_read_from_both_interfaces_of_torch(change):
         with pytest.raises(ValueError, match="changed the precision of products"):
             call_user_code("f", change)
         call_user_code("f", change)  # the setting can still be read
-
-    assert exit_code(fork(work)) == 0
-
-
-def test_a_forked_child_does_not_continue_the_run(capfd):
-    """Otherwise two processes would train and write the same run."""
-    children = []
-
-    def work():
-        as_without_pytest()
-        with unchanged_process("the tool call f"):
-            children.append(os.fork())
-        assert children[0], "the child returned from the block"
-        return exit_code(children[0])
-
-    assert exit_code(fork(work)) == 2
-    assert capfd.readouterr().err.startswith("the tool call f changed the process id from")
-
-
-def test_a_deleted_working_directory_is_no_change(tmp_path):
-    def work():
-        (tmp_path / "gone").mkdir()
-        os.chdir(tmp_path / "gone")
-        (tmp_path / "gone").rmdir()
-        assert call_user_code("f", lambda: 7) == 7
 
     assert exit_code(fork(work)) == 0

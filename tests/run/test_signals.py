@@ -13,7 +13,6 @@ import pytest
 import torch
 from children import exit_code, fork
 
-from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
 from minivlmrl.run import signals
 from minivlmrl.run.metrics import stopping_if_stdout_closes
@@ -98,25 +97,6 @@ def test_preempted_becomes_the_exit_code_and_its_message(capsys):
         raise Preempted("saved states/000004")
     assert stop.exit_code == PREEMPTED == 75
     assert capsys.readouterr().out == "saved states/000004\n"
-
-
-@pytest.mark.parametrize(("size", "save", "text"), [
-    (1, lambda: "states/000004", "; --resume=auto continues from states/000004"),
-    (2, lambda: "states/000004", "; --resume=auto continues from the last checkpoint, if there is one"),
-    (1, lambda: None, ""), (1, lambda: {}[0], "; the checkpoint could not be saved (KeyError: 0)"),
-])  # fmt: skip
-def test_a_tool_that_cannot_be_stopped_ends_the_run_after_a_checkpoint(capfd, size, save, text):
-    def hang():
-        with StopSignals(World(0, size)) as stop:
-            stop.save = save
-            time_limit.on_hang("the tool hangs")
-
-    assert exit_code(fork(hang)) == 2
-    assert capfd.readouterr().err == f"the tool hangs{text}\n"
-    assert time_limit.on_hang is time_limit.end_process
-    with StopSignals(ONE):
-        assert time_limit.on_hang is not time_limit.end_process
-    assert time_limit.on_hang is time_limit.end_process
 
 
 def test_other_errors_propagate_and_handlers_are_restored():
