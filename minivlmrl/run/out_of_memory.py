@@ -154,77 +154,53 @@ def reserved(world: World) -> str:
 
 
 # ------------------------------------------------------------------------------- option to change
+TRAINING = "communication", "recomputation", "micro-batch", "nf4", "bfloat16"
+# {phase: names in `cures`}, the strongest first
+CURES = {
+    "sampling": ("sampling batch", "nf4", "bfloat16"),
+    "evaluation": ("sampling batch", "nf4", "bfloat16"),
+    "scoring": ("micro-batch", "nf4", "bfloat16"),
+    "reference": ("micro-batch", "nf4", "bfloat16"),
+    "forward": TRAINING,
+    "backward": TRAINING,
+    "optimizer": ("lora", "8-bit moments", "bfloat16"),
+}
+OTHER_PHASES = "nf4", "lora", "bfloat16"
 
 
 def cheapest_cure(config: RunConfig, stage: str | None, phase: str) -> str:
-    """Return the option that lowers a phase's memory most, with its new value.
-
-    The options are tried in a fixed order, the strongest first; an option that is already set is
-    left out.
-    """
-    training = [frequent_communication, recomputation, smaller_micro_batch]
-    training += [quantized, half_precision]
+    """Return the option that lowers a phase's memory most and is not set yet, with its new value."""
+    model, adapter = config.model, config.adapter
+    has_full_base = adapter.r and adapter.quantize is None
+    is_float32 = model.dtype == "float32" and not model.compute_dtype
     cures = {
-        "sampling": [batch_tokens, quantized, half_precision],
-        "evaluation": [batch_tokens, quantized, half_precision],
-        "scoring": [smaller_micro_batch, quantized, half_precision],
-        "reference": [smaller_micro_batch, quantized, half_precision],
-        "forward": training,
-        "backward": training,
-        "optimizer": [lora, small_moments, half_precision],
+        "sampling batch": smaller_sampling_batch(config),
+        "micro-batch": smaller_micro_batch(config, stage) if stage else "",
+        "communication": config.sharding.once_per_step and "--sharding.once_per_step=false",
+        "recomputation": not model.activation_checkpointing
+        and "--model.activation_checkpointing=true",
+        "nf4": has_full_base and "--adapter.quantize=nf4",
+        "lora": not adapter.r and "--adapter.r=16",
+        "8-bit moments": config.optimizer.name == "adamw" and "--optimizer.name=adamw_8bit",
+        "bfloat16": is_float32 and "--model.dtype=bfloat16",
     }
-    for cure in cures.get(phase, [quantized, lora, half_precision]):
-        option = cure(config, stage)
-        if option:
-            return option
-    return "--data.max_pixels, a smaller model or a larger GPU"
+    options = [cures[name] for name in CURES.get(phase, OTHER_PHASES)]
+    return next(filter(None, options), "--data.max_pixels, a smaller model or a larger GPU")
 
 
-def batch_tokens(config: RunConfig, stage: str | None) -> str:
+def smaller_sampling_batch(config: RunConfig) -> str:
     """Halve the tokens that are sampled at once; 16,384 if they had no limit."""
-    tokens = config.sampling.max_batch_tokens
-    smallest = 2 * config.sampling.max_new_tokens
-    if tokens is None:
-        return f"--sampling.max_batch_tokens={max(16384, smallest)}"
-    return f"--sampling.max_batch_tokens={tokens // 2}" if tokens // 2 >= smallest else ""
+    tokens, smallest = config.sampling.max_batch_tokens, 2 * config.sampling.max_new_tokens
+    lower = max(16384, smallest) if tokens is None else tokens // 2
+    return f"--sampling.max_batch_tokens={lower}" if lower >= smallest else ""
 
 
-def smaller_micro_batch(config: RunConfig, stage: str | None) -> str:
+def smaller_micro_batch(config: RunConfig, stage: str) -> str:
     """Halve a micro-batch's prompts, or bound its tokens if it has a single prompt."""
-    section = getattr(config, stage) if stage else None
-    if section is None:
-        return ""
+    section = getattr(config, stage)
     if section.micro_batch_size > 1:
         size = min(section.micro_batch_size, section.prompts_per_step) // 2
         return f"--{stage}.micro_batch_size={max(1, size)}"
     if getattr(section, "max_tokens_per_micro_batch", 0) is None:
         return f"--{stage}.max_tokens_per_micro_batch={4 * config.sampling.max_new_tokens}"
     return ""
-
-
-def frequent_communication(config: RunConfig, stage: str | None) -> str:
-    """Free gathered weights and reduce gradients in each micro-batch."""
-    return "--sharding.once_per_step=false" if config.sharding.once_per_step else ""
-
-
-def recomputation(config: RunConfig, stage: str | None) -> str:
-    is_set = config.model.activation_checkpointing
-    return "" if is_set else "--model.activation_checkpointing=true"
-
-
-def quantized(config: RunConfig, stage: str | None) -> str:
-    has_full_base = config.adapter.r and config.adapter.quantize is None
-    return "--adapter.quantize=nf4" if has_full_base else ""
-
-
-def lora(config: RunConfig, stage: str | None) -> str:
-    return "" if config.adapter.r else "--adapter.r=16"
-
-
-def small_moments(config: RunConfig, stage: str | None) -> str:
-    return "--optimizer.name=adamw_8bit" if config.optimizer.name == "adamw" else ""
-
-
-def half_precision(config: RunConfig, stage: str | None) -> str:
-    model = config.model
-    return "--model.dtype=bfloat16" if model.dtype == "float32" and not model.compute_dtype else ""
